@@ -1,0 +1,243 @@
+"""The one tree of errors.
+
+    MedialaneError
+    |-- InvalidRequest (400)            the client must change the request
+    |   |-- InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, InvalidDataUrl, InvalidBase64
+    |   |-- EmptyMedia, InvalidImage, ImageTooComplex, TooManyMediaItems, UnknownMediaUuid
+    |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
+    |   |-- PromptRejected              vLLM refused prompt or parameters
+    |   |-- InvalidBody                 not JSON, or not the JSON that we expect
+    |   |-- TooLarge (413)              MediaTooLarge, ImageTooLarge, BodyTooLarge
+    |   `-- UnsupportedMediaType (415)
+    |-- UpstreamFailed (502)            the media's origin failed
+    |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost
+    |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
+    |-- GenerationFailed (500)          the engine failed this request
+    `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, InvalidFeature, StartupFailed
+
+Every class carries its HTTP status, its stable `code`, and whether the same request may succeed when sent again.
+Messages are written for clients: no library text, no addresses, no paths of this machine.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class MedialaneError(Exception):
+    """Base of the tree.
+
+    `param` is the field of the request at fault in OpenAI's spelling (`messages[0].content[2].image_url`),
+    `retry_after_s` what a Retry-After header should say.
+    """
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    kind: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def at(self, param: str) -> MedialaneError:
+        """Return the same error, telling which field of the request it is about."""
+        return type(self)(self.message, param=param, retry_after_s=self.retry_after_s)
+
+
+class InvalidRequest(MedialaneError):
+    status = 400
+    code = "invalid_request"
+    kind = "invalid_request_error"
+
+
+class InvalidBody(InvalidRequest):
+    code = "invalid_body"
+
+
+class InvalidMediaUrl(InvalidRequest):
+    code = "invalid_media_url"
+
+
+class UnsupportedUrlScheme(InvalidRequest):
+    code = "unsupported_url_scheme"
+
+
+class MediaUrlForbidden(InvalidRequest):
+    code = "media_url_forbidden"
+
+
+class InvalidDataUrl(InvalidRequest):
+    code = "invalid_data_url"
+
+
+class InvalidBase64(InvalidRequest):
+    code = "invalid_base64"
+
+
+class EmptyMedia(InvalidRequest):
+    code = "empty_media"
+
+
+class InvalidImage(InvalidRequest):
+    code = "invalid_image"
+
+
+class ImageTooComplex(InvalidRequest):
+    code = "image_too_complex"
+
+
+class TooManyMediaItems(InvalidRequest):
+    code = "too_many_media_items"
+
+
+class UnknownMediaUuid(InvalidRequest):
+    code = "unknown_media_uuid"
+
+
+class TooManyRedirects(InvalidRequest):
+    code = "too_many_redirects"
+
+
+class MediaFetchFailed(InvalidRequest):
+    code = "media_fetch_failed"
+
+
+class MediaFetchTimeout(InvalidRequest):
+    code = "media_fetch_timeout"
+    retryable = True
+
+
+class PromptRejected(InvalidRequest):
+    code = "invalid_prompt"
+
+
+class TooLarge(InvalidRequest):
+    status = 413
+    code = "too_large"
+
+
+class BodyTooLarge(TooLarge):
+    code = "body_too_large"
+
+
+class MediaTooLarge(TooLarge):
+    code = "media_too_large"
+
+
+class ImageTooLarge(TooLarge):
+    code = "image_too_large"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class UpstreamFailed(MedialaneError):
+    status = 502
+    code = "media_upstream_error"
+    retryable = True
+
+
+class Unavailable(MedialaneError):
+    status = 503
+    code = "unavailable"
+    retryable = True
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+
+
+class ArenaFull(Unavailable):
+    code = "arena_full"
+
+
+class PreparersBusy(Unavailable):
+    code = "media_overloaded"
+
+
+class NoWorkerReady(Unavailable):
+    code = "no_worker_ready"
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class PreparationFailed(MedialaneError):
+    code = "media_preparation_failed"
+
+
+class PreparerCrashed(PreparationFailed):
+    code = "media_decoder_crashed"
+
+
+class PreparerTimeout(PreparationFailed):
+    code = "media_decoder_timeout"
+
+
+class GenerationFailed(MedialaneError):
+    code = "generation_failed"
+
+
+class HandoverFailed(MedialaneError):
+    """One way of handing features over did not work; the next way may."""
+
+    code = "handover_failed"
+    retryable = True
+
+
+class InvalidFeature(MedialaneError):
+    """A feature contradicts itself, its placeholder or the prompt; it must never reach an engine."""
+
+    code = "invalid_feature"
+
+
+class ProtocolViolation(MedialaneError):
+    """The peer sent what our protocol does not allow; the connection ends."""
+
+    code = "protocol_violation"
+
+
+class StartupFailed(MedialaneError):
+    """Something at start-up that the operator must change; the message says what."""
+
+    code = "startup_failed"
+
+
+class ErrorReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error of the tree on its way to another process."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+def _by_code() -> dict[str, type[MedialaneError]]:
+    found: dict[str, type[MedialaneError]] = {}
+    todo: list[type[MedialaneError]] = [MedialaneError]
+    while todo:
+        cls = todo.pop()
+        found[cls.code] = cls
+        todo.extend(cls.__subclasses__())
+    return found
+
+
+_CLASSES = _by_code()
+
+
+def to_report(error: MedialaneError) -> ErrorReport:
+    """Describe `error` for another process."""
+    return ErrorReport(error.code, error.message, error.param, error.retry_after_s)
+
+
+def from_report(report: ErrorReport) -> MedialaneError:
+    """Rebuild the error of a report. A code that this version does not know becomes a plain MedialaneError."""
+    cls = _CLASSES.get(report.code, MedialaneError)
+    return cls(report.message, param=report.param, retry_after_s=report.retry_after_s)

@@ -1,0 +1,50 @@
+"""What a request spent its time on, and what the caches said: one timeline a request, written by every stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+StageName = Literal[
+    "lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "first_token"
+]
+CacheOutcome = Literal["hit", "miss", "mixed", "none"]
+
+
+class StageTimeline:
+    """Seconds by stage. Items of one request run side by side: a stage's time is the longest of its items."""
+
+    def __init__(self) -> None:
+        self.started_at = time.perf_counter()
+        self.seconds: dict[StageName, float] = {}
+        self.num_hits = 0
+        self.num_misses = 0
+        self.copied_bytes = 0
+
+    def add(self, stage: StageName, seconds: float) -> None:
+        """Record that one item spent `seconds` in `stage`."""
+        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+
+    @contextmanager
+    def measure(self, stage: StageName) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - started)
+
+    @property
+    def cache(self) -> CacheOutcome:
+        if not self.num_hits:
+            return "miss" if self.num_misses else "none"
+        return "mixed" if self.num_misses else "hit"
+
+    def server_timing(self) -> str:
+        """The value of a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in milliseconds."""
+        entries = [f"{stage};dur={seconds * 1000:.2f}" for stage, seconds in self.seconds.items()]
+        entries.append(f'cache;desc="{self.cache}"')
+        entries.append(f'copied;desc="{self.copied_bytes}"')
+        entries.append(f"total;dur={(time.perf_counter() - self.started_at) * 1000:.2f}")
+        return ", ".join(entries)

@@ -1,0 +1,47 @@
+"""The engine's half of preparation, as this room needs it; `vllm_bridge` fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from medialane.core.feature import Feature, PlaceholderRange
+from medialane.core.media import Image, MediaSize
+from medialane.core.tensor import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedItem:
+    """What the engine's processor made of one item: a header, and the large tensors that follow it.
+
+    `buffers[i]` are the bytes of `specs[i]`, C-contiguous, alive as long as this object.
+    """
+
+    header: bytes
+    specs: tuple[TensorSpec, ...]
+    buffers: tuple[memoryview, ...]
+    size: MediaSize
+
+
+class Processor(Protocol):
+    """Runs the engine's multimodal processor on one decoded item, inside a preparer. Synchronous, one thread."""
+
+    def process(self, media: Image, options: bytes) -> ProcessedItem:
+        """Process one item alone. `options` are canonical JSON. Raises MedialaneError for what the client did wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledPrompt:
+    """Expanded token ids, and a placeholder for each of the features given, in the order they were given."""
+
+    token_ids: list[int]
+    placeholders: tuple[PlaceholderRange, ...]
+
+
+class Assembler(Protocol):
+    """Expands a prompt's placeholders from its items' metadata alone: neither pixels nor large tensors are read."""
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        """`features` stand in the order of their modality's items in the request. Raises PromptRejected."""
+        ...
