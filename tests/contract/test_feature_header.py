@@ -1,0 +1,103 @@
+"""Our header of a processed item against vLLM's own types."""
+
+import pytest
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    nested_tensors_equal,
+)
+
+from medialane.core.errors import InvalidFeature, PreparationFailed
+from medialane.vllm_bridge.features import (
+    INLINE_BYTES,
+    decode_item,
+    decode_item_without_tensors,
+    encode_item,
+    large_specs,
+)
+
+DTYPES = ["uint8", "int64", "float16", "bfloat16", "float32", "bool"]
+
+
+def item(**fields):
+    return MultiModalKwargsItem({k: MultiModalFieldElem(data=d, field=f) for k, (d, f) in fields.items()})
+
+
+def equal(a: MultiModalKwargsItem, b: MultiModalKwargsItem) -> bool:
+    return a.keys() == b.keys() and all(
+        nested_tensors_equal(a[k].data, b[k].data, check_dtype=True) and a[k].field == b[k].field for k in a
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (300, 700)])
+def test_item_survives_the_round_trip(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(getattr(torch, dtype))
+    original = item(
+        a=(tensor, MultiModalBatchedField(keep_on_cpu=True)),
+        b=(tensor, MultiModalFlatField(slices=[slice(0, 3), slice(3, 9)], dim=1)),
+        c=(tensor, MultiModalFlatField(slices=[[slice(None), slice(1, 2)]])),
+        d=([tensor, [tensor, 2.5]], MultiModalSharedField(batch_size=3)),
+    )
+    header, specs, buffers = encode_item(original)
+    assert equal(decode_item(header, buffers), original)
+    assert large_specs(header) == list(specs)
+
+
+def test_large_tensors_are_views_of_the_bytes_given():
+    original = item(pixels=(torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8), MultiModalBatchedField()))
+    header, _, (buffer,) = encode_item(original)
+    arena = bytearray(buffer)
+    decoded = decode_item(header, [memoryview(arena)])
+    arena[7] = 9
+    assert decoded["pixels"].data[7] == 9
+
+
+def test_tensor_over_a_read_only_mapping_does_not_warn():
+    original = item(pixels=(torch.ones(INLINE_BYTES + 1, dtype=torch.uint8), MultiModalBatchedField()))
+    header, _, (buffer,) = encode_item(original)
+    assert decode_item(header, [memoryview(bytes(buffer))])["pixels"].data.sum() == INLINE_BYTES + 1
+
+
+def test_strided_view_is_sent_dense():
+    strided = torch.arange(INLINE_BYTES).view(64, -1).t()
+    header, _, buffers = encode_item(item(x=(strided, MultiModalBatchedField())))
+    assert torch.equal(decode_item(header, buffers)["x"].data, strided)
+
+
+def test_header_alone_keeps_small_tensors_and_large_shapes():
+    original = item(
+        grid=(torch.tensor([1, 4, 6]), MultiModalBatchedField()),
+        pixels=(torch.ones(100, 1176, dtype=torch.uint8), MultiModalBatchedField()),
+    )
+    header, _, _ = encode_item(original)
+    assembled = decode_item_without_tensors(header)
+    assert assembled["grid"].data.tolist() == [1, 4, 6]
+    assert assembled["pixels"].data.shape == (100, 1176)
+    assert assembled["pixels"].data.untyped_storage().nbytes() == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda h: h[:-1], lambda h: b"", lambda h: b"\xc1" + h, lambda h: h.replace(b"batched", b"pickled")]
+)
+def test_damaged_header_is_an_invalid_feature(damage):
+    header, _, buffers = encode_item(item(x=(torch.zeros(9), MultiModalBatchedField())))
+    with pytest.raises(InvalidFeature):
+        decode_item(damage(header), buffers)
+
+
+def test_missing_or_short_tensor_is_an_invalid_feature():
+    header, _, (buffer,) = encode_item(item(x=(torch.zeros(INLINE_BYTES), MultiModalBatchedField())))
+    with pytest.raises(InvalidFeature):
+        decode_item(header, [])
+    with pytest.raises(InvalidFeature):
+        decode_item(header, [buffer[:-1]])
+
+
+def test_dtype_without_wire_form_is_refused():
+    with pytest.raises(PreparationFailed, match="complex64"):
+        encode_item(item(x=(torch.zeros(2, dtype=torch.complex64), MultiModalBatchedField())))
