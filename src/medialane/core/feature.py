@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from medialane.core.media import MediaSize, Modality
+from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
 
@@ -62,11 +62,32 @@ class PlacedFeature(msgspec.Struct, frozen=True):
     placeholder: PlaceholderRange
 
 
+class MediaPrompt(msgspec.Struct, frozen=True):
+    """A prompt as the chat template left it: each item is one unexpanded placeholder.
+
+    `items` stand in the order of their modality's placeholders; `options` are the request's processor options,
+    canonical JSON.
+    """
+
+    token_ids: list[int]
+    items: tuple[MediaRef, ...]
+    options: bytes = b"{}"
+
+    def __repr__(self) -> str:
+        return f"MediaPrompt({len(self.token_ids)} tokens, {self.items})"
+
+
 class PreparedPrompt(msgspec.Struct, frozen=True):
-    """A prompt whose placeholders are expanded, with its features in prompt order."""
+    """What became of a media prompt.
+
+    Stage `features`: `token_ids` are expanded, `features` stand in the order of the source's items.
+    Stage `url`: `token_ids` are the source's and there are no features. `mm_hashes` identify the items in both.
+    """
 
     token_ids: list[int]
     features: tuple[PlacedFeature, ...]
+    mm_hashes: tuple[str, ...]
+    source: MediaPrompt
 
     def __repr__(self) -> str:
         return f"PreparedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"

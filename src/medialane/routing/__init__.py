@@ -1,0 +1,5 @@
+"""Which worker a request goes to."""
+
+from medialane.routing.least_loaded import LeastLoaded
+
+__all__ = ["LeastLoaded"]

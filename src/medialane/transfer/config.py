@@ -1,0 +1,28 @@
+"""How features are handed to workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+
+MIB = 1024 * 1024
+
+
+class TransferConfig(msgspec.Struct, frozen=True):
+    transport: Annotated[
+        Literal["auto", "shm", "inline"],
+        msgspec.Meta(
+            description="how features travel: shm (shared memory, same host), inline (bytes inside the message), "
+            "auto (shm where the worker proved that it maps the arena, else inline)"
+        ),
+    ] = "auto"
+    max_inline_bytes: Annotated[
+        int, msgspec.Meta(description="largest sum of tensor bytes of one request that travels inline")
+    ] = 48 * MIB
+
+    def validate(self) -> None:
+        if self.max_inline_bytes < 0:
+            raise StartupFailed("max_inline_bytes must not be negative")

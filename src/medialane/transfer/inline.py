@@ -1,0 +1,33 @@
+"""Any host, small features: the bytes travel inside the request message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from medialane.core.errors import HandoverFailed
+from medialane.core.feature import Feature
+from medialane.core.request import TransportName
+from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.transfer.transport import HandedTensors
+
+
+class InlineTransport:
+    """`read` gives the bytes of a descriptor in this process (the arena's owner has them mapped)."""
+
+    name: TransportName = "inline"
+
+    def __init__(self, read: Callable[[TensorDescriptor], memoryview], *, max_bytes: int) -> None:
+        self._read = read
+        self._max_bytes = max_bytes
+
+    def publish(self, feature: Feature) -> HandedTensors:
+        if feature.nbytes > self._max_bytes:
+            raise HandoverFailed(f"a feature of {feature.nbytes} bytes is more than {self._max_bytes} bytes inline")
+        return tuple(InlineTensor(t.spec, bytes(self._read(t))) for t in feature.tensors)
+
+
+class InlineReceiver:
+    def fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
+        if not isinstance(tensor, InlineTensor):
+            raise HandoverFailed("a descriptor was given to the inline receiver")
+        return memoryview(tensor.data)

@@ -1,0 +1,47 @@
+"""vLLM's own command line: parsed by vLLM's own parser, for gateway, preparers and workers alike."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NoReturn
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from medialane.core.errors import StartupFailed
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vllm is not typed
+    """argparse ends the process on a bad flag; we raise, so that the caller says it in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise StartupFailed(f"vLLM flags after `--`: {message}")
+
+
+def parse_vllm_args(model: str, vllm_args: Sequence[str]) -> Namespace:
+    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message."""
+    args: Namespace = make_arg_parser(_Parser(prog="medialane serve MODEL -- [vLLM flags]")).parse_args(
+        ["--model", model, *vllm_args]
+    )
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise StartupFailed(f"vLLM flags after `--`: {error}") from error
+    return args
+
+
+def create_model_config(args: Namespace) -> ModelConfig:
+    """vLLM's model configuration, without weights and without a device."""
+    config = AsyncEngineArgs.from_cli_args(args).create_model_config()
+    # As vLLM's own renderer-only server does (entrypoints/launchers/render/entry.py:run_launch_fastapi): a process
+    # without weights must not ask the device what quantisation it supports.
+    config.quantization = None
+    return config
+
+
+def create_frontend_config(args: Namespace) -> VllmConfig:
+    """A VllmConfig for a process that renders but has no engine."""
+    return VllmConfig(model_config=create_model_config(args))

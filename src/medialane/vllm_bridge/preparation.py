@@ -1,0 +1,145 @@
+"""vLLM's multimodal processor in two halves (fills `prepare.Processor` and `prepare.Assembler`).
+
+Theory of operation. vLLM's `BaseMultiModalProcessor.apply` does a heavy thing and a light thing: the Hugging Face
+processor over pixels, and the expansion of placeholders in the prompt. The heavy half does not depend on the prompt, so
+a preparer runs it for one item alone. The light half does not read pixels, so the gateway runs it over items whose
+large tensors are stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`)
+replaced: families that override `apply` stay right. Stand-ins carry the media's true size, on which several families'
+token counts depend. Both halves use private methods of vLLM 0.32; `tests/contract/test_preparation.py` pins them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image as PILImage
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItems
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
+
+from medialane.core.errors import InvalidImage, PromptRejected
+from medialane.core.feature import Feature, PlaceholderRange
+from medialane.core.media import Image, MediaSize
+from medialane.prepare.processor import AssembledPrompt, ProcessedItem
+from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
+from medialane.vllm_bridge.features import decode_item_without_tensors, encode_item
+
+
+class FactoryConfig(msgspec.Struct, frozen=True):
+    """What the fork server needs to build a processor."""
+
+    model: str
+    vllm_args: list[str]
+
+
+def build_processor(config: bytes) -> VllmProcessor:
+    """Build and warm the processor of a fork server from a JSON `FactoryConfig`. Leaves one thread."""
+    wanted = msgspec.json.decode(config, type=FactoryConfig)
+    torch.set_num_threads(1)
+    model_config = create_model_config(parse_vllm_args(wanted.model, wanted.vllm_args))
+    processor = VllmProcessor(MULTIMODAL_REGISTRY.create_processor(model_config))
+    processor.warm_up()
+    return processor
+
+
+class VllmProcessor:
+    """The heavy half: one decoded item to tensors."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._processor = processor
+
+    def warm_up(self) -> None:
+        """Run once, so that forked children inherit imported modules and filled caches."""
+        if "image" in self._processor.info.get_supported_mm_limits():
+            self.process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")
+
+    def process(self, media: Image, options: bytes) -> ProcessedItem:
+        kwargs = decode_options(options)
+        items = self._processor.info.parse_mm_data({"image": [PILImage.fromarray(media.pixels)]})
+        try:
+            with torch.inference_mode():
+                data = self._processor._apply_hf_processor_main(mm_items=items, hf_kwargs=kwargs)
+        except (ValueError, TypeError) as error:
+            # What image processors raise for pictures and options that they do not take (an aspect ratio over 200).
+            raise InvalidImage("the model's processor refused this image or its options") from error
+        fields = self._processor._get_mm_fields_config(data, kwargs)
+        (item,) = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        header, specs, buffers = encode_item(item)
+        return ProcessedItem(header=header, specs=specs, buffers=buffers, size=media.size)
+
+
+class VllmAssembler:
+    """The light half: placeholders from headers and sizes. Not thread-safe: one executor thread calls it."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._processor = processor
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        kwargs = decode_options(options)
+        by_modality: dict[str, list[Feature]] = {}
+        for feature in features:
+            by_modality.setdefault(feature.modality, []).append(feature)
+        try:
+            applied = self._apply(token_ids, by_modality, kwargs)
+        except ValueError as error:
+            raise PromptRejected(str(error)) from error
+        ranges = {
+            modality: iter([_range(found) for found in applied["mm_placeholders"][modality]])
+            for modality in by_modality
+        }
+        return AssembledPrompt(
+            token_ids=applied["prompt_token_ids"], placeholders=tuple(next(ranges[f.modality]) for f in features)
+        )
+
+    def _apply(
+        self, token_ids: list[int], by_modality: Mapping[str, Sequence[Feature]], kwargs: Mapping[str, object]
+    ) -> Any:
+        items = self._processor.info.parse_mm_data({m: [stand_in(f.size) for f in fs] for m, fs in by_modality.items()})
+        prepared = MultiModalKwargsItems(
+            {m: [decode_item_without_tensors(f.header) for f in fs] for m, fs in by_modality.items()}
+        )
+        hashes = {m: [f.mm_hash for f in fs] for m, fs in by_modality.items()}
+        processor = copy.copy(self._processor)
+
+        def prepared_already(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
+            return MultiModalProcessingResult(
+                prompt_ids=processor._postprocess_prompt(inputs.prompt),
+                kwargs=prepared,
+                hashes=hashes,
+                prompt_updates=processor._get_mm_prompt_updates(items, kwargs, prepared),
+            )
+
+        processor._cached_apply_hf_processor = prepared_already
+        inputs = ProcessorInputs(prompt=token_ids, mm_data_items=items, hf_processor_mm_kwargs=kwargs)
+        return processor.apply(inputs, TimingContext(enabled=False))
+
+
+def stand_in(size: MediaSize) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An image of the true size that has no pixels: every stride is zero."""
+    return np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size.height, size.width, 3))
+
+
+def decode_options(options: bytes) -> dict[str, object]:
+    """Processor keyword arguments from canonical JSON."""
+    return msgspec.json.decode(options, type=dict[str, object])
+
+
+def supports_split(processor: BaseMultiModalProcessor) -> bool:
+    """Whether items of this model may be processed one by one.
+
+    Not where the family overrides the step that we replace: its results depend on the number of items in the request
+    (DeepSeek-VL2, H2OVL). Such models are served by stage `url`.
+    """
+    return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
+
+
+def _range(found: Any) -> PlaceholderRange:
+    is_embed = None if found.is_embed is None else bytes(found.is_embed.to(torch.uint8).numpy())
+    return PlaceholderRange(offset=found.offset, length=found.length, is_embed=is_embed)
