@@ -1,0 +1,97 @@
+"""Make vLLM start where torch is a CPU build and its companions are CUDA builds.
+
+`medialane_cpu_torch.pth` imports this module in every interpreter of the environment, vLLM's spawned processes too,
+because that is where the trouble is: a package index has one build of torchvision, torchaudio and torchcodec, made for
+CUDA. Beside a CPU build of torch
+
+* torchvision's C++ operators do not load, and `torchvision._meta_registrations` then raises for their absence, although
+  the pure Python rest works (and is 4-5 times faster than the PIL image processors): that one module is answered empty;
+* torchaudio and torchcodec raise `OSError` when imported, where transformers and vLLM are ready for `ImportError` only:
+  they are made absent, by a None in `sys.modules`, which `import` and `importlib.util.find_spec` both take for "not
+  installed".
+
+Nothing is done where torch is absent or built for a device: the cost is one look per entry of sys.path then, 10 us
+in all, against 0.5 ms where something is done. This file is self-contained, imports nothing heavy, and never lets an
+interpreter fail to start.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_COMPANIONS = (("torchaudio", "lib"), ("torchcodec", ""))
+_DEVICES = ("cuda", "hip", "xpu")
+
+
+class EmptyMetaRegistrations:
+    """Meta-path finder and loader of one empty module, used only where torchvision's operators did not load."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "torchvision._meta_registrations":
+            return None
+        extension = sys.modules.get("torchvision.extension")  # torchvision imports it first, on purpose
+        if extension is None or extension._has_ops():  # noqa: SLF001 - torchvision has no public way to ask
+            return None
+        from importlib.machinery import ModuleSpec
+
+        return ModuleSpec(name, EmptyMetaRegistrations)  # type: ignore[arg-type] # a class serves as well as an object
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        pass
+
+
+def torch_is_cpu_only(version_file: str) -> bool:
+    """Tell from torch's `version.py` whether it was built without any device."""
+    lines = [line.split("=") for line in version_file.splitlines() if "=" in line]
+    facts = {left.split(":")[0].strip(): right.strip() for left, right in (line[:2] for line in lines)}
+    return "__version__" in facts and all(facts.get(device, "None") == "None" for device in _DEVICES)
+
+
+def needs_cuda(folder: str) -> bool:
+    """Tell whether the first shared object of `folder` is linked against torch's CUDA library."""
+    import os
+
+    objects = sorted(name for name in os.listdir(folder) if name.endswith(".so"))
+    if not objects:
+        return False
+    with open(f"{folder}/{objects[0]}", "rb") as file:
+        return b"libtorch_cuda.so" in file.read()
+
+
+def _first(path: str) -> str | None:
+    """Where `path` lies below `sys.path`, found without importing anything."""
+    from os.path import exists
+
+    return next((f"{entry}/{path}" for entry in sys.path if exists(f"{entry}/{path}")), None)
+
+
+def install() -> None:
+    """Do the above in this interpreter, if its torch is a CPU build."""
+    version_path = _first("torch/version.py")
+    if version_path is None:
+        return
+    with open(version_path) as file:
+        if not torch_is_cpu_only(file.read()):
+            return
+    sys.meta_path.insert(0, EmptyMetaRegistrations)
+    for name, libraries in _COMPANIONS:
+        folder = _first(f"{name}/{libraries}")
+        if folder is not None and name not in sys.modules and needs_cuda(folder):
+            sys.modules[name] = None  # type: ignore[assignment]
+
+
+try:
+    install()
+except Exception as error:  # noqa: BLE001 - whatever goes wrong here must not end every Python process of the environment
+    print(f"medialane_cpu_torch: {error!r}", file=sys.stderr)  # noqa: T201 - logging is not set up this early
