@@ -1,0 +1,135 @@
+"""The arena as its owner uses it: reserve, write, publish, look up, release.
+
+Single-threaded: one process owns an arena and calls it from one thread (`prefault` excepted). Other processes map it
+with `ArenaView` and are handed ranges and descriptors; they never allocate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+from typing import TypeVar
+
+from medialane.arena.config import ArenaConfig
+from medialane.arena.entries import ArenaStats, EntryTable
+from medialane.arena.file import ArenaFile
+from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, stamp
+from medialane.arena.lease import Lease, Reservation
+from medialane.arena.view import ArenaView
+from medialane.core.feature import Feature
+from medialane.core.tensor import ArenaRange
+
+T = TypeVar("T")
+
+
+class Arena:
+    """The one owner of an arena file and of its entries; made by `Arena.create`, ended by `close`."""
+
+    def __init__(self, file: ArenaFile) -> None:
+        self._file = file
+        self._closed = False
+        self._table: EntryTable[Feature] = EntryTable(
+            self.id, PAGE_BYTES, file.view.size_bytes - PAGE_BYTES, self._clear
+        )
+
+    @classmethod
+    def create(cls, config: ArenaConfig) -> Arena:
+        """Make the file and lock it. Raises StartupFailed, leaving nothing behind. Call `reap` first."""
+        return cls(ArenaFile.create(config))
+
+    @property
+    def id(self) -> str:
+        return self._file.view.id
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    @property
+    def nonce(self) -> bytes:
+        """What a process that maps this very file reads from it."""
+        return self._file.view.nonce
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file; a page of it is its header."""
+        return self._file.view.size_bytes
+
+    @property
+    def view(self) -> ArenaView:
+        """The owner's own mapping, to read entries in this process. It ends with the arena."""
+        return self._file.view
+
+    def prefault(self, stop: Event) -> int:
+        """Make all pages, in a thread: see `ArenaFile.prefault`. Join that thread before `close`."""
+        return self._file.prefault(stop)
+
+    def reserve(self, num_bytes: int) -> Reservation:
+        """Take a range for a payload of `num_bytes`, evicting cached entries that nobody holds if need be.
+
+        The caller owns the reservation. Raises ArenaFull when held entries leave no room; nothing was evicted then.
+        """
+        if num_bytes < 0:
+            raise ValueError(f"a payload of {num_bytes} bytes")
+        self._check_open()
+        entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes)
+        stamp(self._file.view.words, entry.range)
+        return Reservation(self._table, entry, self._file.view)
+
+    def publish(self, reservation: Reservation, key: str, value: Feature) -> Lease[Feature]:
+        """Cache what was written under `key` and lease it.
+
+        If the key is taken, the new range is freed and the lease is on the older entry, with the older value.
+        The caller owns the lease. Raises RuntimeError if the reservation is over.
+        """
+        self._check_open()
+        return Lease(self._table, *self._table.publish(reservation.take(), key, value))
+
+    def keep(self, reservation: Reservation, value: T) -> Lease[T]:
+        """Lease what was written without caching it: it is freed when the last of its leases ends."""
+        self._check_open()
+        entry = reservation.take()
+        self._table.keep(entry)
+        return Lease(self._table, entry, value)
+
+    def lookup(self, key: str) -> Lease[Feature] | None:
+        """Lease the entry of `key`, if there is one. The caller owns the lease."""
+        found = self._table.lookup(key)
+        return None if found is None else Lease(self._table, *found)
+
+    def contains(self, key: str) -> bool:
+        """Whether `key` is cached now; is no use of the entry."""
+        return self._table.contains(key)
+
+    def evict(self, key: str) -> bool:
+        """Free the entry of `key`. False if there is none, or somebody holds it."""
+        return self._table.evict(key)
+
+    def clear(self) -> int:
+        """Free every cached entry that nobody holds; return their number."""
+        return self._table.clear()
+
+    def stats(self) -> ArenaStats:
+        return self._table.stats()
+
+    def close(self) -> None:
+        """Remove the file. Idempotent. Leases and reservations may still end; nothing new can begin.
+
+        Whoever has mapped the file keeps what he has mapped.
+        """
+        self._table.clear()
+        self._closed = True
+        self._file.close()
+
+    def close_in_child(self) -> None:
+        """Must be the first act of a child made by os.fork(): see `ArenaFile.close_in_child`."""
+        self._closed = True
+        self._file.close_in_child()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the arena is closed")
+
+    def _clear(self, entry: ArenaRange) -> None:
+        if not self._closed:  # afterwards there is no mapping to write to, and no new entry to protect
+            clear(self._file.view.words, entry)

@@ -1,0 +1,57 @@
+"""Settings of the arena."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Annotated
+
+import msgspec
+
+from medialane.arena.reaper import reclaimable_bytes
+from medialane.core.errors import StartupFailed
+
+MIB = 1 << 20
+GIB = 1 << 30
+MIN_BYTES = 16 * MIB
+
+
+class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and place of the shared memory that holds processed media."""
+
+    size_bytes: Annotated[
+        int,
+        msgspec.Meta(description="shared memory for processed media, one file per host, bytes (at least 16 MiB)"),
+    ] = 2 * GIB
+    directory: Annotated[
+        str,
+        msgspec.Meta(description="where the shared memory's file lies; must be a memory file system"),
+    ] = "/dev/shm"  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
+
+    def validate(self) -> None:
+        """Raise StartupFailed if the arena cannot be made there.
+
+        What a dead owner left behind counts as free: `reap` comes before `Arena.create`.
+        """
+        if self.size_bytes < MIN_BYTES:
+            raise StartupFailed(f"--arena-size is {_human(self.size_bytes)}; the least is {_human(MIN_BYTES)}")
+        try:
+            found = os.statvfs(self.directory)
+        except OSError as error:
+            raise StartupFailed(f"--arena-directory {self.directory} cannot be used: {error.strerror}") from error
+        free = found.f_bavail * found.f_frsize + reclaimable_bytes(self.directory)
+        if free < self.size_bytes:
+            raise StartupFailed(no_room(self.size_bytes, self.directory, free))
+
+
+def no_room(size_bytes: int, directory: str, free_bytes: int) -> str:
+    """What to tell the operator when the arena does not fit."""
+    wanted = math.ceil(size_bytes * 1.25 / GIB)
+    return (
+        f"the arena needs {_human(size_bytes)} but {directory} has {_human(free_bytes)} free: enlarge it "
+        f"(docker run --shm-size={wanted}g, or --ipc=host) or make the arena smaller (--arena-size)"
+    )
+
+
+def _human(nbytes: int) -> str:
+    return f"{nbytes / GIB:.4g} GiB" if nbytes >= GIB else f"{nbytes / MIB:.4g} MiB"

@@ -1,0 +1,171 @@
+"""The owner's side of an arena file: how it comes to be, is filled with pages, and ends.
+
+Creation, so that a file under its final name always has a live owner or can be recognised as abandoned:
+
+    open(.tmp, O_EXCL)  ->  flock EX  ->  still linked?  ->  ftruncate, header  ->  rename to .arena
+
+Between open and flock a reaper may find the file without an owner. It takes the lock, unlinks, and we see either the
+lock taken or a file without a name: then we begin again under another name. Once we hold the lock of a linked file,
+nobody else can take it.
+
+The lock belongs to the open file description, so a forked child that inherits the descriptor would keep a dead owner
+alive. It is close-on-exec, which covers subprocesses; a child made by os.fork() calls `close_in_child`. The mapping is
+made from a second description, since Python's mmap duplicates the descriptor that it is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+from pathlib import Path
+from threading import Event
+
+from medialane.arena.config import ArenaConfig, no_room
+from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
+from medialane.arena.view import ArenaView
+from medialane.core.errors import StartupFailed
+
+#: Pages are made in pieces of this size: 10 ms each, after which a prefault can be stopped.
+PREFAULT_BYTES = 16 << 20
+
+#: madvise(2), Linux 5.14; Python's mmap has no name for it.
+MADV_POPULATE_WRITE = 23
+
+_CREATE_TRIES = 16
+
+
+class ArenaFile:
+    """The file, its lock and the owner's mapping (`view`); made by `ArenaFile.create`."""
+
+    def __init__(self, path: Path, lock: int, view: ArenaView) -> None:
+        self.path = path
+        self.view = view
+        self._lock: int | None = lock
+        self._owner_pid = os.getpid()
+
+    @classmethod
+    def create(cls, config: ArenaConfig) -> ArenaFile:
+        """Make a new arena file under a random id. Raises StartupFailed, leaving nothing behind."""
+        config.validate()
+        try:
+            path, lock = _create_locked(config)
+        except OSError as error:
+            raise StartupFailed(f"the arena cannot be made in {config.directory}: {error.strerror}") from error
+        try:
+            view = ArenaView.open(arena_of(path), config.directory, writable=True)
+        except BaseException:
+            path.unlink()
+            os.close(lock)
+            raise
+        return cls(path, lock, view)
+
+    def prefault(self, stop: Event) -> int:
+        """Make all pages of the arena, about 1 s a GiB; return how many bytes were made before `stop` was set.
+
+        For a thread: it lets go of the interpreter, and changes no byte, so that entries may be written meanwhile.
+        Until it has returned, a write to a new page is slow, and one that finds the file system full (another
+        program's files) kills its process with SIGBUS. Raises StartupFailed in that case.
+        """
+        done = 0
+        if stop.is_set():
+            return 0
+        with self.view.memory as memory:
+            while done < memory.nbytes and not stop.is_set():
+                nbytes = min(PREFAULT_BYTES, memory.nbytes - done)
+                with memory[done : done + nbytes] as piece:
+                    self._populate(piece, done)
+                done += nbytes
+        return done
+
+    def close(self) -> None:
+        """Remove the file and give up the lock. Idempotent. In a process other than the owner's, only let go of it."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        if os.getpid() == self._owner_pid:
+            self.path.unlink(missing_ok=True)
+        os.close(lock)
+        self.view.close()
+
+    def close_in_child(self) -> None:
+        """Let go of the lock in a child made by os.fork(), or the file outlives its owner. The child's first act."""
+        if os.getpid() == self._owner_pid:
+            raise RuntimeError("close_in_child is for children of the arena's owner")
+        self.close()
+
+    def _populate(self, piece: memoryview, offset: int) -> None:
+        try:
+            _madvise(piece, MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                self._allocate(offset, piece.nbytes)
+            elif error.errno in (errno.EFAULT, errno.ENOMEM):
+                raise StartupFailed(self._no_room()) from error
+            else:
+                raise
+
+    def _allocate(self, offset: int, nbytes: int) -> None:
+        """For kernels without MADV_POPULATE_WRITE. Touching pages instead could undo what others write there."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # closed meanwhile
+        try:
+            os.posix_fallocate(descriptor, offset, nbytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise StartupFailed(self._no_room()) from error
+        finally:
+            os.close(descriptor)
+
+    def _no_room(self) -> str:
+        found = os.statvfs(self.path.parent)
+        return no_room(self.view.size_bytes, str(self.path.parent), found.f_bavail * found.f_frsize)
+
+
+def _create_locked(config: ArenaConfig) -> tuple[Path, int]:
+    """Create a file under its final name; return it and the descriptor that holds its lock."""
+    size_bytes = config.size_bytes - config.size_bytes % PAGE_BYTES
+    for _ in range(_CREATE_TRIES):
+        header = FileHeader(secrets.token_hex(16), size_bytes, secrets.token_bytes(NONCE_BYTES))
+        path = file_path(config.directory, header.arena)
+        temporary = path.with_name(path.name + ".tmp")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            if _lock(descriptor):
+                os.ftruncate(descriptor, size_bytes)
+                os.pwrite(descriptor, header.encode(), 0)
+                os.rename(temporary, path)
+                return path, descriptor
+        except BaseException:
+            _discard(temporary, descriptor)
+            raise
+        _discard(temporary, descriptor)
+    raise FileExistsError(errno.EEXIST, "other processes keep removing the file")
+
+
+def _discard(temporary: Path, descriptor: int) -> None:
+    temporary.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _madvise(piece: memoryview, advice: int) -> None:
+    """madvise(2) without the interpreter lock. mmap.madvise holds it: the event loop stood still for 0.2 s."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if libc.madvise(address, piece.nbytes, advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,126 @@
+"""How an arena file is laid out, and how its name is formed.
+
+    directory/medialane-<32 hex digits>.arena
+
+    0        file header: magic, version, offset of the first entry, size of the file, arena id, nonce; rest zero
+    4096     entries, each on a multiple of 64, holes between them:
+               +0   u64 magic
+               +8   u64 generation   0: freed, nobody may believe what follows
+               +16  u64 nbytes       the whole entry, this header counted
+               +24  zero
+               +64  payload: tensors one after another, each on a multiple of 64
+
+Offsets of entries count from the start of the file, offsets of tensors from the start of their entry. Only the owner
+writes headers; whoever writes a payload was given the range. Every word of an entry header is one aligned 8-byte
+store in the machine's own byte order (the file never leaves the host), so a reader sees the old word or the new one.
+
+A generation is never used twice in an arena, and an arena id never at all. A range that names both is therefore
+either valid, or found invalid by reading one word, however long it was on its way.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from medialane.core.tensor import ALIGNMENT, ArenaRange, TensorDescriptor, TensorSpec, align
+
+PAGE_BYTES = 4096
+ENTRY_HEADER_BYTES = 64
+NONCE_BYTES = 16
+
+#: The names of this program's files; one that is still being created ends in .tmp.
+FILE_NAME = re.compile(r"medialane-(?P<id>[0-9a-f]{32})\.arena(?:\.tmp)?")
+ARENA_ID = re.compile(r"[0-9a-f]{32}")
+
+FILE_MAGIC = b"medialan"
+VERSION = 1
+ENTRY_MAGIC = 0x4D4C_454E  # "MLEN"
+
+_HEADER = struct.Struct(f"<8sIIQ16s{NONCE_BYTES}s")
+
+
+class FileHeader(msgspec.Struct, frozen=True):
+    """The first bytes of an arena file. `nonce` is known only to those who have mapped it: it proves a shared host."""
+
+    arena: str
+    size_bytes: int
+    nonce: bytes
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(FILE_MAGIC, VERSION, PAGE_BYTES, self.size_bytes, bytes.fromhex(self.arena), self.nonce)
+
+    @classmethod
+    def decode(cls, data: bytes) -> FileHeader:
+        """Raise ValueError for anything that is not the header of an arena of this version."""
+        if len(data) < _HEADER.size:
+            raise ValueError("the file is too short for an arena")
+        magic, version, first, size_bytes, arena, nonce = _HEADER.unpack_from(data)
+        if magic != FILE_MAGIC:
+            raise ValueError("the file is not an arena")
+        if version != VERSION or first != PAGE_BYTES:
+            raise ValueError(f"the arena has version {version}, not {VERSION}")
+        return cls(arena.hex(), size_bytes, nonce)
+
+
+def file_path(directory: str, arena: str) -> Path:
+    """Raise ValueError for an id that is not 32 lower-case hex digits: no path ever comes out of a message."""
+    if not ARENA_ID.fullmatch(arena):
+        raise ValueError("an arena id is 32 hex digits")
+    return Path(directory) / f"medialane-{arena}.arena"
+
+
+def arena_of(path: Path) -> str:
+    """The id in the name of an arena's file. Raise ValueError for any other name."""
+    found = FILE_NAME.fullmatch(path.name)
+    if found is None:
+        raise ValueError(f"{path.name} is not the name of an arena's file")
+    return found["id"]
+
+
+def stamp(words: memoryview, entry: ArenaRange) -> None:
+    """Write the header of `entry`; it is valid from the last of the three stores on."""
+    first = entry.offset // 8
+    words[first] = ENTRY_MAGIC
+    words[first + 2] = entry.nbytes
+    words[first + 1] = entry.generation
+
+
+def clear(words: memoryview, entry: ArenaRange) -> None:
+    """Make every descriptor of `entry` invalid, before its bytes may be used again."""
+    words[entry.offset // 8 + 1] = 0
+
+
+def is_valid(words: memoryview, entry: ArenaRange) -> bool:
+    """Whether `entry` lies inside the file that `words` maps and is the entry that stands there now."""
+    if entry.offset % ALIGNMENT or entry.offset < PAGE_BYTES or entry.nbytes < ENTRY_HEADER_BYTES:
+        return False
+    if entry.offset + entry.nbytes > words.nbytes or entry.generation <= 0:
+        return False
+    first = entry.offset // 8
+    header = (words[first], words[first + 1], words[first + 2])
+    return header == (ENTRY_MAGIC, entry.generation, entry.nbytes)
+
+
+def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
+    """Place tensors one after another in an entry.
+
+    Return the offset of each from the start of the entry (the first is at 64), and the bytes of payload to reserve.
+    """
+    offsets = []
+    end = ENTRY_HEADER_BYTES
+    for spec in specs:
+        offset = align(end)
+        offsets.append(offset)
+        end = offset + spec.nbytes
+    return tuple(offsets), end - ENTRY_HEADER_BYTES
+
+
+def describe(entry: ArenaRange, specs: Sequence[TensorSpec]) -> tuple[TensorDescriptor, ...]:
+    """Describe the tensors that `layout(specs)` placed in `entry`. Raises ValueError if they do not fit there."""
+    offsets, _ = layout(specs)
+    return tuple(TensorDescriptor(spec, entry, offset) for spec, offset in zip(specs, offsets, strict=True))

@@ -1,0 +1,119 @@
+"""The two ways of holding an entry: a reservation while it is written, leases while it is read. Each ends once."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from medialane.arena.entries import Entry, EntryTable
+from medialane.arena.layout import ENTRY_HEADER_BYTES
+from medialane.arena.view import ArenaView
+from medialane.core.feature import Feature
+from medialane.core.tensor import ArenaRange
+
+T = TypeVar("T")
+
+
+class Reservation:
+    """A range that its holder fills; `Arena.publish` or `Arena.keep` takes it over, `abandon` gives it back.
+
+    As a context manager it is abandoned at the end of the block unless it was taken over. One that is dropped
+    instead keeps its range (somebody may still be writing there) and warns.
+    """
+
+    def __init__(self, table: EntryTable[Feature], entry: Entry, view: ArenaView) -> None:
+        self._table = table
+        self._entry = entry
+        self._over = True  # until the next line has succeeded
+        self._buffer = view.entry(entry.range, writable=True)[ENTRY_HEADER_BYTES:]
+        self._over = False
+
+    @property
+    def range(self) -> ArenaRange:
+        """The entry's range, for the process that writes it."""
+        return self._entry.range
+
+    @property
+    def buffer(self) -> memoryview:
+        """The payload, writable, as long as was asked for. Raises ValueError when the reservation is over."""
+        return self._buffer[:]
+
+    def take(self) -> Entry:
+        """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it is over."""
+        if self._over:
+            raise RuntimeError(f"the reservation of {self.range} is over")
+        self._over = True
+        self._buffer.release()
+        return self._entry
+
+    def abandon(self) -> None:
+        """Free the range. Nobody may be writing there any more. Idempotent, and nothing after a take-over."""
+        if not self._over:
+            self._table.abandon(self.take())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+    def __del__(self) -> None:
+        if not self._over:
+            warnings.warn(f"reservation of {self.range} was dropped", ResourceWarning, source=self, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"Reservation({self.range}, {'over' if self._over else 'open'})"
+
+
+class Lease(Generic[T]):
+    """One pin on one entry: its bytes stay where they are until `release`. `value` describes the entry.
+
+    A lease that is dropped instead keeps its pin (somebody may still be reading) and warns.
+    """
+
+    def __init__(self, table: EntryTable[Feature], entry: Entry, value: T) -> None:
+        """Take over a pin that `entry` already has."""
+        self._table = table
+        self._entry = entry
+        self._released = False
+        self.value = value
+
+    @property
+    def range(self) -> ArenaRange:
+        return self._entry.range
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    def release(self) -> None:
+        """End the lease. Raises RuntimeError the second time: two owners of one lease are a bug."""
+        if self._released:
+            raise RuntimeError(f"the lease on {self.range} was released before")
+        self._released = True
+        self._table.unpin(self._entry)
+
+    def duplicate(self) -> Lease[T]:
+        """A second, independent lease on the same entry. Raises RuntimeError after `release`."""
+        if self._released:
+            raise RuntimeError(f"the lease on {self.range} was released before")
+        self._table.pin(self._entry)
+        return Lease(self._table, self._entry, self.value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not self._released:
+            warnings.warn(f"lease on {self.range} was dropped unreleased", ResourceWarning, source=self, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"Lease({self.range}, {'released' if self._released else 'held'})"
