@@ -1,0 +1,59 @@
+# One command for everything. Each target makes and fills .venv first when it is missing or pyproject.toml has changed.
+#
+#   EXTRA=cpu|vllm   which vLLM goes into .venv (default: vllm where a GPU is found, cpu else)
+#   PYTHON=python3   the Python (3.11 or newer) that .venv is made from
+#   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+EXTRA ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl),vllm,cpu)
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.filled-$(EXTRA)
+LOG := .venv/install.log
+
+.PHONY: help venv demo test check bench test-gpu clean
+
+help:           ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+venv: $(STAMP)  ## make .venv and install medialane with vLLM into it
+	@:
+
+demo: $(STAMP)  ## photos through gateway and two workers, compared with plain vLLM
+	$(BIN)/medialane demo $(ARGS)
+
+check: $(STAMP) ## lint, format, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_architecture.py
+
+test: check     ## check, then every test that needs no GPU
+	$(BIN)/pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a GPU
+	$(BIN)/pytest -m gpu $(ARGS)
+
+bench: $(STAMP) ## all benchmarks; tables on the screen, figures in bench-results/
+	@mkdir -p bench-results
+	$(BIN)/medialane bench all --json bench-results/$$(git rev-parse --short HEAD 2>/dev/null || echo release).json $(ARGS)
+
+clean:          ## remove .venv and every cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Only lines that tell how far pip has come are shown; everything is in the log, whose end is shown when it fails.
+$(STAMP): pyproject.toml $(wildcard src/startup/*)
+	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	@rm -f .venv/.filled-*
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),dev]' 2>&1 | tee $(LOG) \
+	  | awk '/^ *Downloading .*whl/ { sub(/-(cp|py)[0-9].*\.whl/, "", $$2); print "  " $$2, $$3, $$4; fflush() } /^Installing/ { print "  installing" }' \
+	  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; exit 1; }
+	@touch $@
