@@ -1,0 +1,19 @@
+"""From encoded media to features: decode and the engine's processor in N killable processes, results in the arena.
+
+`PreparerPool` is the gateway's side; what it needs of an engine are the protocols `Processor` and `Assembler`, and a
+factory that builds the former inside the process that preparers fork from.
+"""
+
+from medialane.prepare.config import PrepareConfig
+from medialane.prepare.pool import PoolStats, PreparerPool
+from medialane.prepare.processor import AssembledPrompt, Assembler, ProcessedItem, Processor
+
+__all__ = [
+    "AssembledPrompt",
+    "Assembler",
+    "PoolStats",
+    "PrepareConfig",
+    "PreparerPool",
+    "ProcessedItem",
+    "Processor",
+]

@@ -1,0 +1,57 @@
+"""How media are prepared: how many processes, how long a job may take, how much memory it may have."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+from medialane.core.media import Modality
+
+GIB = 1024 * 1024 * 1024
+
+
+class PrepareConfig(msgspec.Struct, frozen=True):
+    num_preparers: Annotated[
+        int, msgspec.Meta(description="processes that decode and process media; 0 takes the cores less one, at least 1")
+    ] = 0
+    queue_limit: Annotated[
+        int, msgspec.Meta(description="items that may wait for a preparer; one more is answered 503 with Retry-After")
+    ] = 256
+    queue_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest wait for a preparer, then 503 with Retry-After")
+    ] = 30.0
+    image_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest time to decode and process one image; then its preparer is killed")
+    ] = 10.0
+    start_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest time to load and warm the model's processor")
+    ] = 120.0
+    memory_limit_bytes: Annotated[
+        int,
+        msgspec.Meta(description="address space that a preparer may take beyond what it starts with; 0 is no limit"),
+    ] = 4 * GIB
+    max_jobs_per_preparer: Annotated[
+        int, msgspec.Meta(description="jobs after which a preparer is replaced by a fresh one; 0 is never")
+    ] = 0
+
+    def validate(self) -> None:
+        """Raise StartupFailed naming the setting that cannot be."""
+        for name in ("num_preparers", "memory_limit_bytes", "max_jobs_per_preparer"):
+            if getattr(self, name) < 0:
+                raise StartupFailed(f"{name} must not be negative")
+        for name in ("queue_limit", "queue_timeout_s", "image_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"{name} must be positive")
+
+    def job_timeout_s(self, modality: Modality) -> float:
+        """Longest time of one job of this modality."""
+        if modality != "image":
+            raise ValueError(f"there is no job for {modality}")
+        return self.image_timeout_s
+
+    def resolved_num_preparers(self) -> int:
+        """The number of preparers on this machine: cores are those that this process may run on."""
+        return self.num_preparers or max(1, len(os.sched_getaffinity(0)) - 1)

@@ -1,0 +1,210 @@
+"""The process that preparers fork from: `python -m medialane.prepare.forkserver FACTORY CONTROL_FD PARENT_PID`.
+
+Theory of operation. The engine's processor takes some 20 s and 600 MB to import, build and warm (vllm.md 3). This
+process does it once; every preparer is a fork of it, up in milliseconds and sharing those pages. Two things must hold:
+
+* One thread. A fork copies the calling thread alone; a lock that another thread held would stay locked in the child.
+  Hence a process of its own (the gateway has threads), the variables of `ENVIRONMENT` set before any import, and a
+  count of the threads before each fork.
+* Nothing is left behind. The kernel kills this process with the gateway's thread that started it, and each preparer
+  with this process (PR_SET_PDEATHSIG); the control channel's end says the same to a process that can still read.
+
+The loop waits for requests on the control channel and for the ends of children (one pidfd each, so that a pid is
+never confused with a later one's). It is the only place where preparers are reaped. The protocol is in `messages`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.prepare import confinement
+from medialane.prepare.messages import (
+    MAX_CONTROL_BYTES,
+    ControlReport,
+    ControlRequest,
+    Exited,
+    Fork,
+    Forked,
+    ForkFailed,
+    PreparerSetup,
+    Ready,
+    Refused,
+    Setup,
+    decode_control_request,
+    encode_control,
+)
+from medialane.prepare.preparer import Preparer
+from medialane.prepare.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+#: How long the end of all preparers is waited for when the control channel has ended; they are killed first.
+_REAP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A preparer that is not reaped yet, which is why its pid is still its own."""
+
+    preparer_id: int
+    pid: int
+    pidfd: int
+
+
+class Forkserver:
+    """Forks preparers on request and reports their ends, until the control channel ends."""
+
+    def __init__(self, control: socket.socket, processor: Processor, setup: PreparerSetup) -> None:
+        self._control = control
+        self._processor = processor
+        self._setup = setup
+        self._children: dict[int, Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the gateway closes its end; then every preparer is dead and reaped."""
+        try:
+            while self._serve_once(None):
+                pass
+        finally:
+            self._end_children()
+
+    def _serve_once(self, timeout_s: float | None) -> bool:
+        """Wait for one event or more. False when the control channel has ended."""
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, Child):
+                self._reap(key.data)
+                continue
+            request, fds = receive_request(self._control)
+            if request is None:
+                return False
+            if not isinstance(request, Fork) or len(fds) != 1:
+                raise ValueError(f"unexpected {type(request).__name__} with {len(fds)} descriptors")
+            self._fork(request, socket.socket(fileno=fds[0]))
+        return True
+
+    def _fork(self, request: Fork, jobs: socket.socket) -> None:
+        confinement.require_one_thread()
+        parent_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            jobs.close()
+            send_report(self._control, ForkFailed(request.preparer_id, f"fork: {error.strerror}"))
+            return
+        if pid == 0:
+            self._become_preparer(jobs, parent_pid)
+        jobs.close()
+        child = Child(request.preparer_id, pid, os.pidfd_open(pid))
+        self._children[pid] = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        send_report(self._control, Forked(child.preparer_id, pid), child.pidfd)
+
+    def _become_preparer(self, jobs: socket.socket, parent_pid: int) -> NoReturn:
+        """Be the child: it must never return into the fork server's stack."""
+        status = 1
+        try:
+            confinement.die_with_parent(parent_pid)
+            self._control.close()
+            self._selector.close()
+            for sibling in self._children.values():
+                os.close(sibling.pidfd)
+            Preparer(jobs, self._processor, self._setup).run()
+            status = 0
+        except BaseException:  # noqa: BLE001 - whatever ended the child is said, and ends here; the pool sees the exit
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self, child: Child) -> None:
+        _, status = os.waitpid(child.pid, 0)
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        del self._children[child.pid]
+        send_report(self._control, Exited(child.preparer_id, os.waitstatus_to_exitcode(status)))
+
+    def _end_children(self) -> None:
+        self._selector.unregister(self._control)
+        for child in self._children.values():
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        while self._children and (left := deadline - time.monotonic()) > 0:
+            self._serve_once(left)
+
+
+def receive_request(control: socket.socket) -> tuple[ControlRequest | None, list[int]]:
+    """The next request and the descriptors that came with it (they are not inherited); None at the channel's end."""
+    packet, fds, flags, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise ValueError("a control packet was cut")
+    return (decode_control_request(packet) if packet else None), fds
+
+
+def send_report(control: socket.socket, report: ControlReport, fd: int | None = None) -> None:
+    """Report to the gateway. Its end is no error here: the next read tells, and is what ends this process."""
+    try:
+        socket.send_fds(control, [encode_control(report)], [] if fd is None else [fd])
+    except (BrokenPipeError, ConnectionResetError):
+        logger.debug("the gateway is gone; %s is not reported", type(report).__name__)
+
+
+def load_factory(name: str) -> Callable[[bytes], Processor]:
+    """Import `module:function`. Raises StartupFailed if there is no such thing."""
+    module, _, function = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise StartupFailed(f"cannot load the processor's factory {name}: {error}") from error
+    if not callable(factory):
+        raise StartupFailed(f"the processor's factory {name} is not callable")
+    return factory  # type: ignore[no-any-return]  # its type is what the name on the command line promises
+
+
+def build(factory_name: str, setup: Setup) -> Processor:
+    """Build the warm processor and ready this process for forks. Raises StartupFailed, or what the factory does."""
+    processor = load_factory(factory_name)(setup.factory_config)
+    confinement.require_one_thread()
+    # What lives now lives for ever: the collector must not touch (and so copy) those pages in every child.
+    gc.collect()
+    gc.freeze()
+    return processor
+
+
+def main(argv: list[str]) -> int:
+    factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
+    confinement.die_with_parent(parent_pid)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s")
+    with socket.socket(fileno=control_fd) as control:
+        setup, _ = receive_request(control)
+        if not isinstance(setup, Setup):
+            return 1
+        started = time.monotonic()
+        try:
+            processor = build(factory_name, setup)
+            send_report(control, Ready(time.monotonic() - started))
+            Forkserver(control, processor, setup.preparer).run()
+        except MedialaneError as error:
+            send_report(control, Refused(error.message))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

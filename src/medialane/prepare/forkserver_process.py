@@ -1,0 +1,248 @@
+"""The gateway's handle on a fork server: start it, have it fork, know when it is gone, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+from medialane.prepare.messages import (
+    MAX_CONTROL_BYTES,
+    ControlReport,
+    Exited,
+    Fork,
+    Forked,
+    ForkFailed,
+    PreparerSetup,
+    Ready,
+    Refused,
+    Setup,
+    decode_control_report,
+    encode_control,
+)
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+
+logger = logging.getLogger(__name__)
+
+#: Set before any import in the fork server, which must not start a thread (see `forkserver`).
+ENVIRONMENT: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+#: How long a fork may take until the preparer says Hello: page tables of 1 GB and a mapping, 20 ms on an idle core.
+FORK_TIMEOUT_S = 20.0
+
+_KILL_TIMEOUT_S = 10.0
+
+
+class ForkserverLost(Exception):
+    """The fork server is gone, and its preparers with it."""
+
+
+class ForkserverProcess:
+    """Owns the fork server's process and control channel, until `close`. Preparers belong to those who forked them."""
+
+    def __init__(self, process: Process, control: socket.socket) -> None:
+        self.lost = asyncio.Event()
+        self._process = process
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[float] = self._loop.create_future()
+        self._forks: dict[int, tuple[PreparerProcess, asyncio.Future[None]]] = {}
+        self._num_forks = 0
+        self._refusal: str | None = None
+        self._loop.add_reader(control.fileno(), self.poll)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        factory: str,
+        factory_config: bytes,
+        setup: PreparerSetup,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> Self:
+        """Start one and wait until its processor is warm. Raises StartupFailed; then nothing is left running."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        with theirs:
+            try:
+                process = await _spawn(factory, theirs.fileno(), environment)
+            except BaseException:
+                mine.close()
+                raise
+        self = cls(process, mine)
+        try:
+            mine.send(encode_control(Setup(factory_config, setup)))
+            await self._wait_ready(timeout_s)
+        except BaseException:
+            await self.close(grace_s=0)
+            raise
+        return self
+
+    async def fork(self, on_exit: Callable[[], None]) -> PreparerProcess:
+        """Fork a preparer and wait until it is ready for jobs; the caller owns it. `on_exit` is called when it ends.
+
+        Raises ForkserverLost, or PreparerLost when the preparer could not be forked or died on the way. When this is
+        cancelled before the fork, the preparer is killed as soon as it is there.
+        """
+        self._num_forks += 1
+        preparer_id = self._num_forks
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        preparer = PreparerProcess(preparer_id, mine, on_exit)
+        forked: asyncio.Future[None] = self._loop.create_future()
+        try:
+            with theirs:
+                self._request(Fork(preparer_id), theirs)
+            self._forks[preparer_id] = (preparer, forked)
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                await forked
+                await preparer.wait_ready()
+        except TimeoutError as error:
+            if forked.cancelled():  # by the timeout: not even forked, so nothing else will be
+                self._lose("it does not fork")
+            await preparer.stop(0)
+            raise PreparerLost(f"preparer {preparer_id} was not ready in {FORK_TIMEOUT_S:g} s") from error
+        except BaseException:
+            await preparer.stop(0)
+            raise
+        return preparer
+
+    def poll(self) -> None:
+        """Take in what the fork server has said so far (the event loop calls this too)."""
+        while not self.lost.is_set():
+            try:
+                packet, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(f"its channel failed: {error.strerror}")
+                return
+            if not packet:
+                self._lose("it ended")
+                return
+            try:
+                self._take(decode_control_report(packet), fds)
+            except msgspec.DecodeError as error:
+                self._lose(f"it broke the protocol: {error}")
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """End it and all its preparers: closing the channel asks, a kill after `grace_s` makes sure. Idempotent."""
+        self._lose("closed")
+        if self._process.returncode is None and not await self._wait_exit(grace_s):
+            self._process.kill()
+            if not await self._wait_exit(_KILL_TIMEOUT_S):
+                logger.error("fork server (pid %d) does not die", self.pid)
+
+    async def _wait_exit(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _wait_ready(self, timeout_s: float) -> None:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                warm_s = await self._ready
+        except TimeoutError:
+            raise StartupFailed(f"the model's processor was not ready in {timeout_s:g} s (start_timeout_s)") from None
+        except ForkserverLost as error:
+            raise StartupFailed(
+                self._refusal or "the process that prepares media ended while it started; its log says why"
+            ) from error
+        logger.info("processor ready after %.1f s (%.1f s to build)", time.monotonic() - started, warm_s)
+
+    def _request(self, request: Fork, jobs: socket.socket) -> None:
+        if self.lost.is_set():
+            raise ForkserverLost
+        try:
+            socket.send_fds(self._control, [encode_control(request)], [jobs.fileno()])
+        except OSError as error:  # its channel is full although it has nothing else to do, or broken
+            self._lose(f"it takes no requests: {error.strerror}")
+            raise ForkserverLost from error
+
+    def _take(self, report: ControlReport, fds: list[int]) -> None:
+        match report:
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(report.warm_s)
+            case Refused():
+                self._refusal = report.message
+            case Forked():
+                self._take_forked(report, fds)
+            case ForkFailed():
+                _, forked = self._forks.pop(report.preparer_id)
+                if not forked.done():
+                    forked.set_exception(PreparerLost(report.message))
+            case Exited():
+                _log_exit(report)
+
+    def _take_forked(self, report: Forked, fds: list[int]) -> None:
+        preparer, forked = self._forks.pop(report.preparer_id)
+        preparer.attach(report.pid, fds[0])
+        if not forked.done():
+            forked.set_result(None)
+
+    def _lose(self, reason: str) -> None:
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        log = logger.info if reason == "closed" else logger.error
+        log("fork server (pid %d): %s%s", self.pid, reason, f": {self._refusal}" if self._refusal else "")
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        _end(self._ready, reason)
+        for _, forked in self._forks.values():
+            _end(forked, reason)
+        self._forks.clear()
+
+
+def _end(future: asyncio.Future[Any], reason: str) -> None:
+    if not future.done():
+        future.set_exception(ForkserverLost(reason))
+        future.exception()  # nobody may be waiting for it
+
+
+async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) -> Process:
+    arguments = ["-P", "-m", "medialane.prepare.forkserver", factory, str(control_fd), str(os.getpid())]
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        stdin=DEVNULL,
+        pass_fds=[control_fd],
+        # The environment is handed on, not read: settings are config.py's business.
+        env={**os.environ, **environment, **ENVIRONMENT},
+        # A Ctrl-C in the terminal is for the gateway, which then ends this process.
+        start_new_session=True,
+    )
+
+
+def _log_exit(report: Exited) -> None:
+    if report.status < 0:
+        name = signal.Signals(-report.status).name
+        logger.warning("preparer %d was ended by %s", report.preparer_id, name)
+    elif report.status:
+        logger.warning("preparer %d ended with status %d", report.preparer_id, report.status)

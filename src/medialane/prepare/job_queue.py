@@ -1,0 +1,132 @@
+"""Jobs, and the bounded queue in which they wait for a preparer. One event loop, no locks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from medialane.arena import Lease, Reservation
+from medialane.core.errors import MedialaneError, PreparersBusy
+from medialane.core.feature import Feature
+from medialane.core.media import EncodedMedia
+from medialane.observability.timeline import StageTimeline
+
+
+class Job:
+    """One item on its way through a preparer.
+
+    It owns a pin on the encoded bytes (`source`) and, once the preparer knows its sizes, a range of the arena
+    (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published. `timeout_s`
+    is for its time in a preparer. `result` is the caller's; whoever has stopped waiting for it calls `disown`.
+    """
+
+    def __init__(
+        self,
+        source: Lease[EncodedMedia],
+        options: bytes,
+        mm_hash: str,
+        *,
+        timeout_s: float,
+        timeline: StageTimeline | None = None,
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.mm_hash = mm_hash
+        self.timeout_s = timeout_s
+        self.timeline = timeline
+        self.reservation: Reservation | None = None
+        self.result: asyncio.Future[Lease[Feature]] = asyncio.get_running_loop().create_future()
+        self._closed = False
+
+    def finish(self, lease: Lease[Feature]) -> None:
+        """Give the result, whose reservation is published, to the caller."""
+        self.reservation = None
+        if self.result.done():
+            lease.release()
+        else:
+            self.result.set_result(lease)
+
+    def fail(self, error: MedialaneError) -> None:
+        """Tell the caller. What the job holds stays held: the preparer may still use it."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def close(self) -> None:
+        """No process reads or writes for this job any more: give back what it holds. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.source.release()
+        if self.reservation is not None:
+            self.reservation.abandon()
+
+    def disown(self) -> None:
+        """Nobody waits for the result: it is released as soon as it is there."""
+        self.result.add_done_callback(_release_result)
+
+
+def _release_result(result: asyncio.Future[Lease[Feature]]) -> None:
+    if not result.cancelled() and result.exception() is None:
+        result.result().release()
+
+
+class JobQueue:
+    """First in, first out. At most `limit` jobs wait beyond those that an idle preparer is about to take."""
+
+    def __init__(self, *, limit: int, timeout_s: float) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._jobs: deque[Job] = deque()
+        self._timers: dict[Job, asyncio.TimerHandle] = {}
+        self._num_takers = 0
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: Job) -> None:
+        """Queue a job, which fails when nobody takes it in time. Raises PreparersBusy when the queue is full."""
+        if len(self._jobs) >= self._limit + self._num_takers:
+            raise PreparersBusy("too many media items are waiting to be prepared")
+        self._jobs.append(job)
+        self._timers[job] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, job)
+        self._changed.set()
+
+    async def take(self, until: Callable[[], bool]) -> Job | None:
+        """The next job, or None as soon as `until()` holds (`wake` makes takers look again)."""
+        self._num_takers += 1
+        try:
+            while not until():
+                if self._jobs:
+                    job = self._jobs.popleft()
+                    self._timers.pop(job).cancel()
+                    return job
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._num_takers -= 1
+        return None
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def withdraw(self, job: Job) -> bool:
+        """Take a job out; False when it is not waiting any more."""
+        timer = self._timers.pop(job, None)
+        if timer is None:
+            return False
+        timer.cancel()
+        self._jobs.remove(job)
+        job.close()
+        return True
+
+    def fail_all(self, error: MedialaneError) -> None:
+        """Fail and close every waiting job."""
+        for job in list(self._jobs):
+            self.withdraw(job)
+            job.fail(error)
+
+    def _expire(self, job: Job) -> None:
+        if self.withdraw(job):
+            job.fail(PreparersBusy(f"no preparer was free within {self._timeout_s:g} s"))

@@ -1,0 +1,119 @@
+"""One preparer: a forked process that takes jobs from its channel, one at a time, until the channel ends.
+
+A job reads encoded bytes from the arena, decodes them, runs the engine's processor, asks the gateway for a range of the
+arena and copies the tensors in. It allocates nothing there by itself and writes only into the range that it was given.
+An error of the house's tree fails the job and nothing else; so does an unexpected exception, which is logged here.
+Whatever kills the process is seen by the pool, which fails the job and forks another. The protocol is in `messages`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+
+from medialane.arena import ArenaView, describe
+from medialane.core.errors import MedialaneError, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.media import EncodedMedia
+from medialane.core.tensor import ArenaRange
+from medialane.media import decode_image
+from medialane.prepare import confinement
+from medialane.prepare.messages import (
+    LENGTH,
+    Done,
+    Hello,
+    JobFailed,
+    JobReport,
+    JobRequest,
+    NeedRange,
+    NoRange,
+    PreparerSetup,
+    ProcessItem,
+    Range,
+    decode_job_request,
+    encode_frame,
+    frame_length,
+)
+from medialane.prepare.processor import ProcessedItem, Processor
+
+logger = logging.getLogger(__name__)
+
+
+class Preparer:
+    """The child's side of the job channel. It owns the channel and its mapping of the arena."""
+
+    def __init__(self, jobs: socket.socket, processor: Processor, setup: PreparerSetup) -> None:
+        self._jobs = jobs
+        self._processor = processor
+        self._media = setup.media
+        confinement.drop_sockets(keep={jobs.fileno()})
+        self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=True)
+        confinement.forgo_privileges()
+        confinement.limit_memory(setup.memory_limit_bytes)
+
+    def run(self) -> None:
+        """Take jobs until the gateway closes the channel. Raises ValueError for what the protocol does not allow."""
+        try:
+            self._send(Hello(os.getpid()))
+            while (request := self._receive()) is not None:
+                if not isinstance(request, ProcessItem):
+                    raise ValueError(f"unexpected {type(request).__name__} between jobs")
+                report = self._run_job(request)
+                if report is not None:
+                    self._send(report)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the gateway has closed the channel while a job was running: nobody waits for it
+
+    def _run_job(self, job: ProcessItem) -> JobReport | None:
+        """Run one job to its last report; None when the gateway has ended it."""
+        try:
+            return self._process(job)
+        except MedialaneError as error:
+            return JobFailed(job.job_id, to_report(error))
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except MemoryError:
+            logger.warning("a job ran out of memory (memory_limit_bytes)")
+            excess = PreparationFailed("preparing this item takes more memory than one item may have")
+            return JobFailed(job.job_id, to_report(excess))
+        except Exception:  # this loop is the supervisor of jobs: one job's surprise must not end the next
+            logger.exception("a job failed unexpectedly")
+            return JobFailed(job.job_id, to_report(PreparationFailed("this item could not be prepared")))
+
+    def _process(self, job: ProcessItem) -> Done | None:
+        started = time.perf_counter()
+        image = decode_image(self._encoded(job.encoded), self._media)
+        decoded = time.perf_counter()
+        item = self._processor.process(image, job.options)
+        del image  # its pixels need not stay while the gateway makes room
+        processed = time.perf_counter()
+        self._send(NeedRange(job.job_id, item.specs, item.header, item.size, decoded - started, processed - decoded))
+        reply = self._receive()
+        if reply is None or isinstance(reply, NoRange):
+            return None
+        if not isinstance(reply, Range) or reply.job_id != job.job_id:
+            raise ProtocolViolation(f"unexpected {type(reply).__name__} inside a job")
+        self._write(item, reply.range)
+        return Done(job.job_id)
+
+    def _encoded(self, encoded: EncodedMedia) -> memoryview:
+        entry = self._arena.entry(encoded.range, writable=False)
+        return entry[encoded.data_offset : encoded.data_offset + encoded.num_bytes]
+
+    def _write(self, item: ProcessedItem, room: ArenaRange) -> None:
+        for tensor, buffer in zip(describe(room, item.specs), item.buffers, strict=True):
+            if buffer.nbytes:  # a view of nothing cannot be cast
+                self._arena.tensor(tensor, writable=True)[:] = buffer.cast("B")
+
+    def _send(self, report: JobReport) -> None:
+        self._jobs.sendall(encode_frame(report))
+
+    def _receive(self) -> JobRequest | None:
+        prefix = self._read(LENGTH.size)
+        return None if prefix is None else decode_job_request(self._read(frame_length(prefix)) or b"")
+
+    def _read(self, nbytes: int) -> bytes | None:
+        """Exactly so many bytes; None when the channel has ended."""
+        data = self._jobs.recv(nbytes, socket.MSG_WAITALL)
+        return data if len(data) == nbytes else None

@@ -1,0 +1,84 @@
+"""Pools with real processes, a real arena and the fake processor, and ways to look at processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image as PILImage
+
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
+from medialane.core.hashing import content_hash
+from medialane.core.media import EncodedMedia
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
+
+FACTORY = "medialane.prepare.fake:build_processor"
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not a zombie that an init process has yet to collect."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what it waits for happens in other processes
+            await asyncio.sleep(0.005)
+
+
+def children() -> set[int]:
+    """Processes of which this one is the parent."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def png(width: int = 40, height: int = 30, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    PILImage.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def put(arena: Arena, data: bytes) -> Lease[EncodedMedia]:
+    reservation = arena.reserve(len(data))
+    reservation.buffer[:] = data
+    encoded = EncodedMedia("image", content_hash(data), "image/png", reservation.range, ENTRY_HEADER_BYTES, len(data))
+    return arena.keep(reservation, encoded)
+
+
+def make_pool(arena: Arena, factory_config: bytes = b"{}", **settings: object) -> PreparerPool:
+    config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 15.0, **settings})
+    return PreparerPool(config, factory=FACTORY, factory_config=factory_config, arena=arena, media=MediaConfig())
+
+
+@contextlib.asynccontextmanager
+async def running(pool: PreparerPool) -> AsyncIterator[PreparerPool]:
+    before = children()
+    await pool.start()
+    pids = pool.stats().pids
+    try:
+        yield pool
+    finally:
+        pids += pool.stats().pids
+        await pool.close()
+    assert children() == before
+    assert not [pid for pid in pids if is_running(pid)]

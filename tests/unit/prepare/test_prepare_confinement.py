@@ -1,0 +1,123 @@
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from preparer_pools import is_running, wait_until
+
+from medialane.core.errors import StartupFailed
+from medialane.prepare import confinement
+
+
+def in_child(check: Callable[[], bool]) -> bool:
+    """The answer of a forked child: limits are for ever."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_memory_beyond_the_limit_cannot_be_had_and_memory_below_can():
+    def check() -> bool:
+        confinement.limit_memory(128 << 20)
+        np.zeros(64 << 20, np.uint8)
+        try:
+            np.zeros(256 << 20, np.uint8)
+        except MemoryError:
+            return True
+        return False
+
+    assert in_child(check)
+
+
+def test_no_limit_is_set_for_zero():
+    def check() -> bool:
+        confinement.limit_memory(0)
+        return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+    assert in_child(check)
+
+
+def test_forgone_privileges_are_a_core_dump_and_a_place_late_in_the_memory_killers_queue():
+    def check() -> bool:
+        confinement.forgo_privileges()
+        with open("/proc/self/oom_score_adj") as file:
+            return resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) and int(file.read()) >= 0
+
+    assert in_child(check)
+
+
+def test_dropped_sockets_are_unusable_but_the_kept_one():
+    kept, peer = socket.socketpair()
+    other, far_end = socket.socketpair()
+
+    def check() -> bool:
+        confinement.drop_sockets(keep={kept.fileno()})
+        kept.send(b"still here")
+        try:
+            other.send(b"gone")
+        except OSError:
+            return True
+        return False
+
+    with kept, peer, other, far_end:
+        assert in_child(check)
+        assert peer.recv(20) == b"still here"
+
+
+def test_second_thread_is_refused():
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        with pytest.raises(StartupFailed, match="threads"):
+            confinement.require_one_thread()
+    finally:
+        end.set()
+        thread.join()
+
+
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode(), flush=True)
+input()
+"""
+
+CHILD = """
+import sys, time
+from medialane.prepare import confinement
+confinement.die_with_parent(int(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_child_dies_with_its_parent():
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        pid, word = parent.stdout.readline().split()
+        assert word == "ready"
+        assert is_running(int(pid))
+        parent.kill()
+        parent.wait()
+    assert wait_until(lambda: not is_running(int(pid)))
+
+
+def test_child_of_another_parent_ends_at_once():
+    def check() -> bool:
+        try:
+            confinement.die_with_parent(os.getppid() + 1)
+        except SystemExit:
+            return True
+        return False
+
+    assert in_child(check)

@@ -1,0 +1,131 @@
+import asyncio
+
+import pytest
+from preparer_pools import png, put
+
+from medialane.core.errors import PreparersBusy, Unavailable
+from medialane.prepare.job_queue import Job, JobQueue
+
+
+@pytest.fixture
+def make_job(arena):
+    source = put(arena, png())
+    jobs = []
+
+    def make() -> Job:
+        jobs.append(Job(source.duplicate(), b"{}", "a" * 64, timeout_s=1))
+        return jobs[-1]
+
+    yield make
+    source.release()
+    for job in jobs:
+        job.close()
+
+
+def never() -> bool:
+    return False
+
+
+async def test_jobs_are_taken_in_the_order_they_came(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    jobs = [make_job() for _ in range(3)]
+    for job in jobs:
+        queue.put(job)
+    assert [await queue.take(never) for _ in jobs] == jobs
+
+
+async def test_idle_taker_makes_room_beyond_the_limit(make_job):
+    queue = JobQueue(limit=1, timeout_s=1)
+    taker = asyncio.create_task(queue.take(never))
+    await asyncio.sleep(0)
+    queue.put(make_job())
+    queue.put(make_job())
+    with pytest.raises(PreparersBusy):
+        queue.put(make_job())
+    await taker
+    queue.fail_all(Unavailable("end"))
+
+
+async def test_taker_leaves_when_woken_to_a_reason_and_takes_no_job(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    gone = asyncio.Event()
+    taker = asyncio.create_task(queue.take(gone.is_set))
+    await asyncio.sleep(0)
+    gone.set()
+    queue.wake()
+    assert await taker is None
+    queue.put(make_job())
+    assert await queue.take(gone.is_set) is None
+    assert len(queue) == 1
+    queue.fail_all(Unavailable("end"))
+
+
+async def test_one_job_goes_to_one_of_two_takers(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    takers = [asyncio.create_task(queue.take(never)) for _ in range(2)]
+    await asyncio.sleep(0)
+    queue.put(make_job())
+    done, waiting = await asyncio.wait(takers, timeout=0.05)
+    assert (len(done), len(waiting)) == (1, 1)
+    queue.put(make_job())
+    await asyncio.wait_for(waiting.pop(), 1)
+
+
+async def test_cancelled_taker_loses_no_job(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    taker = asyncio.create_task(queue.take(never))
+    await asyncio.sleep(0)
+    queue.put(make_job())
+    taker.cancel()
+    await asyncio.wait([taker])
+    assert len(queue) == 1
+    queue.fail_all(Unavailable("end"))
+
+
+async def test_job_that_waits_too_long_fails_and_gives_its_pin_back(arena, make_job):
+    queue = JobQueue(limit=4, timeout_s=0.05)
+    job = make_job()
+    before = arena.stats().num_leases
+    queue.put(job)
+    with pytest.raises(PreparersBusy):
+        await job.result
+    assert arena.stats().num_leases == before - 1
+    assert len(queue) == 0
+
+
+async def test_withdrawn_job_is_gone_and_a_taken_one_cannot_be_withdrawn(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    first, second = make_job(), make_job()
+    queue.put(first)
+    queue.put(second)
+    assert queue.withdraw(first)
+    assert not queue.withdraw(first)
+    assert await queue.take(never) is second
+    assert not queue.withdraw(second)
+
+
+async def test_job_gives_back_its_range_when_closed_and_only_once(arena, make_job):
+    job = make_job()
+    job.reservation = arena.reserve(100)
+    job.close()
+    job.close()
+    assert arena.stats().num_reservations == 0
+
+
+async def test_result_that_nobody_waits_for_is_released(arena, encoded, make_job):
+    job = make_job()
+    job.disown()
+    lease = encoded.duplicate()
+    job.finish(lease)
+    await asyncio.sleep(0)
+    assert lease.released
+
+
+async def test_result_after_a_failure_is_released(encoded, make_job):
+    job = make_job()
+    job.fail(Unavailable("late"))
+    lease = encoded.duplicate()
+    job.finish(lease)
+    assert lease.released
+    with pytest.raises(Unavailable):
+        await job.result

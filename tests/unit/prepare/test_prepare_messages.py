@@ -1,0 +1,74 @@
+import msgspec
+import pytest
+
+from medialane.core.errors import ErrorReport
+from medialane.core.media import EncodedMedia, MediaSize
+from medialane.core.tensor import ArenaRange, TensorSpec
+from medialane.media import MediaConfig
+from medialane.prepare import messages as m
+
+RANGE = ArenaRange("0" * 32, 4096, 128, 1)
+
+
+@pytest.mark.parametrize(
+    "message", [m.Setup(b"{}", m.PreparerSetup("0" * 32, "/dev/shm", MediaConfig(), 1)), m.Fork(3)]
+)
+def test_control_request_survives_the_wire(message):
+    assert m.decode_control_request(m.encode_control(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message", [m.Ready(1.5), m.Refused("no"), m.Forked(1, 2), m.ForkFailed(1, "no"), m.Exited(1, -9)]
+)
+def test_control_report_survives_the_wire(message):
+    assert m.decode_control_report(m.encode_control(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.ProcessItem(1, EncodedMedia("image", "f" * 64, "image/png", RANGE, 64, 10), b"{}"),
+        m.Range(1, RANGE),
+        m.NoRange(1),
+    ],
+)
+def test_job_request_survives_its_frame(message):
+    frame = m.encode_frame(message)
+    assert m.frame_length(frame[: m.LENGTH.size]) == len(frame) - m.LENGTH.size
+    assert m.decode_job_request(frame[m.LENGTH.size :]) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Hello(1),
+        m.NeedRange(1, (TensorSpec("uint8", (2, 3)),), b"header", MediaSize(3, 2), 0.1, 0.2),
+        m.Done(1),
+        m.JobFailed(1, ErrorReport("invalid_image", "no")),
+    ],
+)
+def test_job_report_survives_its_frame(message):
+    assert m.decode_job_report(m.encode_frame(message)[m.LENGTH.size :]) == message
+
+
+def test_frame_over_the_limit_is_refused_by_both_ends():
+    with pytest.raises(ValueError, match="NeedRange"):
+        m.encode_frame(m.NeedRange(1, (), bytes(m.MAX_FRAME_BYTES), MediaSize(), 0, 0))
+    with pytest.raises(ValueError, match="over the limit"):
+        m.frame_length(m.LENGTH.pack(m.MAX_FRAME_BYTES + 1))
+
+
+def test_control_packet_over_the_limit_is_refused():
+    with pytest.raises(ValueError, match="Refused"):
+        m.encode_control(m.Refused("x" * m.MAX_CONTROL_BYTES))
+
+
+def test_shape_that_cannot_be_is_refused_on_decoding():
+    body = msgspec.msgpack.encode(
+        {
+            "type": "NeedRange", "job_id": 1, "specs": [{"dtype": "uint8", "shape": [-1]}], "header": b"",
+            "size": {}, "decode_s": 0.0, "process_s": 0.0,
+        }
+    )  # fmt: skip
+    with pytest.raises(msgspec.ValidationError):
+        m.decode_job_report(body)

@@ -1,0 +1,433 @@
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import uvloop
+from preparer_pools import FACTORY, children, eventually, is_running, make_pool, png, put, running, wait_until
+
+from medialane.core.errors import (
+    ArenaFull,
+    InvalidImage,
+    InvalidRequest,
+    PreparationFailed,
+    PreparerCrashed,
+    PreparersBusy,
+    PreparerTimeout,
+    StartupFailed,
+    Unavailable,
+)
+from medialane.core.media import MediaSize
+from medialane.observability.timeline import StageTimeline
+from medialane.prepare import forkserver_process
+
+
+def options(**wanted) -> bytes:
+    return json.dumps(wanted).encode()
+
+
+async def test_item_becomes_a_published_feature_with_the_processors_tensors(arena, encoded):
+    timeline = StageTimeline()
+    async with running(make_pool(arena)) as pool:
+        with await pool.prepare_item(encoded, b"{}", "a" * 64, timeline) as lease:
+            feature = lease.value
+            pixels, shape = (arena.view.tensor(t) for t in feature.tensors)
+            assert shape.cast("q").tolist() == [30, 40]
+            assert json.loads(feature.header) == {"sum": np.frombuffer(pixels, np.float32).sum(dtype=np.float64)}
+        assert (feature.modality, feature.mm_hash, feature.size) == ("image", "a" * 64, MediaSize(40, 30))
+        assert arena.contains("a" * 64)
+    assert timeline.seconds["decode"] > 0
+    assert timeline.seconds["process"] > 0
+
+
+async def test_two_preparers_work_at_the_same_time(arena, encoded):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        started = time.monotonic()
+        jobs = [pool.prepare_item(encoded, options(sleep_s=0.5), f"{n:064}") for n in range(2)]
+        for lease in await asyncio.gather(*jobs):
+            lease.release()
+        assert time.monotonic() - started < 0.95
+        assert pool.stats().num_done == 2
+
+
+@pytest.mark.parametrize("fault", ["kill", "abort", "segfault", "exit"])
+async def test_crash_fails_its_job_and_no_other(arena, encoded, fault):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        other = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.4), "b" * 64))
+        await asyncio.sleep(0.05)
+        with pytest.raises(PreparerCrashed):
+            await pool.prepare_item(encoded, options(fault=fault), "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
+        (await other).release()
+        await eventually(lambda: pool.stats().num_alive == 2)
+        assert pool.stats().num_restarts == 1
+        assert not arena.contains("a" * 64)
+
+
+async def test_preparer_killed_from_outside_mid_job_is_reported_at_once(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), "a" * 64))
+        await eventually(lambda: pool.stats().num_busy == 1)
+        killed_at = time.monotonic()
+        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        with pytest.raises(PreparerCrashed):
+            await job
+        assert time.monotonic() - killed_at < 0.5
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+
+
+async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_end(arena, encoded, monkeypatch):
+    async with running(make_pool(arena)) as pool:
+        (victim,) = pool.stats().pids
+        reserve = arena.reserve
+
+        def reserve_and_stop_the_writer(num_bytes):
+            os.kill(victim, signal.SIGSTOP)
+            return reserve(num_bytes)
+
+        monkeypatch.setattr(arena, "reserve", reserve_and_stop_the_writer)
+        job = asyncio.create_task(pool.prepare_item(encoded, b"{}", "a" * 64))
+        await eventually(lambda: arena.stats().num_reservations == 1)
+        monkeypatch.undo()
+        await asyncio.sleep(0.1)
+        assert arena.stats().num_reservations == 1
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(PreparerCrashed):
+            await job
+        await eventually(lambda: arena.stats().num_reservations == 0)
+        assert not is_running(victim)
+
+
+async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, monkeypatch):
+    abandoned_while_running = []
+    async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
+        (victim,) = pool.stats().pids
+        reserve = arena.reserve
+
+        def watched_reserve(num_bytes):
+            os.kill(victim, signal.SIGSTOP)
+            reservation = reserve(num_bytes)
+            abandon = reservation.abandon
+
+            def watched_abandon():
+                abandoned_while_running.append(is_running(victim))
+                abandon()
+
+            reservation.abandon = watched_abandon
+            return reservation
+
+        monkeypatch.setattr(arena, "reserve", watched_reserve)
+        with pytest.raises(PreparerTimeout):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        await eventually(lambda: arena.stats().num_reservations == 0)
+    assert abandoned_while_running == [False]
+
+
+async def test_hanging_job_ends_with_its_deadline(arena, encoded):
+    async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
+        (victim,) = pool.stats().pids
+        started = time.monotonic()
+        with pytest.raises(PreparerTimeout):
+            await pool.prepare_item(encoded, options(fault="hang"), "a" * 64)
+        assert 0.25 < time.monotonic() - started < 0.8
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert not is_running(victim)
+
+
+async def test_job_that_takes_too_much_memory_fails_and_its_preparer_goes_on(arena, encoded):
+    async with running(make_pool(arena, memory_limit_bytes=256 << 20)) as pool:
+        before = pool.stats().pids
+        with pytest.raises(PreparationFailed, match="memory"):
+            await pool.prepare_item(encoded, options(fault="hog"), "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids == before
+
+
+async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        before = pool.stats().pids
+        with pytest.raises(InvalidImage, match="fake processor"):
+            await pool.prepare_item(encoded, options(fault="reject"), "a" * 64)
+        with pytest.raises(PreparationFailed, match="could not be prepared") as caught:
+            await pool.prepare_item(encoded, options(fault="raise"), "a" * 64)
+        assert type(caught.value) is PreparationFailed
+        with put(arena, b"no image at all") as broken, pytest.raises(InvalidRequest) as refused:
+            await pool.prepare_item(broken, b"{}", "a" * 64)
+        assert refused.value.status in (400, 415)
+        assert pool.stats().pids == before
+        assert pool.stats().num_failed == 3
+
+
+async def test_header_over_the_frame_limit_fails_the_job_only(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        with pytest.raises(PreparationFailed):
+            await pool.prepare_item(encoded, options(header_bytes=2 << 20), "a" * 64)
+        with await pool.prepare_item(encoded, options(header_bytes=200_000), "b" * 64) as lease:
+            assert len(lease.value.header) == 200_000
+
+
+async def test_full_arena_fails_the_job_and_the_preparer_takes_the_next(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        with arena.reserve(arena.stats().largest_hole_bytes - 4096), pytest.raises(ArenaFull):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        assert pool.stats().num_restarts == 0
+
+
+async def test_second_feature_of_the_same_key_is_a_lease_on_the_first(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        first = await pool.prepare_item(encoded, b"{}", "a" * 64)
+        second = await pool.prepare_item(encoded, b"{}", "a" * 64)
+        with first, second:
+            assert second.range == first.range
+
+
+async def test_one_job_too_many_is_refused(arena, encoded):
+    async with running(make_pool(arena, queue_limit=2)) as pool:
+        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.2), f"{n:064}")) for n in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(PreparersBusy) as caught:
+            await pool.prepare_item(encoded, b"{}", "f" * 64)
+        assert caught.value.retry_after_s == 1
+        for lease in await asyncio.gather(*jobs):
+            lease.release()
+
+
+async def test_job_that_nobody_takes_in_time_is_refused(arena, encoded):
+    async with running(make_pool(arena, queue_timeout_s=0.1)) as pool:
+        first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), "a" * 64))
+        await eventually(lambda: pool.stats().num_busy == 1)
+        with pytest.raises(PreparersBusy):
+            await pool.prepare_item(encoded, b"{}", "b" * 64)
+        (await first).release()
+
+
+async def test_cancelled_waiting_job_is_dropped(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.3), "a" * 64))
+        await eventually(lambda: pool.stats().num_busy == 1)
+        second = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
+        await asyncio.sleep(0.01)
+        second.cancel()
+        (await first).release()
+        await asyncio.sleep(0.05)
+        assert second.cancelled()
+        assert not arena.contains("b" * 64)
+
+
+async def test_cancelled_running_job_goes_on_and_its_feature_stays_cached(arena):
+    async with running(make_pool(arena)) as pool:
+        with put(arena, png()) as source:
+            job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=0.3), "a" * 64))
+            await eventually(lambda: pool.stats().num_busy == 1)
+            job.cancel()
+            await asyncio.wait([job])
+        assert job.cancelled()
+        await eventually(lambda: arena.contains("a" * 64))
+        await eventually(lambda: arena.stats().num_leases == 0)
+
+
+async def test_caller_cancelled_in_the_moment_of_the_result_leaves_no_lease(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        for n in range(20):
+            job = asyncio.create_task(pool.prepare_item(encoded, b"{}", f"{n:064}"))
+            await eventually(lambda: arena.contains(f"{n:064}"))  # noqa: B023 - awaited before the next turn
+            job.cancel()
+            await asyncio.wait([job])
+            if not job.cancelled():
+                job.result().release()
+        await eventually(lambda: arena.stats().num_leases == 1)
+
+
+async def test_preparer_that_has_served_its_time_is_replaced(arena, encoded):
+    async with running(make_pool(arena, max_jobs_per_preparer=2)) as pool:
+        pids = set()
+        for n in range(5):
+            await eventually(lambda: pool.stats().num_alive == 1)
+            pids.update(pool.stats().pids)
+            (await pool.prepare_item(encoded, b"{}", f"{n:064}")).release()
+        assert len(pids) == 3
+        assert pool.stats().num_restarts == 0
+
+
+async def test_idle_preparer_that_dies_is_replaced(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        (victim,) = pool.stats().pids
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: pool.stats().num_alive == 1 and pool.stats().pids != (victim,))
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+
+
+async def test_preparers_that_die_before_their_first_job_are_replaced_ever_more_slowly(arena):
+    async with running(make_pool(arena)) as pool:
+        deadline = time.monotonic() + 1.2
+        killed = set()
+        while time.monotonic() < deadline:
+            for pid in pool.stats().pids:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.01)
+        assert 2 <= len(killed) <= 5
+
+
+async def test_forkserver_that_dies_fails_jobs_as_unavailable_and_is_replaced(arena, encoded):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        old = pool.stats().pids
+        running_job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
+        await eventually(lambda: pool.stats().num_busy == 1)
+        (forkserver,) = children()
+        os.kill(forkserver, signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await running_job
+        with pytest.raises(Unavailable):
+            await pool.prepare_item(encoded, b"{}", "b" * 64)
+        await eventually(lambda: pool.stats().num_alive == 2, timeout_s=10)
+        (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
+        assert not [pid for pid in old if is_running(pid)]
+        assert pool.stats().num_forkserver_restarts == 1
+
+
+async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
+    monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 0.3)
+    async with running(make_pool(arena)) as pool:
+        (forkserver,) = children()
+        os.kill(forkserver, signal.SIGSTOP)
+        with pytest.raises(PreparerCrashed):
+            await pool.prepare_item(encoded, options(fault="kill"), "a" * 64)
+        await eventually(lambda: pool.stats().num_forkserver_restarts == 1, timeout_s=10)
+        monkeypatch.undo()
+        await eventually(lambda: pool.stats().num_alive == 1, timeout_s=10)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert not is_running(forkserver)
+
+
+async def test_modality_without_a_job_is_the_callers_error(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        with put(arena, png()) as lease:
+            lease.value = msgspec.structs.replace(lease.value, modality="video")
+            with pytest.raises(ValueError, match="video"):
+                await pool.prepare_item(lease, b"{}", "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+
+
+async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), f"{n:064}")) for n in range(2)]
+        await eventually(lambda: pool.stats().num_busy == 1)
+        started = time.monotonic()
+        await pool.close()
+        assert time.monotonic() - started < 2
+        for job in jobs:
+            with pytest.raises(Unavailable):
+                await job
+        with pytest.raises(Unavailable):
+            await pool.prepare_item(encoded, b"{}", "f" * 64)
+
+
+@pytest.mark.parametrize(
+    ("factory_config", "settings", "message"),
+    [
+        (b'{"refusal": "no such model"}', {}, "no such model"),
+        (b'{"bug": true}', {}, "its log says why"),
+        (b'{"num_threads": 2}', {}, "has 3 threads"),
+        (b'{"warm_s": 30}', {"start_timeout_s": 0.5}, "start_timeout_s"),
+    ],
+)
+async def test_start_that_fails_says_why_and_leaves_nothing(arena, factory_config, settings, message):
+    pool = make_pool(arena, factory_config, **settings)
+    with pytest.raises(StartupFailed, match=message):
+        await pool.start()
+    assert not children()
+
+
+async def test_start_with_an_arena_that_preparers_cannot_map_fails_clearly(arena):
+    pool = make_pool(arena)
+    arena.path.rename(arena.path.with_suffix(".moved"))
+    try:
+        with pytest.raises(StartupFailed, match="preparer ended"):
+            await pool.start()
+    finally:
+        arena.path.with_suffix(".moved").rename(arena.path)
+    assert not children()
+
+
+async def test_fifty_crashes_leak_no_descriptor_and_no_range(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        gc.collect()
+        before, used = len(os.listdir("/proc/self/fd")), arena.stats().free_bytes
+        for _ in range(50):
+            with pytest.raises(PreparerCrashed):
+                await pool.prepare_item(encoded, options(fault="kill"), "b" * 64)
+        await eventually(lambda: pool.stats().num_alive == 1)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert arena.stats().free_bytes == used
+        assert pool.stats().num_restarts == 50
+
+
+async def test_preparers_hold_no_socket_but_their_own_channel_and_not_the_arenas_lock(arena):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        for pid in pool.stats().pids:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+            assert len([link for link in links if link.startswith("socket:")]) == 1
+            assert not [link for link in links if "pidfd" in link or "eventpoll" in link]
+
+
+def test_pool_works_on_uvloop(arena, encoded):
+    async def main():
+        async with running(make_pool(arena)) as pool:
+            with pytest.raises(PreparerCrashed):
+                await pool.prepare_item(encoded, options(fault="kill"), "b" * 64)
+            (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+OWNER = """
+import asyncio, sys
+from medialane.arena import Arena, ArenaConfig
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
+
+async def main():
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    pool = PreparerPool(PrepareConfig(num_preparers=2), factory=sys.argv[1], factory_config=sys.argv[2].encode(),
+                        arena=arena, media=MediaConfig())
+    print(arena.path, flush=True)
+    await pool.start()
+    print(*pool.stats().pids, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("factory_config", ["{}", '{"warm_s": 50}'])
+def test_nothing_survives_a_killed_owner(factory_config):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, FACTORY, factory_config], stdout=subprocess.PIPE, text=True)
+    with owner:
+        path = Path(owner.stdout.readline().strip())
+        try:
+            others = set()
+            if factory_config == "{}":
+                others.update(int(pid) for pid in owner.stdout.readline().split())
+                assert len(others) == 2
+            listing = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
+            assert wait_until(lambda: listing.read_text().strip())
+            others.update(int(pid) for pid in listing.read_text().split())
+            assert all(is_running(pid) for pid in others)
+        finally:
+            owner.kill()
+            owner.wait()
+            path.unlink()
+    assert wait_until(lambda: not any(is_running(pid) for pid in others))
