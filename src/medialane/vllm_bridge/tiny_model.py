@@ -32,6 +32,14 @@ SPECIAL_TOKENS = (
 #: The last ids: what vLLM's tool and reasoning parsers look for. Not special, so that they stay in the text.
 _MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
+#: vLLM's flags for it, on any machine: no compilation, no profiling run with the largest images.
+TINY_MODEL_FLAGS = (
+    "--enforce-eager",
+    "--skip-mm-profiling",
+    "--max-model-len=8192",
+    '--limit-mm-per-prompt={"image": 8, "video": 1}',
+)
+
 #: Enough text to fill the vocabulary, so that every id that the model can choose has a text of its own.
 _SENTENCES = (
     "A photograph shows a harbour at dawn, where three fishing boats wait between wooden piers and yellow buoys.",

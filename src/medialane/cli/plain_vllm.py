@@ -1,0 +1,131 @@
+"""Plain vLLM's API server in a subprocess: what medialane's answers and times are compared with.
+
+The server gets a process group of its own, so that its engine ends with it whatever happens, and the kernel stops it
+should this process be killed. It is watched by polling instead of through a loop's child watcher: the object may be
+made in one event loop and used from another, as a test session does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from medialane.core.errors import StartupFailed
+
+_POLL_S = 0.1
+_LOG_LINES = 30
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class PlainVllm:
+    """A ready server. `base_url` is what an OpenAI client wants (it ends in /v1), `model` what requests call the model;
+    `process_id` that of the API server, leader of its process group."""
+
+    base_url: str
+    model: str
+    process_id: int
+    log: Path
+
+
+@asynccontextmanager
+async def plain_vllm(
+    model: str,
+    flags: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str],
+    log: Path,
+    start_s: float = 300,
+    stop_s: float = 20,
+) -> AsyncIterator[PlainVllm]:
+    """Run `vllm serve`'s server for `model` with vLLM's own `flags` on a free port of the loopback interface.
+
+    `environ` is the whole environment of the server, `log` receives its output. Raises StartupFailed with the end of
+    the log when it ends early or is not ready after `start_s`. At the end, cancelled or not, no process of it is left:
+    it has `stop_s` to stop by itself.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    process = _spawn([*command, "--host", "127.0.0.1", "--port", str(port), *flags], environ, log)
+    try:
+        await _wait_ready(process, f"http://127.0.0.1:{port}/health", log, start_s)
+        yield PlainVllm(f"http://127.0.0.1:{port}/v1", model, process.pid, log)
+    finally:
+        await _stop(process, stop_s)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _spawn(command: list[str], environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(  # noqa: S603 - our own command line, no shell
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec: nothing here allocates or locks, the library is loaded already."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
+    try:
+        async with asyncio.timeout(start_s), aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            while not await _is_healthy(session, url):
+                if _has_ended(process):
+                    raise StartupFailed(f"plain vLLM ended before it was ready; its last lines:\n{_tail(log)}")
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as error:
+        raise StartupFailed(f"plain vLLM was not ready after {start_s:g} s; its last lines:\n{_tail(log)}") from error
+
+
+async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Look without reaping: as long as the leader is not reaped its group's id cannot be given to another group."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
+    process.terminate()
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(stop_s):
+                while not _has_ended(process):  # noqa: ASYNC110 - no event tells of it in any loop
+                    await asyncio.sleep(_POLL_S)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()  # killed: over in a moment
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

@@ -1,0 +1,107 @@
+"""What holds for every test: nothing left behind, and the tiny model.
+
+* A test that leaves an asyncio task running, or an arena file mapped, open or abandoned, fails.
+* Unit tests run their loop in debug mode: a callback that keeps the loop for long fails the test. The limit is far over
+  the 10 ms that the product allows itself, because a busy test machine alone takes a process off the CPU for that long;
+  `medialane bench loop` measures the 10 ms.
+* Tests that start vLLM (marker `vllm`) get minutes instead of seconds.
+"""
+
+import asyncio
+import fcntl
+import inspect
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED_MEMORY = Path("/dev/shm")
+BLOCKED_S = 0.5
+SETTLE_S = 0.2
+VLLM_TIMEOUT_S = 300
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The folder of the tiny Qwen2.5-VL, kept between sessions in the user's cache."""
+    from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
+
+    return build_tiny_model(cache_folder(os.environ))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request):
+    """Set up before the test's own fixtures and torn down after them, so that what they hold is gone by then."""
+    before = _arena_files()
+    if inspect.iscoroutinefunction(request.function):
+        request.getfixturevalue("_loop_watch")
+    yield
+    left = {name: why for name, why in _arena_files().items() if name not in before}
+    assert not left, f"arena files left behind: {left}"
+
+
+@pytest.fixture
+async def _loop_watch(request, caplog):
+    loop = asyncio.get_running_loop()
+    if "unit" in request.path.parts:
+        loop.set_debug(True)
+        loop.slow_callback_duration = BLOCKED_S
+    before = asyncio.all_tasks()
+    yield
+    left = await _settled(before)
+    assert not left, f"tasks left behind: {left}"
+    slow = [record.getMessage() for record in _all_records(caplog) if record.name == "asyncio"]
+    assert not [message for message in slow if message.startswith("Executing ")], slow
+
+
+def _all_records(caplog) -> list[logging.LogRecord]:
+    return caplog.get_records("setup") + caplog.get_records("call") + caplog.get_records("teardown")
+
+
+async def _settled(before: set[asyncio.Task]) -> set[asyncio.Task]:
+    """The tasks that are still there after a moment: a cancelled one needs a turn of the loop to end."""
+    deadline = asyncio.get_running_loop().time() + SETTLE_S
+    while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        if asyncio.get_running_loop().time() > deadline:
+            break
+        await asyncio.sleep(0.005)
+    return left
+
+
+def _arena_files() -> dict[str, str]:
+    """Arena files that this process holds, or that nobody does."""
+    held = {link.name: "open" for link in _open_files() if link.name.startswith("medialane-")}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if f"{SHARED_MEMORY}/medialane-" in line:
+            held[line.split(f"{SHARED_MEMORY}/")[1].split()[0]] = "mapped"
+    for path in SHARED_MEMORY.glob("medialane-*"):
+        if path.name not in held and _is_abandoned(path):
+            held[path.name] = "abandoned"
+    return held
+
+
+def _open_files() -> list[Path]:
+    links = []
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            links.append(Path(os.readlink(entry.path)))
+        except FileNotFoundError:  # the descriptor of this very listing
+            continue
+    return [link for link in links if link.parent == SHARED_MEMORY]
+
+
+def _is_abandoned(path: Path) -> bool:
+    """The owner of an arena file holds its lock for as long as it lives."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked, gone, or another user's
+        return False
+    return True
