@@ -54,4 +54,4 @@ def no_room(size_bytes: int, directory: str, free_bytes: int) -> str:
 
 
 def _human(nbytes: int) -> str:
-    return f"{nbytes / GIB:.4g} GiB" if nbytes >= GIB else f"{nbytes / MIB:.4g} MiB"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"

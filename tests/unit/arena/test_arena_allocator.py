@@ -1,0 +1,148 @@
+"""The allocator: pure, so tables and a model."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from medialane.arena.allocator import Allocator
+
+UNIT = 64
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [(1, 64), (63, 64), (64, 64), (65, 128), (10 * UNIT, 10 * UNIT)],
+)
+def test_sizes_are_rounded_up_to_the_alignment(asked, taken):
+    allocator = Allocator(10 * UNIT)
+    assert allocator.allocate(asked) == 0
+    assert allocator.used_bytes == taken
+
+
+def test_smallest_hole_that_fits_is_taken_and_of_equals_the_lowest():
+    allocator = Allocator(20 * UNIT)
+    sizes = [3, 1, 2, 1, 2, 1, 10]
+    offsets = [allocator.allocate(n * UNIT) for n in sizes]
+    for index in (0, 2, 4):  # holes of 3, 2 and 2 units
+        allocator.free(offsets[index])
+    assert allocator.allocate(2 * UNIT) == offsets[2]
+    assert allocator.allocate(2 * UNIT) == offsets[4]
+    assert allocator.allocate(2 * UNIT) == offsets[0]
+    assert allocator.allocate(2 * UNIT) is None
+    assert allocator.largest_hole_bytes == UNIT
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_neighbouring_holes_become_one_in_every_order_of_freeing(order):
+    allocator = Allocator(3 * UNIT)
+    offsets = [allocator.allocate(UNIT) for _ in range(3)]
+    assert allocator.free_bytes == 0
+    assert allocator.largest_hole_bytes == 0
+    for index in order:
+        allocator.free(offsets[index])
+    assert (allocator.num_holes, allocator.largest_hole_bytes) == (1, 3 * UNIT)
+
+
+def test_refused_allocation_changes_nothing():
+    allocator = Allocator(4 * UNIT)
+    allocator.allocate(UNIT)
+    assert allocator.allocate(4 * UNIT) is None
+    assert (allocator.used_bytes, allocator.num_holes) == (UNIT, 1)
+
+
+def test_double_free_is_refused():
+    allocator = Allocator(4 * UNIT)
+    offset = allocator.allocate(UNIT)
+    allocator.free(offset)
+    with pytest.raises(ValueError, match="nothing is allocated"):
+        allocator.free(offset)
+    with pytest.raises(ValueError, match="nothing is allocated"):
+        allocator.free(UNIT)
+
+
+@pytest.mark.parametrize("size", [0, -64, 65])
+def test_impossible_sizes_are_refused(size):
+    with pytest.raises(ValueError, match="multiple"):
+        Allocator(size)
+    with pytest.raises(ValueError, match="cannot allocate"):
+        Allocator(64).allocate(min(size, 0))
+
+
+def test_extent_counts_the_holes_on_both_sides():
+    allocator = Allocator(8 * UNIT)
+    offsets = [allocator.allocate(UNIT) for _ in range(5)]
+    allocator.free(offsets[1])
+    allocator.free(offsets[3])
+    assert allocator.extent(offsets[2]) == (offsets[1], offsets[4])
+    assert allocator.extent(offsets[0]) == (0, offsets[2])
+    assert allocator.extent(offsets[4]) == (offsets[3], 8 * UNIT)
+    assert list(allocator.neighbours(offsets[1], offsets[4])) == [offsets[0], offsets[4]]
+    assert list(allocator.neighbours(0, 8 * UNIT)) == []
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Against a bytemap that is too simple to be wrong."""
+
+    SIZE = 64 * UNIT
+    pieces = Bundle("pieces")
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = Allocator(self.SIZE)
+        self.map = [None] * 64  # per unit the offset of the piece that has it
+
+    def runs(self):
+        """The runs of free units, as (first, length)."""
+        runs, first = [], None
+        for unit, owner in enumerate([*self.map, -1]):
+            if owner is None:
+                first = unit if first is None else first
+            elif first is not None:
+                runs.append((first, unit - first))
+                first = None
+        return runs
+
+    @rule(target=pieces, units=st.integers(1, 24), slack=st.integers(0, 63))
+    def allocate(self, units, slack):
+        fitting = [run for run in self.runs() if run[1] >= units]
+        offset = self.allocator.allocate(units * UNIT - slack)
+        if not fitting:
+            assert offset is None
+            return multiple()
+        assert offset == min(fitting, key=lambda run: (run[1], run[0]))[0] * UNIT
+        first = offset // UNIT
+        assert self.map[first : first + units] == [None] * units
+        self.map[first : first + units] = [offset] * units
+        return offset
+
+    @rule(offset=consumes(pieces))
+    def free(self, offset):
+        self.allocator.free(offset)
+        self.map = [None if owner == offset else owner for owner in self.map]
+
+    @rule(offset=pieces)
+    def look_around(self, offset):
+        first, last = offset // UNIT, offset // UNIT + self.map.count(offset)
+        around = {run[0] + run[1]: run[0] for run in self.runs()}, dict(self.runs())
+        start = around[0].get(first, first)
+        end = last + around[1].get(last, 0)
+        assert self.allocator.extent(offset) == (start * UNIT, end * UNIT)
+        touching = {self.map[unit] for unit in (start - 1, end) if 0 <= unit < 64}
+        assert set(self.allocator.neighbours(start * UNIT, end * UNIT)) == touching
+
+    @invariant()
+    def accounts(self):
+        lengths = [run[1] for run in self.runs()]
+        assert self.allocator.free_bytes == sum(lengths) * UNIT
+        assert self.allocator.num_holes == len(lengths)
+        assert self.allocator.largest_hole_bytes == max(lengths, default=0) * UNIT
+
+    def teardown(self):
+        for offset in {owner for owner in self.map if owner is not None}:
+            self.allocator.free(offset)
+        assert self.allocator.allocate(self.SIZE) == 0, "after freeing all, the whole is one piece again"
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,194 @@
+"""The owner's facade: from a reservation to a reader in another mapping, and back to free bytes."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from medialane.arena import Arena, ArenaView, describe, layout
+from medialane.core.errors import ArenaFull, HandoverFailed
+from medialane.core.feature import Feature
+from medialane.core.media import MediaSize
+from medialane.core.tensor import TensorSpec
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena(config):
+    made = Arena.create(config)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(arena, shm):
+    view = ArenaView.open(arena.id, shm)
+    yield view
+    view.close()
+
+
+def write(arena, key, fill, num_bytes=1000):
+    """Cache a feature of one tensor full of `fill`; returns its lease."""
+    specs = [TensorSpec("uint8", (num_bytes,))]
+    reservation = arena.reserve(layout(specs)[1])
+    reservation.buffer[:] = bytes([fill]) * num_bytes
+    feature = Feature("image", key, b"", describe(reservation.range, specs), MediaSize())
+    return arena.publish(reservation, key, feature)
+
+
+def read(view, feature):
+    return set(np.frombuffer(view.tensor(feature.tensors[0]), np.uint8).tolist())
+
+
+def test_reader_sees_what_was_published(arena, reader):
+    assert reader.nonce == arena.nonce
+    with write(arena, "a", 7) as lease:
+        assert read(reader, lease.value) == {7}
+        assert read(arena.view, lease.value) == {7}
+
+
+def test_feature_outlives_its_request(arena, reader):
+    write(arena, "a", 7).release()
+    assert arena.contains("a")
+    with arena.lookup("a") as lease:
+        assert read(reader, lease.value) == {7}
+    assert arena.lookup("b") is None
+    assert (arena.stats().num_hits, arena.stats().num_misses) == (1, 1)
+
+
+def test_descriptor_of_an_evicted_feature_is_dead_before_its_bytes_are_reused(arena, reader):
+    with write(arena, "a", 7) as lease:
+        feature = lease.value
+    assert arena.evict("a")
+    with pytest.raises(HandoverFailed):
+        reader.tensor(feature.tensors[0])
+    with write(arena, "b", 8) as lease:
+        assert lease.range.offset == feature.tensors[0].range.offset
+        with pytest.raises(HandoverFailed):
+            reader.tensor(feature.tensors[0])
+        assert read(reader, lease.value) == {8}
+
+
+def test_leased_feature_survives_a_full_arena(arena, reader):
+    held = write(arena, "held", 1, 5 * MIB)
+    for index in range(20):
+        write(arena, f"{index}", 2, 5 * MIB).release()
+    assert read(reader, held.value) == {1}
+    assert arena.stats().num_evictions > 10
+    held.release()
+
+
+def test_arena_full_of_leases_is_a_retryable_error_and_ends_with_them(arena):
+    leases = [write(arena, f"{i}", i, 5 * MIB) for i in range(3)]
+    with pytest.raises(ArenaFull) as caught:
+        arena.reserve(5 * MIB)
+    assert (caught.value.status, caught.value.retryable) == (503, True)
+    for lease in leases:
+        lease.release()
+    arena.reserve(5 * MIB).abandon()
+
+
+def test_second_publication_of_a_key_returns_the_first(arena, reader):
+    first = write(arena, "a", 1)
+    second = write(arena, "a", 2)
+    assert second.range == first.range
+    assert second.value is first.value
+    assert read(reader, second.value) == {1}
+    assert arena.stats().num_entries == 1
+    first.release()
+    second.release()
+
+
+def test_kept_entry_is_never_cached(arena, reader):
+    reservation = arena.reserve(5)
+    reservation.buffer[:] = b"bytes"
+    lease = arena.keep(reservation, {"what": "encoded"})
+    assert bytes(reader.entry(lease.range)[64:]) == b"bytes"
+    assert lease.value == {"what": "encoded"}
+    worker = lease.duplicate()
+    lease.release()
+    assert bytes(reader.entry(worker.range)[64:]) == b"bytes"
+    worker.release()
+    with pytest.raises(HandoverFailed):
+        reader.entry(worker.range)
+    assert arena.stats().free_bytes == arena.stats().size_bytes
+
+
+def test_preparer_writes_into_the_range_it_was_given(arena, shm, reader):
+    preparer = ArenaView.open(arena.id, shm, writable=True)
+    reservation = arena.reserve(8)
+    preparer.entry(reservation.range, writable=True)[64:] = b"12345678"
+    with arena.keep(reservation, None) as lease:
+        assert bytes(reader.entry(lease.range)[64:]) == b"12345678"
+    preparer.close()
+
+
+def test_range_of_an_abandoned_reservation_is_dead_at_once(arena, shm):
+    preparer = ArenaView.open(arena.id, shm, writable=True)
+    with arena.reserve(8) as reservation:
+        preparer.entry(reservation.range)
+    with pytest.raises(HandoverFailed):
+        preparer.entry(reservation.range, writable=True)
+    preparer.close()
+
+
+def test_empty_payload_is_an_entry_too(arena, reader):
+    with arena.keep(arena.reserve(0), None) as lease:
+        assert lease.range.nbytes == 64 == len(reader.entry(lease.range))
+    with pytest.raises(ValueError, match="-1"):
+        arena.reserve(-1)
+
+
+def test_stats_account_for_every_byte(arena):
+    writing = arena.reserve(1000)
+    leased = write(arena, "a", 1, 1000)
+    write(arena, "b", 2, 1000).release()
+    stats = arena.stats()
+    assert (stats.writing_bytes, stats.pinned_bytes, stats.published_bytes) == (1088, 1088, 2 * 1088)
+    assert stats.free_bytes == stats.size_bytes - 3 * 1088 == arena.size_bytes - 4096 - 3 * 1088
+    assert (stats.num_reservations, stats.num_entries, stats.num_leases) == (1, 2, 1)
+    writing.abandon()
+    leased.release()
+    assert arena.clear() == 2
+    assert arena.stats().free_bytes == stats.size_bytes
+
+
+def test_thousand_requests_leave_nothing_behind(arena):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for index in range(1000):
+        with write(arena, f"{index % 7}", 1, 100_000 * (index % 5 + 1)) as lease, lease.duplicate():
+            pass
+    arena.clear()
+    stats = arena.stats()
+    assert (stats.num_leases, stats.num_entries, stats.num_reservations) == (0, 0, 0)
+    assert stats.largest_hole_bytes == stats.size_bytes
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_closed_arena_lets_holders_end_and_nobody_begin(arena, shm, reader):
+    lease = write(arena, "a", 7)
+    reservation = arena.reserve(10)
+    arena.close()
+    arena.close()
+    assert os.listdir(shm) == []
+    assert read(reader, lease.value) == {7}
+    with pytest.raises(RuntimeError, match="closed"):
+        arena.reserve(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        arena.keep(reservation, None)
+    reservation.abandon()
+    lease.release()
+    assert arena.clear() == 1
+    assert arena.stats().free_bytes == arena.stats().size_bytes
+
+
+def test_entries_written_during_prefault_are_untouched_by_it(arena, reader):
+    thread = threading.Thread(target=arena.prefault, args=(threading.Event(),))
+    thread.start()
+    leases = [write(arena, f"{i}", i, MIB) for i in range(1, 15)]
+    thread.join()
+    for fill, lease in enumerate(leases, start=1):
+        assert read(reader, lease.value) == {fill}
+        lease.release()

@@ -1,0 +1,61 @@
+"""What an operator is told when the arena cannot be made."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.arena.config import GIB, MIB
+from medialane.core.errors import StartupFailed
+
+
+def test_default_is_two_gib_in_shared_memory():
+    assert ArenaConfig() == ArenaConfig(size_bytes=2 * GIB, directory="/dev/shm")
+
+
+def small(monkeypatch, free_bytes):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096))
+
+
+def test_small_shared_memory_is_one_clear_line_and_leaves_nothing(monkeypatch, tmp_path):
+    small(monkeypatch, 64 * MIB)
+    with pytest.raises(StartupFailed) as caught:
+        Arena.create(ArenaConfig(size_bytes=2 * GIB, directory=str(tmp_path)))
+    assert caught.value.message == (
+        f"the arena needs 2.0 GiB but {tmp_path} has 64 MiB free: enlarge it "
+        "(docker run --shm-size=3g, or --ipc=host) or make the arena smaller (--arena-size)"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_system_that_is_really_too_small_is_refused():
+    with pytest.raises(StartupFailed, match=r"the arena needs 1048576\.0 GiB but /dev/shm has"):
+        ArenaConfig(size_bytes=1 << 50).validate()
+
+
+def test_exactly_enough_is_enough(monkeypatch, tmp_path):
+    small(monkeypatch, 32 * MIB)
+    ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
+    with pytest.raises(StartupFailed):
+        ArenaConfig(size_bytes=32 * MIB + 1, directory=str(tmp_path)).validate()
+
+
+def test_what_a_dead_owner_left_counts_as_free(monkeypatch, tmp_path):
+    small(monkeypatch, 30 * MIB)
+    left = tmp_path / f"medialane-{'ab' * 16}.arena"
+    left.write_bytes(b"medialan" + bytes(2 * MIB))
+    ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
+    left.unlink()
+    with pytest.raises(StartupFailed):
+        ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
+
+
+def test_arena_below_the_minimum_is_refused():
+    with pytest.raises(StartupFailed, match="--arena-size is 15 MiB; the least is 16 MiB"):
+        ArenaConfig(size_bytes=15 * MIB).validate()
+
+
+def test_missing_directory_is_named(tmp_path):
+    with pytest.raises(StartupFailed, match=r"--arena-directory .*nowhere cannot be used: No such file"):
+        ArenaConfig(size_bytes=16 * MIB, directory=str(tmp_path / "nowhere")).validate()

@@ -1,0 +1,317 @@
+"""The entry table: its life cycle by table, its promises against a naive model."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from medialane.arena.entries import EntryState, EntryTable
+from medialane.core.errors import ArenaFull
+
+UNIT = 64
+START = 4096
+ARENA = "ab" * 16
+
+
+class Freed(list):
+    """Records ranges as they are freed."""
+
+    def __call__(self, range_):
+        self.append(range_)
+
+
+def make(units):
+    freed = Freed()
+    table: EntryTable[str] = EntryTable(ARENA, START, units * UNIT, freed)
+    return table, freed
+
+
+def cached(table, key, units=1):
+    """Publish an entry of `units` under `key` and let go of it."""
+    entry, _ = table.publish(table.reserve(units * UNIT), key, key.upper())
+    table.unpin(entry)
+    return entry
+
+
+def test_entries_lie_behind_the_start_and_never_share_a_generation():
+    table, _ = make(4)
+    seen = []
+    for _ in range(6):
+        entry = table.reserve(UNIT)
+        assert entry.range.offset == START
+        seen.append(entry.range.generation)
+        table.abandon(entry)
+    assert seen == sorted(set(seen))
+    assert seen[0] > 0
+
+
+def test_published_entry_is_found_until_it_is_evicted():
+    table, freed = make(4)
+    entry = cached(table, "a")
+    assert table.contains("a")
+    found = table.lookup("a")
+    assert found == (entry, "A")
+    assert not table.evict("a"), "pinned"
+    table.unpin(entry)
+    assert table.evict("a")
+    assert not table.evict("a")
+    assert table.lookup("a") is None
+    assert freed == [entry.range]
+    assert entry.state is EntryState.FREED
+    stats = table.stats()
+    assert (stats.num_hits, stats.num_misses, stats.num_evictions, stats.free_bytes) == (1, 1, 1, 4 * UNIT)
+
+
+def test_least_recently_used_entry_makes_room():
+    table, freed = make(3)
+    a, b, c = (cached(table, key) for key in "abc")
+    table.unpin(table.lookup("a")[0])
+    table.reserve(UNIT)
+    assert freed == [b.range]
+    table.reserve(UNIT)
+    assert freed == [b.range, c.range]
+    assert table.contains("a")
+    assert a.state is EntryState.PUBLISHED
+
+
+def test_freed_range_is_announced_before_it_can_be_reserved_again():
+    events = []
+    table: EntryTable[str] = EntryTable(ARENA, START, UNIT, lambda r: events.append(("freed", r.generation)))
+    old = cached(table, "a")
+    new = table.reserve(UNIT)
+    events.append(("reserved", new.range.generation))
+    assert new.range.offset == old.range.offset
+    assert events == [("freed", old.range.generation), ("reserved", new.range.generation)]
+
+
+def test_publishing_a_taken_key_keeps_the_older_entry_and_frees_the_newer():
+    table, freed = make(4)
+    old, _ = table.publish(table.reserve(UNIT), "a", "old")
+    new = table.reserve(UNIT)
+    assert table.publish(new, "a", "new") == (old, "old")
+    assert freed == [new.range]
+    assert (old.pins, table.stats().num_leases, table.stats().num_entries) == (2, 2, 1)
+
+
+def test_kept_entry_is_freed_with_its_last_pin():
+    table, freed = make(4)
+    entry = table.reserve(UNIT)
+    table.keep(entry)
+    table.pin(entry)
+    table.unpin(entry)
+    assert freed == []
+    table.unpin(entry)
+    assert freed == [entry.range]
+
+
+def test_full_of_held_entries_is_an_error_that_evicts_nothing():
+    table, freed = make(4)
+    table.reserve(UNIT)
+    cached(table, "a")
+    table.keep(table.reserve(UNIT))
+    cached(table, "b")
+    with pytest.raises(ArenaFull) as caught:
+        table.reserve(2 * UNIT)
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+    assert freed == []
+    assert table.contains("a")
+    assert table.contains("b")
+
+
+def test_what_can_never_fit_is_not_worth_a_retry():
+    table, _ = make(4)
+    cached(table, "a")
+    with pytest.raises(ArenaFull) as caught:
+        table.reserve(4 * UNIT + 1)
+    assert caught.value.retry_after_s is None
+    assert table.contains("a")
+
+
+def test_clear_spares_what_is_held():
+    table, _ = make(6)
+    cached(table, "a")
+    cached(table, "b")
+    table.lookup("b")
+    writing = table.reserve(UNIT)
+    assert table.clear() == 1
+    assert not table.contains("a")
+    assert table.contains("b")
+    assert writing.state is EntryState.WRITING
+
+
+@pytest.mark.parametrize("misuse", ["abandon", "keep"])
+@pytest.mark.parametrize("life", ["published", "abandoned"])
+def test_only_a_writing_entry_can_be_taken_over(misuse, life):
+    table, _ = make(4)
+    entry = table.reserve(UNIT)
+    if life == "published":
+        table.publish(entry, "a", "A")
+    else:
+        table.abandon(entry)
+    with pytest.raises(RuntimeError, match="not being written"):
+        getattr(table, misuse)(entry)
+
+
+def test_entry_of_another_table_is_refused():
+    table, _ = make(4)
+    other, _ = make(4)
+    table.reserve(UNIT)
+    with pytest.raises(RuntimeError, match="not being written"):
+        table.abandon(other.reserve(UNIT))
+
+
+def test_pins_cannot_go_below_zero_or_onto_what_is_not_published():
+    table, _ = make(4)
+    entry = table.reserve(UNIT)
+    with pytest.raises(RuntimeError, match="writing"):
+        table.pin(entry)
+    with pytest.raises(RuntimeError, match="not pinned"):
+        table.unpin(entry)
+    table.abandon(entry)
+    with pytest.raises(RuntimeError, match="freed"):
+        table.pin(entry)
+
+
+class EntryMachine(RuleBasedStateMachine):
+    """Against a model that only knows what must never happen: a held byte given away, a wrong count."""
+
+    UNITS = 24
+    writing = Bundle("writing")
+    pinned = Bundle("pinned")
+    KEYS = st.sampled_from("abcdefgh")
+
+    def __init__(self):
+        super().__init__()
+        self.freed = Freed()
+        self.table: EntryTable[int] = EntryTable(ARENA, START, self.UNITS * UNIT, self.freed)
+        self.owner = [None] * self.UNITS  # per unit the entry that has it
+        self.pins = {}  # entry -> pins; every published entry
+        self.keys = {}  # key -> entry
+        self.written = set()
+        self.hits = self.misses = 0
+
+    def settle(self):
+        """Take what the table freed out of the model; none of it may have been held."""
+        for range_ in self.freed:
+            entries = {e for e in self.owner if e is not None and e.range.generation == range_.generation}
+            assert len(entries) == 1, "freed twice, or never there"
+            entry = entries.pop()
+            assert entry not in self.written, "freed while it was written"
+            assert not self.pins.pop(entry, 0), "freed while it was pinned"
+            self.owner = [None if e is entry else e for e in self.owner]
+            self.keys = {k: e for k, e in self.keys.items() if e is not entry}
+        self.freed.clear()
+
+    def largest_possible_hole(self):
+        best = run = 0
+        for entry in self.owner:
+            run = 0 if entry in self.written or self.pins.get(entry) else run + 1
+            best = max(best, run)
+        return best
+
+    @rule(target=writing, units=st.integers(1, 10), slack=st.integers(0, 63))
+    def reserve(self, units, slack):
+        possible = self.largest_possible_hole() >= units
+        try:
+            entry = self.table.reserve(units * UNIT - slack)
+        except ArenaFull:
+            assert not possible
+            assert not self.freed, "evicted for nothing"
+            return multiple()
+        assert possible
+        self.settle()
+        first = (entry.range.offset - START) // UNIT
+        assert self.owner[first : first + units] == [None] * units, "bytes of a live entry were given away"
+        self.owner[first : first + units] = [entry] * units
+        self.written.add(entry)
+        return entry
+
+    @rule(entry=consumes(writing))
+    def abandon(self, entry):
+        self.table.abandon(entry)
+        self.written.remove(entry)
+        self.settle()
+        assert entry not in self.owner
+
+    @rule(target=pinned, entry=consumes(writing), key=KEYS)
+    def publish(self, entry, key):
+        got, value = self.table.publish(entry, key, entry.range.generation)
+        self.written.remove(entry)
+        self.settle()
+        assert got is self.keys.setdefault(key, entry)
+        assert value == got.range.generation
+        self.pins[got] = self.pins.get(got, 0) + 1
+        return got
+
+    @rule(target=pinned, entry=consumes(writing))
+    def keep(self, entry):
+        self.table.keep(entry)
+        self.written.remove(entry)
+        self.pins[entry] = 1
+        return entry
+
+    @rule(target=pinned, key=KEYS)
+    def lookup(self, key):
+        found = self.table.lookup(key)
+        if key not in self.keys:
+            assert found is None
+            self.misses += 1
+            return multiple()
+        entry, value = found
+        assert entry is self.keys[key]
+        assert value == entry.range.generation
+        self.hits += 1
+        self.pins[entry] += 1
+        return entry
+
+    @rule(target=pinned, entry=pinned)
+    def duplicate(self, entry):
+        self.table.pin(entry)
+        self.pins[entry] += 1
+        return entry
+
+    @rule(entry=consumes(pinned))
+    def release(self, entry):
+        self.pins[entry] -= 1
+        self.table.unpin(entry)
+        self.settle()
+        assert (entry in self.owner) == (self.pins.get(entry, 0) > 0 or entry in self.keys.values())
+
+    @rule(key=KEYS)
+    def evict(self, key):
+        idle = key in self.keys and not self.pins[self.keys[key]]
+        assert self.table.evict(key) == idle
+        self.settle()
+        assert (key in self.keys) == self.table.contains(key)
+
+    @rule()
+    def clear(self):
+        idle = sum(not pins for pins in self.pins.values())
+        assert self.table.clear() == idle
+        self.settle()
+
+    @invariant()
+    def accounts(self):
+        stats = self.table.stats()
+        units = {e: self.owner.count(e) for e in {*self.owner} - {None}}
+        assert stats.free_bytes == self.owner.count(None) * UNIT
+        assert stats.writing_bytes == sum(units[e] for e in self.written) * UNIT
+        assert stats.published_bytes == sum(units[e] for e in self.pins) * UNIT
+        assert stats.pinned_bytes == sum(units[e] for e, pins in self.pins.items() if pins) * UNIT
+        assert stats.free_bytes + stats.writing_bytes + stats.published_bytes == stats.size_bytes
+        assert (stats.num_reservations, stats.num_entries) == (len(self.written), len(self.pins))
+        assert stats.num_leases == sum(self.pins.values())
+        assert (stats.num_hits, stats.num_misses) == (self.hits, self.misses)
+
+    def teardown(self):
+        for entry in self.written:
+            self.table.abandon(entry)
+        for entry, pins in self.pins.items():
+            for _ in range(pins):
+                self.table.unpin(entry)
+        self.table.clear()
+        assert self.table.stats().largest_hole_bytes == self.UNITS * UNIT
+
+
+TestEntryMachine = EntryMachine.TestCase
+TestEntryMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

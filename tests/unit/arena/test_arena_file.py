@@ -1,0 +1,229 @@
+"""The owner's file: creation, lock, pages, end."""
+
+import errno
+import os
+import stat
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from medialane.arena import ArenaConfig, ArenaView, reap
+from medialane.arena import file as file_module
+from medialane.arena.file import ArenaFile
+from medialane.core.errors import StartupFailed
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def file(config):
+    made = ArenaFile.create(config)
+    yield made
+    made.close()
+
+
+def test_file_is_private_and_named_after_its_id(file, shm):
+    assert file.path == Path(shm, f"medialane-{file.view.id}.arena")
+    found = file.path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == 16 * MIB
+    assert os.listdir(shm) == [file.path.name]
+
+
+def test_no_two_arenas_share_an_id_or_a_nonce(file, config):
+    other = ArenaFile.create(config)
+    assert other.view.id != file.view.id
+    assert other.view.nonce != file.view.nonce
+    other.close()
+
+
+def test_size_is_rounded_down_to_pages(shm):
+    made = ArenaFile.create(ArenaConfig(size_bytes=16 * MIB + 4097, directory=shm))
+    assert made.view.size_bytes == made.path.stat().st_size == 16 * MIB + 4096
+    made.close()
+
+
+def test_close_removes_the_file_once(file, shm):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    file.close()
+    file.close()
+    assert os.listdir(shm) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2  # the lock's and the mapping's
+
+
+def test_failed_creation_leaves_nothing(config, shm, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartupFailed, match=r"cannot be made in .*: No space left"):
+        ArenaFile.create(config)
+    assert os.listdir(shm) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_creation_and_reaping_side_by_side_never_lose_an_arena(config, shm):
+    stop = threading.Event()
+    removed = []
+
+    def keep_reaping():
+        while not stop.is_set():
+            removed.extend(reap(shm))
+
+    reaper = threading.Thread(target=keep_reaping)
+    reaper.start()
+    made = [ArenaFile.create(config) for _ in range(150)]
+    stop.set()
+    reaper.join()
+    assert {f.path.name for f in made} == set(os.listdir(shm))
+    assert all(r.path.endswith(".tmp") for r in removed)
+    for file in made:
+        file.close()
+
+
+def test_owner_that_lost_its_new_file_to_a_reaper_begins_again(config, shm, monkeypatch):
+    real, lost = file_module._lock, []
+
+    def lose_twice(descriptor):
+        if len(lost) < 2:
+            lost.append(len(reap(shm)))
+        return real(descriptor)
+
+    monkeypatch.setattr(file_module, "_lock", lose_twice)
+    made = ArenaFile.create(config)
+    assert lost == [1, 1]
+    assert os.listdir(shm) == [made.path.name]
+    made.close()
+
+
+def test_subprocess_does_not_inherit_the_lock(config, shm):
+    made = ArenaFile.create(config)
+    with subprocess.Popen(["sleep", "15"], close_fds=False) as child:
+        os.close(made._lock)  # as if the owner had died
+        made._lock = None
+        assert len(reap(shm)) == 1
+        child.kill()
+    made.view.close()
+
+
+def fork_that_waits(act):
+    """Fork a child that does `act`, reports, and waits to be killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        act()
+        os.write(write, b"x")
+        time.sleep(15)
+        os._exit(0)
+    assert os.read(read, 1) == b"x"
+    os.close(read)
+    os.close(write)
+    return child
+
+
+@pytest.mark.parametrize(("closes", "reaped"), [(True, 1), (False, 0)])
+def test_forked_child_keeps_a_dead_owner_alive_unless_it_closes(config, shm, closes, reaped):
+    made = ArenaFile.create(config)
+    child = fork_that_waits(made.close_in_child if closes else lambda: None)
+    assert made.path.exists(), "a child never removes its parent's file"
+    os.close(made._lock)  # as if the owner had died
+    made._lock = None
+    assert len(reap(shm)) == reaped
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert len(reap(shm)) == 1 - reaped
+    made.view.close()
+
+
+def test_close_in_child_is_refused_in_the_owner(file):
+    with pytest.raises(RuntimeError, match="children"):
+        file.close_in_child()
+    assert file.path.exists()
+
+
+def resident(path):
+    return path.stat().st_blocks * 512
+
+
+def test_prefault_makes_all_pages_and_changes_no_byte(file):
+    memory = file.view.memory
+    memory[5 * MIB : 5 * MIB + 5] = b"hello"
+    before = bytes(memory[:4096])
+    assert resident(file.path) < MIB
+    assert file.prefault(threading.Event()) == 16 * MIB
+    assert resident(file.path) == 16 * MIB
+    assert bytes(memory[5 * MIB : 5 * MIB + 5]) == b"hello"
+    assert bytes(memory[:4096]) == before
+
+
+def test_prefault_stops_between_pieces(file, monkeypatch):
+    stop = threading.Event()
+    monkeypatch.setattr(file_module, "PREFAULT_BYTES", 4 * MIB)
+    real = file_module._madvise
+
+    def populate(piece, advice):
+        real(piece, advice)
+        stop.set()
+
+    monkeypatch.setattr(file_module, "_madvise", populate)
+    assert file.prefault(stop) == 4 * MIB
+    assert resident(file.path) <= 4 * MIB
+    assert file.prefault(stop) == 0
+
+
+def refuse_with(monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_module, "_madvise", refuse)
+
+
+def test_kernel_without_populate_allocates_instead(file, monkeypatch):
+    refuse_with(monkeypatch, errno.EINVAL)
+    file.view.memory[5 * MIB : 5 * MIB + 5] = b"hello"
+    assert file.prefault(threading.Event()) == 16 * MIB
+    assert resident(file.path) == 16 * MIB
+    assert bytes(file.view.memory[5 * MIB : 5 * MIB + 5]) == b"hello"
+
+
+def test_shared_memory_that_filled_up_meanwhile_is_a_clear_error(file, monkeypatch):
+    refuse_with(monkeypatch, errno.EFAULT)
+    with pytest.raises(StartupFailed, match="docker run --shm-size"):
+        file.prefault(threading.Event())
+
+
+def test_kernel_without_populate_reports_a_full_file_system(file, monkeypatch):
+    refuse_with(monkeypatch, errno.EINVAL)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StartupFailed, match="--arena-size"):
+        file.prefault(threading.Event())
+
+
+def test_prefault_in_a_thread_leaves_the_interpreter_free(shm, monkeypatch):
+    monkeypatch.setattr(file_module, "PREFAULT_BYTES", 256 * MIB)  # one call: only the lock can let others run
+    made = ArenaFile.create(ArenaConfig(size_bytes=256 * MIB, directory=shm))
+    thread = threading.Thread(target=made.prefault, args=(threading.Event(),))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert resident(made.path) == 256 * MIB
+    made.close()
+    assert turns > 5
+
+
+def test_mapping_survives_the_end_of_the_file(file, shm):
+    view = ArenaView.open(file.view.id, shm)
+    file.view.memory[8192:8197] = b"hello"
+    file.close()
+    assert bytes(view.memory[8192:8197]) == b"hello"
+    view.close()

@@ -1,0 +1,143 @@
+"""What is left of owners that were killed, and what must never be touched."""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from medialane.arena import ArenaView, Reaped, reap
+from medialane.arena.file import ArenaFile
+from medialane.arena.reaper import reclaimable_bytes
+from medialane.core.tensor import ArenaRange
+
+OWNER = Path(__file__).with_name("owner.py")
+
+
+class Ready(msgspec.Struct):
+    arena: str
+    nonce: bytes
+    range: ArenaRange
+
+
+@contextmanager
+def running_owner(shm):
+    """A process that owns an arena with the entry b"hello"; killed in the end."""
+    command = [sys.executable, str(OWNER), shm]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process, msgspec.json.decode(process.stdout.readline(), type=Ready)
+        finally:
+            process.kill()
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_file_of_a_killed_owner_is_reaped_and_a_readers_mapping_stays_valid(shm):
+    with running_owner(shm) as (process, ready):
+        view = ArenaView.open(ready.arena, shm)
+        assert view.nonce == ready.nonce
+        kill(process)
+        (removed,) = reap(shm)
+    assert removed.path == os.path.join(shm, f"medialane-{ready.arena}.arena")
+    assert removed.num_bytes >= 2 * 4096
+    assert os.listdir(shm) == []
+    assert bytes(view.entry(ready.range)[64:]) == b"hello"
+    view.close()
+
+
+def test_file_of_a_living_owner_stays(shm):
+    with running_owner(shm) as (process, ready):
+        assert reap(shm) == []
+        assert reclaimable_bytes(shm) == 0
+        ArenaView.open(ready.arena, shm).close()
+        kill(process)
+        assert reclaimable_bytes(shm) > 0
+        assert len(reap(shm)) == 1
+
+
+def test_only_the_dead_ones_of_several_are_reaped(shm, config):
+    living = ArenaFile.create(config)
+    with running_owner(shm) as (process, ready):
+        kill(process)
+    assert [Path(r.path).name for r in reap(shm)] == [f"medialane-{ready.arena}.arena"]
+    assert os.listdir(shm) == [living.path.name]
+    living.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"medialan", b"medialan" + bytes(8192)])
+def test_unfinished_file_is_reaped(shm, content):
+    path = Path(shm, f"medialane-{'ab' * 16}.arena.tmp")
+    path.write_bytes(content)
+    assert reap(shm) == [Reaped(str(path), -(-len(content) // 4096) * 4096)]
+    assert not path.exists()
+
+
+def test_unfinished_file_whose_owner_lives_stays(shm):
+    path = Path(shm, f"medialane-{'ab' * 16}.arena.tmp")
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert reap(shm) == []
+        assert path.exists()
+    assert len(reap(shm)) == 1
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # the test's folder is the current one: a socket's path is short
+
+
+OURS_BY_NAME = f"medialane-{'ab' * 16}.arena"
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("other.arena", Path.touch),
+        (f"medialane-{'ab' * 15}.arena", Path.touch),
+        (f"medialane-{'AB' * 16}.arena", Path.touch),
+        (OURS_BY_NAME + ".bak", Path.touch),
+        (f"x{OURS_BY_NAME}", Path.touch),
+        (OURS_BY_NAME, lambda p: p.write_bytes(b"somebody else's")),
+        (OURS_BY_NAME, Path.mkdir),
+        (OURS_BY_NAME, lambda p: os.mkfifo(p)),
+        (OURS_BY_NAME, make_socket),
+        (OURS_BY_NAME, lambda p: p.symlink_to("target")),
+    ],
+    ids=["name", "short id", "upper case", "suffix", "prefix", "content", "folder", "fifo", "socket", "link"],
+)
+def test_what_is_not_ours_stays(tmp_path, monkeypatch, name, make):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").write_bytes(b"medialan")
+    make(tmp_path / name)
+    before = sorted(os.listdir(tmp_path))
+    assert reap(str(tmp_path)) == []
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_file_of_another_user_stays(shm, monkeypatch):
+    path = Path(shm, OURS_BY_NAME)
+    path.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert reap(shm) == []
+    monkeypatch.undo()
+    assert len(reap(shm)) == 1
+
+
+def test_reaping_leaks_no_descriptor(shm):
+    Path(shm, OURS_BY_NAME).touch()
+    Path(shm, f"medialane-{'cd' * 16}.arena").write_bytes(b"not ours")
+    before = len(os.listdir("/proc/self/fd"))
+    reap(shm)
+    reclaimable_bytes(shm)
+    assert len(os.listdir("/proc/self/fd")) == before
+    Path(shm, f"medialane-{'cd' * 16}.arena").unlink()

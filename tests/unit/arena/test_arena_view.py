@@ -1,0 +1,160 @@
+"""Another process's mapping: what it refuses, and what outlives it."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from medialane.arena import ArenaView, describe, layout
+from medialane.arena.file import ArenaFile
+from medialane.arena.layout import PAGE_BYTES, clear, stamp
+from medialane.core.errors import HandoverFailed
+from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+
+SPECS = (TensorSpec("float32", (3, 4)), TensorSpec("int64", (2,)))
+
+
+@pytest.fixture
+def file(config):
+    made = ArenaFile.create(config)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(file, shm):
+    opened = ArenaView.open(file.view.id, shm)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def entry(file):
+    range_ = ArenaRange(file.view.id, PAGE_BYTES, 64 + layout(SPECS)[1], 5)
+    stamp(file.view.words, range_)
+    return range_
+
+
+def test_reads_the_owners_nonce_and_size(file, view, config):
+    assert view.nonce == file.view.nonce
+    assert len(view.nonce) == 16
+    assert any(view.nonce)
+    assert view.size_bytes == config.size_bytes == len(view.memory)
+
+
+def test_tensors_written_by_one_process_are_read_by_another_without_a_copy(file, view, entry, shm):
+    preparer = ArenaView.open(file.view.id, shm, writable=True)
+    descriptors = describe(entry, SPECS)
+    seen = np.frombuffer(view.tensor(descriptors[0]), np.float32)
+    np.frombuffer(preparer.tensor(descriptors[0], writable=True), np.float32)[:] = np.arange(12)
+    preparer.entry(entry, writable=True)[descriptors[1].offset :][:16] = np.array([7, -1]).tobytes()
+    assert seen.tolist() == list(range(12))
+    assert np.frombuffer(view.tensor(descriptors[1]), np.int64).tolist() == [7, -1]
+    assert bytes(view.entry(entry))[descriptors[0].offset :][:48] == seen.tobytes()
+    preparer.close()
+
+
+def test_views_are_read_only_unless_asked(file, view, entry, shm):
+    with pytest.raises(ValueError, match="read-only"):
+        view.entry(entry, writable=True)
+    assert view.memory.readonly
+    writable = ArenaView.open(file.view.id, shm, writable=True)
+    assert writable.entry(entry).readonly
+    assert writable.tensor(describe(entry, SPECS)[0]).readonly
+    writable.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arena": "cd" * 16},
+        {"generation": 6},
+        {"generation": 0},
+        {"offset": PAGE_BYTES + 64},
+        {"offset": 0},
+        {"offset": -PAGE_BYTES},
+        {"offset": 16 << 20},
+        {"nbytes": 128},
+        {"nbytes": 1 << 40},
+    ],
+    ids=str,
+)
+def test_range_that_names_no_entry_fails(view, entry, change):
+    with pytest.raises(HandoverFailed, match="no such entry"):
+        view.entry(msgspec.structs.replace(entry, **change))
+
+
+def test_freed_entry_fails(file, view, entry):
+    descriptor = describe(entry, SPECS)[0]
+    view.tensor(descriptor)
+    clear(file.view.words, entry)
+    with pytest.raises(HandoverFailed):
+        view.tensor(descriptor)
+
+
+def test_tensor_cannot_overlap_its_entrys_header(view, entry):
+    with pytest.raises(HandoverFailed, match="header"):
+        view.tensor(TensorDescriptor(TensorSpec("uint8", (8,)), entry, 0))
+
+
+@pytest.mark.parametrize("arena", ["", "../../etc/passwd", "AB" * 16, "ab" * 17])
+def test_id_from_the_wire_is_never_a_path(shm, arena):
+    with pytest.raises(HandoverFailed, match="32 hex digits"):
+        ArenaView.open(arena, shm)
+
+
+def test_unknown_arena_fails(shm):
+    with pytest.raises(HandoverFailed, match="cannot be opened"):
+        ArenaView.open("ab" * 16, shm)
+
+
+def test_link_in_place_of_the_file_fails(file, shm):
+    link = Path(shm, f"medialane-{'cd' * 16}.arena")
+    link.symlink_to(file.path)
+    with pytest.raises(HandoverFailed, match="cannot be opened"):
+        ArenaView.open("cd" * 16, shm)
+    link.unlink()
+
+
+def test_file_whose_header_names_another_arena_fails(file, shm):
+    other = Path(shm, f"medialane-{'cd' * 16}.arena")
+    os.link(file.path, other)
+    with pytest.raises(HandoverFailed, match="another arena"):
+        ArenaView.open("cd" * 16, shm)
+    other.unlink()
+
+
+def test_truncated_file_fails(file, shm):
+    os.truncate(file.path, PAGE_BYTES * 2)  # nobody has touched the pages behind
+    with pytest.raises(HandoverFailed, match="size"):
+        ArenaView.open(file.view.id, shm)
+
+
+def test_close_leaves_live_views_readable_and_ends_the_rest(file, view, entry, shm):
+    held = np.frombuffer(view.entry(entry), np.uint8)
+    before = held.tobytes()
+    view.close()
+    view.close()
+    assert held.tobytes() == before
+    with pytest.raises(HandoverFailed, match="closed"):
+        view.entry(entry)
+    with pytest.raises(ValueError, match="released"):
+        view.memory  # noqa: B018 - the access is what is tested
+
+
+def mappings(name):
+    return sum(name in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_memory_is_unmapped_with_the_last_view(file, entry, shm):
+    name = file.path.name
+    before = mappings(name)
+    view = ArenaView.open(file.view.id, shm)
+    held = view.entry(entry)
+    assert mappings(name) == before + 1
+    view.close()
+    assert mappings(name) == before + 1
+    del held
+    assert mappings(name) == before
