@@ -1,0 +1,39 @@
+"""How the gateway serves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+
+
+class GatewayConfig(msgspec.Struct, frozen=True):
+    stage: Annotated[
+        Literal["auto", "features", "url"],
+        msgspec.Meta(
+            description="what is handed to workers: features (processed here), url (the worker decodes and processes), "
+            "auto (features, and url when handing features over fails)"
+        ),
+    ] = "auto"
+    max_requests: Annotated[
+        int, msgspec.Meta(description="requests with media under way at once; more are answered 503 with Retry-After")
+    ] = 1024
+    reconnect_initial_s: Annotated[
+        float, msgspec.Meta(description="first pause before connecting to a worker again")
+    ] = 0.2
+    reconnect_max_s: Annotated[float, msgspec.Meta(description="longest pause before connecting to a worker again")] = (
+        2.0
+    )
+    drain_timeout_s: Annotated[
+        float, msgspec.Meta(description="at shutdown, how long running requests may take to finish")
+    ] = 10.0
+
+    def validate(self) -> None:
+        if self.max_requests < 1:
+            raise StartupFailed("max_requests must be at least 1")
+        if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
+            raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
+        if self.drain_timeout_s < 0:
+            raise StartupFailed("drain_timeout_s must not be negative")

@@ -1,0 +1,183 @@
+"""The story of a request: prepare, route, hand over, stream, release."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from medialane.arena import Lease
+from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, NoWorkerReady
+from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PreparedPrompt
+from medialane.core.request import Endpoint, EngineRequest, OutputDelta, RoutingDecision
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.features import FeatureSource
+from medialane.gateway.handover import Handover
+from medialane.gateway.scope import RequestScope, current_scope
+from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.observability.metrics import Metrics
+from medialane.prepare import AssembledPrompt, Assembler
+from medialane.transfer import TransferConfig, Way, ways
+
+
+class Router(Protocol):
+    def pick(self, endpoints: Iterable[Endpoint]) -> RoutingDecision:
+        """Choose a worker. Raises NoWorkerReady."""
+        ...
+
+
+class Gateway:
+    """What vllm_bridge's app calls, twice a request: `prepare` when it renders, `generate` when it generates."""
+
+    def __init__(
+        self,
+        *,
+        config: GatewayConfig,
+        transfer: TransferConfig,
+        features: FeatureSource,
+        handover: Handover,
+        assembler: Assembler,
+        workers: WorkerPool,
+        router: Router,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._transfer = transfer
+        self._features = features
+        self._handover = handover
+        self._assembler = assembler
+        self._workers = workers
+        self._router = router
+        self._metrics = metrics
+        self._num_sent = 0
+        # Placeholder expansion is pure Python over token lists: one thread keeps it off the event loop.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="assemble")
+
+    @property
+    def ready(self) -> bool:
+        return self._workers.num_ready > 0
+
+    async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
+        """Make features of the prompt's items and expand its placeholders. The request's scope holds the leases."""
+        scope = current_scope()
+        if self._config.stage == "url":
+            return await self._leave_to_worker(prompt, scope)
+        features = await self._lease_all(prompt, scope)
+        with scope.timeline.measure("assemble"):
+            assembled = await self._assemble(prompt, features)
+        return PreparedPrompt(
+            token_ids=assembled.token_ids,
+            features=tuple(map(PlacedFeature, features, assembled.placeholders)),
+            mm_hashes=tuple(f.mm_hash for f in features),
+            source=prompt,
+        )
+
+    async def generate(
+        self, request: EngineRequest, prepared: PreparedPrompt | None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Answer `request` at the best worker, its media handed over in the first way that works.
+
+        `prepared` is what `prepare` gave, None for text. Closing the generator aborts the request at the worker.
+        Raises MedialaneError.
+        """
+        scope = current_scope()
+        with scope.timeline.measure("route"):
+            link = self._route()
+            tries = self._ways(link, prepared)
+        for way in tries:
+            started = False
+            try:
+                async with aclosing(self._attempt(request, prepared, way, link, scope)) as deltas:
+                    async for delta in deltas:
+                        started = True
+                        yield delta
+            except (HandoverFailed, InvalidFeature) as error:
+                if started or way is tries[-1]:
+                    raise
+                self._metrics.count_fallback(str(way), error.code)
+            else:
+                return
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _leave_to_worker(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
+        """Stage `url`: the content is fetched here all the same, under our guard; the worker does the rest."""
+        keys = [await self._features.key(ref, prompt.options, scope.timeline) for ref in prompt.items]
+        return PreparedPrompt(prompt.token_ids, (), tuple(keys), prompt)
+
+    async def _lease_all(self, prompt: MediaPrompt, scope: RequestScope) -> tuple[Feature, ...]:
+        """Lease every item's feature, side by side. The first failure cancels the others and is the one raised."""
+
+        async def lease(index: int) -> Feature:
+            taken: Lease[Feature] = await self._features.lease(prompt.items[index], prompt.options, scope.timeline)
+            scope.take(taken)
+            scope.features[taken.value.mm_hash] = taken
+            return taken.value
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(lease(i)) for i in range(len(prompt.items))]
+        except* MedialaneError as failed:
+            raise _first(failed) from None
+        return tuple(task.result() for task in running)
+
+    async def _assemble(self, prompt: MediaPrompt, features: tuple[Feature, ...]) -> AssembledPrompt:
+        loop = asyncio.get_running_loop()
+        assemble = self._assembler.assemble
+        return await loop.run_in_executor(self._executor, assemble, prompt.token_ids, features, prompt.options)
+
+    def _route(self) -> WorkerLink:
+        decision = self._router.pick(self._workers.endpoints())
+        return self._workers.links[decision.worker_id]
+
+    def _ways(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[Way]:
+        if prepared is None:
+            return (Way("features"),)
+        found = ways(
+            self._config.stage,
+            self._transfer.transport,
+            same_host=link.same_host,
+            same_processor=link.same_processor,
+            prepared=bool(prepared.features),
+        )
+        if not found:
+            raise NoWorkerReady("no worker takes media the way that --stage and --transport ask for (see the log)")
+        return found
+
+    async def _attempt(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, way: Way, link: WorkerLink, scope: RequestScope
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Send the request by `way` and stream its answer."""
+        timeline = scope.timeline
+        self._num_sent += 1
+        with timeline.measure("handover"):
+            prompt, leases = request.prompt, []
+            if prepared is not None:
+                prompt, leases = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
+            sent = msgspec.structs.replace(request, request_id=f"{request.request_id}#{self._num_sent}", prompt=prompt)
+            remote = link.submit(sent, leases)
+        sent_at = time.perf_counter()
+        try:
+            async for delta in remote:
+                if "first_token" not in timeline.seconds:
+                    timeline.add("first_token", time.perf_counter() - sent_at)
+                if delta.times is not None:
+                    timeline.add("queue", delta.times.queue_s)
+                    timeline.add("prefill", delta.times.prefill_s)
+                yield delta
+        finally:
+            remote.abort()
+
+
+def _first(failed: BaseExceptionGroup[MedialaneError]) -> MedialaneError:
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MedialaneError)  # noqa: S101 - the group holds nothing else
+    return error

@@ -1,0 +1,158 @@
+"""The workers of this gateway: one link each, which connects, reconnects, and remembers what the worker still reads.
+
+A lease that was handed over ends when the worker says so (`Released`). When the connection is lost first, the worker may
+still be reading: its leases wait until it registers again (which it answers only after everything of the old connection
+has been let go) or until nobody listens at its address any more (the process is gone).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.scope import Releasable
+from medialane.observability.metrics import Metrics
+from medialane.rpc import Hello, RemoteRequest, RpcClient, RpcConfig
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """One worker, by its address."""
+
+    def __init__(self, address: str, hello: Hello, *, rpc: RpcConfig, config: GatewayConfig, metrics: Metrics) -> None:
+        self.address = address
+        self._hello = hello
+        self._rpc = rpc
+        self._config = config
+        self._metrics = metrics
+        self._client: RpcClient | None = None
+        self._holds: dict[str, Sequence[Releasable]] = {}
+        self._changed = asyncio.Event()
+        self.refusal: MedialaneError | None = None
+
+    @property
+    def client(self) -> RpcClient | None:
+        """The live connection, if there is one."""
+        return self._client
+
+    @property
+    def num_held(self) -> int:
+        """Requests whose leases this worker still holds."""
+        return len(self._holds)
+
+    @property
+    def same_host(self) -> bool:
+        return self._client is not None and self._client.welcome.shm
+
+    @property
+    def same_processor(self) -> bool:
+        return self._client is not None and not self.disagreements()
+
+    def disagreements(self) -> dict[str, tuple[str | None, str | None]]:
+        """Processor settings in which the worker differs from us: name -> (ours, the worker's)."""
+        theirs = self._client.welcome.card.processor if self._client is not None else {}
+        ours = self._hello.processor
+        return {
+            k: (ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)
+        }
+
+    def endpoint(self) -> Endpoint:
+        client = self._client
+        load = client.load if client is not None else WorkerLoad()
+        return Endpoint(self.address, self.address, client is not None, load, client.num_in_flight if client else 0)
+
+    def submit(self, request: EngineRequest, leases: Sequence[Releasable]) -> RemoteRequest:
+        """Send the request; the leases end when the worker has released it. Raises WorkerLost."""
+        if self._client is None:
+            for lease in leases:
+                lease.release()
+            raise WorkerLost("the worker's connection was lost before the request was sent")
+        self._holds[request.request_id] = leases
+        return self._client.submit(request, on_released=self._release)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        pause = self._config.reconnect_initial_s
+        try:
+            while True:
+                if await self._connect():
+                    pause = self._config.reconnect_initial_s
+                    await self._stay()
+                else:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, self._config.reconnect_max_s)
+        finally:
+            await self._close()
+
+    async def _connect(self) -> bool:
+        try:
+            self._client = await RpcClient.connect(self.address, self._hello, self._rpc)
+        except NoWorkerReady:
+            self._release_all()  # nobody listens there: whoever read our memory is gone
+            return False
+        except (WorkerLost, ProtocolViolation) as error:
+            logger.info("worker %s: %s", self.address, error.message)
+            return False
+        except MedialaneError as error:
+            if self.refusal is None or self.refusal.message != error.message:
+                logger.error("worker %s refuses this gateway: %s", self.address, error.message)
+            self.refusal = error
+            return False
+        self._release_all()
+        self.refusal = None
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        for name, (ours, theirs) in self.disagreements().items():
+            logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
+        logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if self.same_host else "no")
+
+    async def _stay(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        try:
+            await client.wait_closed()
+        finally:
+            self._client = None
+        self._metrics.count_worker_lost(self.address)
+        logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._holds))
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
+        self._release_all()
+
+    def _release(self, request_id: str) -> None:
+        for lease in self._holds.pop(request_id, ()):
+            lease.release()
+
+    def _release_all(self) -> None:
+        for request_id in list(self._holds):
+            self._release(request_id)
+
+
+class WorkerPool:
+    """All links. `run` keeps them connected; everything else is looked up."""
+
+    def __init__(self, links: Sequence[WorkerLink]) -> None:
+        self.links = {link.address: link for link in links}
+
+    def endpoints(self) -> list[Endpoint]:
+        return [link.endpoint() for link in self.links.values()]
+
+    @property
+    def num_ready(self) -> int:
+        return sum(link.client is not None for link in self.links.values())
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for link in self.links.values():
+                tasks.create_task(link.run(), name=f"worker link {link.address}")

@@ -1,0 +1,121 @@
+"""vLLM's own OpenAI app over our engine client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers import BaseRenderer, renderer_from_config
+from vllm.tool_parsers import ToolParserManager
+
+from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.vllm_bridge import renderer_hook
+from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
+from medialane.vllm_bridge.preparation import VllmAssembler, supports_split
+from medialane.vllm_bridge.settings import processor_settings
+from medialane.vllm_bridge.story import Story
+
+logger = logging.getLogger(__name__)
+
+TASKS = ("generate",)
+
+
+class Frontend:
+    """Everything of vLLM that the gateway's process holds: configuration, renderer, and the app made of them."""
+
+    def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
+        """Load configuration and processors; no weights. Takes seconds and blocks: call it before serving.
+
+        Raises StartupFailed.
+        """
+        self.args: Namespace = parse_vllm_args(model, vllm_args)
+        _import_plugins(self.args)
+        try:
+            self.config: VllmConfig = create_frontend_config(self.args)
+            self.renderer: BaseRenderer = renderer_from_config(self.config)
+        except (OSError, ValueError) as error:
+            raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
+        self.processor_settings: dict[str, str] = processor_settings(self.config.model_config, self.renderer)
+
+    @property
+    def takes_media(self) -> bool:
+        return bool(self.config.model_config.supports_multimodal_inputs)
+
+    @property
+    def supports_split(self) -> bool:
+        """Whether items of this model may be processed one by one; else only stage `url` is right."""
+        return self.takes_media and supports_split(self.renderer.get_mm_processor())
+
+    def assembler(self) -> VllmAssembler:
+        return VllmAssembler(self.renderer.get_mm_processor())
+
+    async def app(
+        self,
+        story: Story,
+        *,
+        outer: Middleware,
+        inner: Middleware,
+        answer: Callable[[MedialaneError], Response],
+    ) -> Any:
+        """The ASGI app. `outer` sees every request first and last, `inner` stands behind vLLM's own middleware."""
+        if self.takes_media:
+            renderer_hook.install(self.renderer, story)
+        client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
+        app = build_app(self.args, TASKS, self.config.model_config)
+        app.user_middleware.insert(0, outer)
+        app.user_middleware.append(inner)
+
+        async def answer_bridged(_request: Request, error: BridgedError) -> Response:
+            return answer(error.error)
+
+        async def answer_ours(_request: Request, error: MedialaneError) -> Response:
+            return answer(error)
+
+        app.add_exception_handler(BridgedError, answer_bridged)
+        app.add_exception_handler(MedialaneError, answer_ours)
+        await init_app_state(client, app.state, self.args, TASKS)
+        return app
+
+    async def serve(self, app: Any, sock: socket.socket, stop: Awaitable[None], drain_timeout_s: float) -> None:
+        """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish."""
+        args = self.args
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
+        server = NoSignalServer(config)
+        app.state.server = server  # vLLM's error handlers look for it
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        stopping = asyncio.ensure_future(stop)
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        stopping.cancel()
+        await serving
+
+
+def _import_plugins(args: Namespace) -> None:
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)

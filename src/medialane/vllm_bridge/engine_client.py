@@ -1,0 +1,210 @@
+"""vLLM's `EngineClient` whose engine is whichever worker the gateway chooses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.renderers import BaseRenderer
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from medialane.core.errors import InvalidRequest, MedialaneError
+from medialane.core.feature import PlacedFeature, PreparedPrompt
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.vllm_bridge.outputs import to_request_output
+from medialane.vllm_bridge.renderer_hook import PREPARED
+from medialane.vllm_bridge.story import Story
+
+
+class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
+    """An error of ours on its way through vLLM's app: `app.py` answers with it, a running stream ends with it."""
+
+    def __init__(self, error: MedialaneError) -> None:
+        super().__init__(error.message)
+        self.status_code = HTTPStatus(error.status)
+        self.error = error
+
+
+class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typed
+    """Drives vLLM's OpenAI app without an engine in this process."""
+
+    def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer, story: Story, tasks: tuple[str, ...]) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer
+        self.input_processor = None
+        self._story = story
+        self._tasks = tasks
+        self._encoder = MsgpackEncoder()
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False  # a lost worker is one worker's matter: vLLM's app would end the whole server
+
+    @property
+    def dead_error(self) -> BaseException:
+        return EngineDeadError()
+
+    async def get_supported_tasks(self) -> Any:
+        return self._tasks
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request = EngineRequest(
+            request_id=request_id,
+            prompt=ExpandedPrompt(_token_ids(prompt)),
+            sampling_params=self._encode(sampling_params),
+            prompt_text=prompt_text or prompt.get("prompt"),
+            cache_salt=prompt.get("cache_salt"),
+            lora=None if lora_request is None else self._encode(lora_request),
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
+            trace_headers=None if trace_headers is None else dict(trace_headers),
+            reasoning_ended=reasoning_ended,
+            reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
+        )
+        prompt_token_ids = request.prompt.token_ids
+        try:
+            async with aclosing(self._story.generate(request, _prepared(prompt))) as deltas:
+                async for delta in deltas:
+                    prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
+                    yield to_request_output(
+                        delta, request_id=request_id, prompt=request.prompt_text, prompt_token_ids=prompt_token_ids
+                    )
+        except MedialaneError as error:
+            raise BridgedError(error) from error
+
+    def _encode(self, value: Any) -> bytes:
+        try:
+            (encoded,) = self._encoder.encode(value)
+        except (TypeError, ValueError) as error:
+            raise BridgedError(InvalidRequest("a sampling parameter cannot be sent to a worker")) from error
+        return bytes(encoded)
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        _not_here("pooling")
+        yield
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Closing the generator aborts; vLLM's app has no other way to name a request of ours."""
+
+    async def check_health(self) -> None:
+        if not self._story.ready:
+            raise EngineDeadError("no worker is ready")
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        _not_here("KV transfer")
+
+    async def is_tracing_enabled(self) -> bool:
+        return self.vllm_config.observability_config.otlp_traces_endpoint is not None
+
+    async def do_log_stats(self) -> None:
+        """Workers log their own."""
+
+    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
+        _not_here("profiling")
+
+    async def stop_profile(self) -> None:
+        _not_here("profiling")
+
+    async def reset_mm_cache(self) -> None:
+        _not_here("resetting the multimodal cache")
+
+    async def reset_encoder_cache(self) -> None:
+        _not_here("resetting the encoder cache")
+
+    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        _not_here("resetting the prefix cache")
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        _not_here("sleep")
+
+    async def release_kv_cache_memory(self) -> None:
+        _not_here("releasing KV cache memory")
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        _not_here("wake-up")
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        _not_here("loading LoRA adapters at run time")
+
+    async def pause_generation(self, **kwargs: Any) -> None:
+        _not_here("pausing generation")
+
+    async def resume_generation(self) -> None:
+        _not_here("resuming generation")
+
+    async def is_paused(self) -> bool:
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The gateway's own shutdown closes what it opened."""
+
+
+def _not_here(what: str) -> NoReturn:
+    raise NotImplementedError(f"{what} is a matter of one engine; this gateway has several: ask the worker")
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    if not isinstance(prompt, dict) or prompt.get("type") not in ("token", "multimodal"):
+        raise BridgedError(
+            InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
+        )
+    return list(prompt["prompt_token_ids"])
+
+
+def _prepared(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
+    """Our half of an engine input, its placeholders as vLLM left them: truncation may have moved them."""
+    prepared: PreparedPrompt | None = prompt.get(PREPARED)
+    if prepared is None or not prepared.features:
+        return prepared
+    moved = {m: iter(ranges) for m, ranges in prompt["mm_placeholders"].items()}
+    features = []
+    for placed in prepared.features:
+        offset = next(moved[placed.feature.modality]).offset
+        if offset != placed.placeholder.offset:
+            place = msgspec.structs.replace(placed.placeholder, offset=offset)
+            features.append(PlacedFeature(placed.feature, place))
+        else:
+            features.append(placed)
+    return msgspec.structs.replace(prepared, features=tuple(features))
+
+
+__all__ = ["BridgedError", "RoutedEngineClient"]

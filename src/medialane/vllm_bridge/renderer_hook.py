@@ -1,0 +1,94 @@
+"""Two seams of vLLM's renderer that send media through the gateway.
+
+vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with what the connector
+gave. Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call
+has the gateway prepare all of them at once. The first seam is public (a registry), the second is an attribute of the
+renderer instance; `tests/contract/test_renderer_hook.py` pins both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.inputs import mm_input, tokens_input
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.renderers import BaseRenderer
+
+from medialane.core.errors import InvalidRequest, UnknownMediaUuid
+from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.feature import PlaceholderRange as Placeholder
+from medialane.core.hashing import canonical_options
+from medialane.core.media import MediaRef, Modality
+from medialane.vllm_bridge.story import Story
+
+#: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
+CONNECTOR = "medialane"
+
+#: Our key in an engine input. vLLM passes the dict on and ignores what it does not know.
+PREPARED = "medialane_prepared"
+
+
+def install(renderer: BaseRenderer, story: Story) -> None:
+    """Send this renderer's media through `story`."""
+
+    class Connector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
+        """Leaves fetching to the gateway: a URL in the body is already a reference."""
+
+        async def fetch_image_async(self, image_url: str, *, image_mode: str = "RGB") -> Any:
+            return story.resolve(image_url)
+
+    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
+
+    async def process(
+        prompt: list[int],
+        mm_data: Mapping[str, Any],
+        mm_uuids: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+        media_io_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+        *,
+        skip_mm_cache: bool = False,
+    ) -> Any:
+        options = canonical_options({"processor": mm_processor_kwargs or {}, "io": media_io_kwargs or {}})
+        prepared = await story.prepare(MediaPrompt(list(prompt), _items(mm_data), options))
+        return engine_input(prepared)
+
+    renderer._process_multimodal_async = process
+
+
+def engine_input(prepared: PreparedPrompt) -> Any:
+    """vLLM's engine input of a prepared prompt. The features stay behind, by reference under our own key."""
+    if not prepared.features:
+        return {**tokens_input(prepared.token_ids), PREPARED: prepared}
+    hashes: dict[str, list[str]] = {}
+    placeholders: dict[str, list[PlaceholderRange]] = {}
+    for placed in prepared.features:
+        modality = placed.feature.modality
+        hashes.setdefault(modality, []).append(placed.feature.mm_hash)
+        placeholders.setdefault(modality, []).append(to_vllm_range(placed.placeholder))
+    kwargs = MultiModalKwargsItems({modality: [None] * len(found) for modality, found in hashes.items()})
+    return {**mm_input(prepared.token_ids, kwargs, hashes, placeholders), PREPARED: prepared}
+
+
+def to_vllm_range(placeholder: Placeholder) -> PlaceholderRange:
+    mask = placeholder.is_embed
+    is_embed = None if mask is None else torch.frombuffer(bytearray(mask), dtype=torch.uint8).bool()
+    return PlaceholderRange(offset=placeholder.offset, length=placeholder.length, is_embed=is_embed)
+
+
+def _items(mm_data: Mapping[str, Any]) -> tuple[MediaRef, ...]:
+    return tuple(_ref(modality, item) for modality, items in mm_data.items() for item in _listed(items))
+
+
+def _listed(items: Any) -> Sequence[Any]:
+    return items if isinstance(items, list | tuple) else [items]
+
+
+def _ref(modality: Modality | str, item: Any) -> MediaRef:
+    if isinstance(item, MediaRef):
+        return item
+    if item is None:
+        raise UnknownMediaUuid(f"an {modality} given by uuid alone is not supported: send its URL or data as well")
+    raise InvalidRequest(f"{modality} given as embeddings or raw objects is not supported by this gateway")

@@ -1,0 +1,29 @@
+"""What vLLM's app needs from the gateway; `gateway.Gateway` is one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.media import MediaRef
+from medialane.core.request import EngineRequest, OutputDelta
+
+
+class Story(Protocol):
+    @property
+    def ready(self) -> bool:
+        """Whether a worker takes requests."""
+        ...
+
+    def resolve(self, url: str) -> MediaRef:
+        """The reference that intake left in place of a media URL of the current request. Raises InvalidMediaUrl."""
+        ...
+
+    async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
+        """Features and expanded prompt. Raises MedialaneError."""
+        ...
+
+    def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:
+        """Stream the answer; closing aborts. Raises MedialaneError."""
+        ...

@@ -1,0 +1,120 @@
+"""Our two halves of vLLM's processor against vLLM's own `apply`: ids, ranges and tensors."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as PILImage
+
+from medialane.core.errors import InvalidImage, PromptRejected
+from medialane.core.feature import Feature
+from medialane.core.media import Image, MediaSize
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, stand_in, supports_split
+
+SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
+
+
+def pixels(width, height, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def prompt(renderer, num_images):
+    part = "<|vision_start|><|image_pad|><|vision_end|>"
+    return renderer.tokenizer.encode("<|im_start|>user\nlook " + " and ".join([part] * num_images) + "<|im_end|>\n")
+
+
+def whole(renderer, ids, arrays, **kwargs):
+    """vLLM's own answer for the whole request."""
+    (rendered,) = renderer.render_cmpl(
+        [
+            {
+                "prompt_token_ids": ids,
+                "multi_modal_data": {"image": [PILImage.fromarray(a) for a in arrays]},
+                "multi_modal_uuids": {"image": [str(i) for i in range(len(arrays))]},
+                **kwargs,
+            }
+        ]
+    )
+    return rendered
+
+
+@pytest.fixture(scope="module")
+def processor(renderer):
+    return VllmProcessor(renderer.get_mm_processor())
+
+
+@pytest.fixture(scope="module")
+def assembler(renderer):
+    return VllmAssembler(renderer.get_mm_processor())
+
+
+def assert_same(item, expected):
+    mine = decode_item(item.header, item.buffers)
+    assert mine.keys() == expected.keys()
+    for name in mine:
+        assert mine[name].data.dtype == expected[name].data.dtype
+        assert torch.equal(mine[name].data, expected[name].data), name
+        assert type(mine[name].field) is type(expected[name].field)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_one_image_alone_has_the_tensors_of_the_whole_request(renderer, processor, size):
+    array = pixels(*size)
+    expected = whole(renderer, prompt(renderer, 1), [array])
+    item = processor.process(Image(array), b"{}")
+    assert item.size == MediaSize(width=size[0], height=size[1])
+    assert_same(item, expected["mm_kwargs"]["image"][0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembler, count):
+    arrays = [pixels(200 + 90 * i, 400 - 40 * i, seed=i) for i in range(count)]
+    ids = prompt(renderer, count)
+    expected = whole(renderer, ids, arrays)
+    items = [processor.process(Image(a), b"{}") for a in arrays]
+    for item, wanted in zip(items, expected["mm_kwargs"]["image"], strict=True):
+        assert_same(item, wanted)
+    features = tuple(Feature("image", str(i), item.header, (), item.size) for i, item in enumerate(items))
+    assembled = assembler.assemble(ids, features, b"{}")
+    assert assembled.token_ids == expected["prompt_token_ids"]
+    ranges = [(p.offset, p.length, p.is_embed) for p in expected["mm_placeholders"]["image"]]
+    assert [(p.offset, p.length, p.is_embed) for p in assembled.placeholders] == ranges
+
+
+def test_processor_options_reach_the_processor(renderer, processor):
+    array = pixels(800, 600)
+    options = {"max_pixels": 200 * 200}
+    expected = whole(renderer, prompt(renderer, 1), [array], mm_processor_kwargs=options)
+    item = processor.process(Image(array), b'{"max_pixels":40000}')
+    assert_same(item, expected["mm_kwargs"]["image"][0])
+    assert item.specs != processor.process(Image(array), b"{}").specs
+
+
+def test_image_that_the_model_refuses_is_the_clients_error(processor):
+    with pytest.raises(InvalidImage):
+        processor.process(Image(pixels(1000, 2)), b"{}")  # an aspect ratio over 200
+
+
+def test_prompt_without_its_placeholder_is_rejected(renderer, processor, assembler):
+    item = processor.process(Image(pixels(64, 64)), b"{}")
+    with pytest.raises(PromptRejected):
+        assembler.assemble([1, 2, 3], (Feature("image", "a", item.header, (), item.size),), b"{}")
+
+
+def test_assembling_leaves_the_processor_as_it_was(renderer, processor, assembler):
+    item = processor.process(Image(pixels(64, 64)), b"{}")
+    before = dict(vars(renderer.get_mm_processor()))
+    assembler.assemble(prompt(renderer, 1), (Feature("image", "a", item.header, (), item.size),), b"{}")
+    assert dict(vars(renderer.get_mm_processor())) == before
+
+
+def test_stand_in_has_a_size_and_no_memory():
+    image = stand_in(MediaSize(width=4000, height=3000))
+    assert image.shape == (3000, 4000, 3)
+    assert image.base.nbytes == 3
+
+
+def test_family_that_keeps_the_heavy_step_may_be_split(renderer):
+    assert supports_split(renderer.get_mm_processor())
+    overriding = type("Overriding", (), {"_cached_apply_hf_processor": lambda self: None})()
+    assert not supports_split(overriding)
