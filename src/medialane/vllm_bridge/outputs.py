@@ -1,0 +1,100 @@
+"""vLLM's `RequestOutput` <-> our `OutputDelta`, field by field.
+
+What vLLM's OpenAI app reads of an output is carried; what belongs to one engine (KV-transfer parameters, routed
+experts, sampling masks) stays in the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.metrics.stats import RequestStateStats
+
+from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, TokenLogprob
+
+
+def to_delta(output: RequestOutput, *, with_prompt: bool) -> OutputDelta:
+    """One step of an answer as it travels. `with_prompt` marks the first: the prompt's token ids go with it alone."""
+    return OutputDelta(
+        request_id=output.request_id,
+        completions=[_completion(completion) for completion in output.outputs],
+        finished=output.finished,
+        prompt_token_ids=list(output.prompt_token_ids) if with_prompt and output.prompt_token_ids else None,
+        prompt_logprobs=_logprobs(output.prompt_logprobs),
+        num_cached_tokens=output.num_cached_tokens,
+        num_cache_creation_tokens=output.num_cache_creation_tokens,
+        times=_times(output.metrics) if with_prompt else None,
+    )
+
+
+def to_request_output(
+    delta: OutputDelta, *, request_id: str, prompt: str | None, prompt_token_ids: list[int]
+) -> RequestOutput:
+    """The same step as vLLM's app takes it. `request_id` is the app's own: ours may differ from attempt to attempt."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=_to_vllm_logprobs(delta.prompt_logprobs),
+        outputs=[_to_vllm_completion(completion) for completion in delta.completions],
+        finished=delta.finished,
+        num_cached_tokens=delta.num_cached_tokens,
+        num_cache_creation_tokens=delta.num_cache_creation_tokens,
+    )
+
+
+def _completion(completion: CompletionOutput) -> CompletionDelta:
+    return CompletionDelta(
+        index=completion.index,
+        text=completion.text,
+        token_ids=list(completion.token_ids),
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=_logprobs(completion.logprobs),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+    )
+
+
+def _to_vllm_completion(completion: CompletionDelta) -> CompletionOutput:
+    return CompletionOutput(
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=_to_vllm_logprobs(completion.logprobs),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+    )
+
+
+def _logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> Logprobs | None:
+    """A list of dicts, or vLLM's FlatLogprobs, which reads as one. The order within a position is vLLM's own."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else [TokenLogprob(token, p.logprob, p.rank, p.decoded_token) for token, p in position.items()]
+        for position in positions
+    ]
+
+
+def _to_vllm_logprobs(positions: Logprobs | None) -> Any:
+    if positions is None:
+        return None
+    return [
+        None if position is None else {p.token_id: Logprob(p.logprob, p.rank, p.decoded_token) for p in position}
+        for position in positions
+    ]
+
+
+def _times(stats: RequestStateStats | None) -> EngineTimes | None:
+    if stats is None or not stats.first_token_ts:
+        return None
+    return EngineTimes(
+        queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
+        prefill_s=max(0.0, stats.first_token_ts - stats.scheduled_ts),
+    )

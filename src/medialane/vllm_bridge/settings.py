@@ -1,0 +1,87 @@
+"""The settings under which a feature was made: equal in gateway and worker, or features mean different things.
+
+Everything that changes the numbers of a processed item is here, by value or by digest. Paths and build tags of
+libraries are not: the same model may lie elsewhere on another host, and a CPU build of torch in the gateway serves
+a CUDA build in the worker.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import vllm
+from vllm.config import ModelConfig
+from vllm.renderers import BaseRenderer
+
+from medialane.core.hashing import canonical_options, content_hash, digest
+
+#: Files of a model that its processor or tokenizer is made from.
+_FILES = (
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "tekken.json",
+    "params.json",
+)
+
+#: Parts of a Hugging Face processor that turn media into tensors.
+_PARTS = ("image_processor", "video_processor", "feature_extractor")
+
+
+def processor_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
+    """Describe how this process turns media into features. Reads the model's small files; call it once, at start."""
+    return {
+        "model": _model(model_config),
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "vllm": _release(vllm.__version__),
+        "transformers": _release(transformers.__version__),
+        "torch": _release(torch.__version__),
+        "torchvision": _release(version("torchvision")),
+        **(_media_settings(model_config, renderer) if model_config.multimodal_config is not None else {}),
+    }
+
+
+def _model(model_config: ModelConfig) -> str:
+    folder = Path(model_config.model)
+    if not folder.is_dir():
+        return f"{model_config.model}@{model_config.revision or 'main'}"
+    found = {name: content_hash((folder / name).read_bytes()) for name in _FILES if (folder / name).is_file()}
+    return f"files {digest(found)[:16]}"
+
+
+def _media_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
+    config = model_config.multimodal_config
+    processor = renderer.get_mm_processor()
+    parts = _parts(processor.info.get_hf_processor())
+    return {
+        "processor": type(processor).__qualname__,
+        "device_normalize": str(bool(config.mm_device_do_normalize)),
+        "processor_kwargs": canonical_options(config.mm_processor_kwargs or {}).decode(),
+        **{name: f"{type(part).__qualname__} {_digest_of(part)}" for name, part in parts.items()},
+    }
+
+
+def _parts(hf_processor: Any) -> dict[str, Any]:
+    """Which parts a family's processor has, only its class knows: the one place of probing."""
+    found = {name: getattr(hf_processor, name, None) for name in _PARTS}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _digest_of(part: Any) -> str:
+    """The effective numbers (sizes, means, flags), whatever file or default they came from."""
+    settings = {k: v for k, v in part.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
+    return content_hash(json.dumps(settings, sort_keys=True, default=str).encode())[:16]
+
+
+def _release(found: str) -> str:
+    """2.13.0+cpu -> 2.13.0"""
+    return found.partition("+")[0]
