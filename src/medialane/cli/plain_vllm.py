@@ -116,7 +116,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
-    process.terminate()
+    os.kill(process.pid, signal.SIGTERM)  # not terminate(), which reaps
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(stop_s):

@@ -1,0 +1,59 @@
+"""The checks that watch every test do fail a test that deserves it."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+PREAMBLE = """
+import asyncio, time
+from pathlib import Path
+HELD = []
+"""
+
+CASES = {
+    "leaked_task": (
+        "async def test_it():\n    HELD.append(asyncio.create_task(asyncio.sleep(60)))",
+        "tasks left behind",
+    ),
+    "blocked_loop": ("async def test_it():\n    time.sleep(0.7)", "Executing "),
+    "open_arena_file": (
+        "def test_it():\n"
+        "    path = Path('/dev/shm/medialane-conftest-open')\n"
+        "    HELD.append(path.open('wb'))\n"
+        "    path.unlink()",
+        "arena files left behind",
+    ),
+    "abandoned_arena_file": (
+        "def test_it():\n    Path('/dev/shm/medialane-conftest-abandoned').write_bytes(b'')",
+        "arena files left behind",
+    ),
+}
+
+
+@pytest.fixture
+def run(pytester):
+    folder = pytester.mkdir("unit")
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
+
+    def run(source: str):
+        (folder / "test_case.py").write_text(PREAMBLE + source)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider")
+
+    yield run
+    Path("/dev/shm/medialane-conftest-abandoned").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_test_leaves_behind_fails_it(run, name):
+    source, why = CASES[name]
+    result = run(source)
+    assert result.ret != 0
+    result.stdout.fnmatch_lines([f"*{why}*"])
+
+
+def test_a_clean_test_passes(run):
+    source = "async def test_it():\n    task = asyncio.create_task(asyncio.sleep(60))\n    task.cancel()"
+    assert run(source).ret == 0

@@ -1,0 +1,107 @@
+"""The subprocess's life, with small Python servers in vLLM's place."""
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from medialane.cli.plain_vllm import plain_vllm
+from medialane.core.errors import StartupFailed
+
+#: Answers /health and starts a child that ignores SIGTERM, as a stuck engine would.
+SERVER = """
+import http.server, subprocess, sys
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+print("child", child.pid, sys.argv[1:], flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start `source` as if it were vLLM's server."""
+
+    def serve(source: str, **options):
+        package = tmp_path / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        (tmp_path / "vllm" / "__init__.py").touch()
+        (package / "api_server.py").write_text(source)
+        environ = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
+        return plain_vllm("model", environ=environ, log=tmp_path / "log", **options)
+
+    return serve
+
+
+def child_of(log: Path) -> int:
+    return int(log.read_text().split("child ")[1].split()[0])
+
+
+def log_of(folder: Path) -> str:
+    with suppress(FileNotFoundError):
+        return (folder / "log").read_text()
+    return ""
+
+
+def is_alive(process_id: int) -> bool:
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+async def gone(process_id: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_alive(process_id) and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.02)
+    return not is_alive(process_id)
+
+
+async def test_ready_server_is_yielded_and_no_process_of_it_is_left(serve):
+    async with serve(SERVER, flags=["--enforce-eager"]) as server:
+        assert server.base_url.startswith("http://127.0.0.1:")
+        assert "'--model', 'model'" in server.log.read_text()
+        assert "'--enforce-eager']" in server.log.read_text()
+        assert is_alive(server.process_id)
+        child = child_of(server.log)
+        assert is_alive(child)
+    assert await gone(server.process_id)
+    assert await gone(child)
+
+
+async def test_cancellation_leaves_no_process(serve, tmp_path):
+    async def use() -> None:
+        async with serve(SERVER):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(use())
+    while "child" not in log_of(tmp_path):  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.02)
+    child = child_of(tmp_path / "log")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await gone(child)
+
+
+async def test_early_end_says_why(serve):
+    with pytest.raises(StartupFailed, match="no such model"):
+        async with serve("raise SystemExit('no such model')"):
+            pass
+
+
+async def test_server_that_is_never_ready_fails_at_the_deadline_and_is_killed(serve, tmp_path):
+    source = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN)\n"
+        "print('child', os.getpid(), flush=True); time.sleep(60)"
+    )
+    with pytest.raises(StartupFailed, match=r"not ready after 1\.5 s"):
+        async with serve(source, start_s=1.5, stop_s=0.2):
+            pass
+    assert await gone(child_of(tmp_path / "log"))

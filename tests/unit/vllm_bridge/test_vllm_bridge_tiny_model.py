@@ -1,0 +1,85 @@
+import threading
+from pathlib import Path
+
+import pytest
+
+from medialane.vllm_bridge import tiny_model
+from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, build_tiny_model, cache_folder
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Building without torch: what is tested is how the folder appears."""
+    built = []
+
+    def write(folder: Path) -> None:
+        built.append(folder)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(tiny_model, "_write_model", write)
+    return built
+
+
+def test_second_build_finds_the_first(tmp_path, quick):
+    first = build_tiny_model(tmp_path / "cache")
+    assert build_tiny_model(tmp_path / "cache") == first
+    assert len(quick) == 1
+    assert [path.name for path in first.iterdir()] == ["config.json"]
+
+
+def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tiny_model, "_write_model", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build_tiny_model(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_builders_at_once_get_one_complete_folder(tmp_path, monkeypatch):
+    together = threading.Barrier(2)
+
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        together.wait(5)
+
+    monkeypatch.setattr(tiny_model, "_write_model", write)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(build_tiny_model(tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found == [found[0]] * 2
+    assert list(tmp_path.iterdir()) == [found[0]]
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/cache", "HOME": "/home/me"}, "/cache/medialane"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/me"}, "/home/me/.cache/medialane"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/medialane"),
+    ],
+)
+def test_cache_folder_follows_the_xdg_specification(environ, folder):
+    assert cache_folder(environ) == Path(folder)
+
+
+@pytest.mark.timeout(120)
+def test_every_id_of_the_model_has_a_text_and_parts_of_a_message_keep_their_order(tiny_model):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    config = transformers.AutoConfig.from_pretrained(tiny_model)
+    assert config.text_config.vocab_size == len(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(range(len(SPECIAL_TOKENS)))) == list(SPECIAL_TOKENS)
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "video"}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|vision_start|><|video_pad|><|vision_end|>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
