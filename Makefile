@@ -54,6 +54,6 @@ $(STAMP): pyproject.toml $(wildcard src/startup/*)
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	@rm -f .venv/.filled-*
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),dev]' 2>&1 | tee $(LOG) \
-	  | awk '/^ *Downloading .*whl/ { sub(/-(cp|py)[0-9].*\.whl/, "", $$2); print "  " $$2, $$3, $$4; fflush() } /^Installing/ { print "  installing" }' \
+	  | awk '/^ *(Downloading|Using cached) .*whl/ { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^Installing/ { print "  installing" }' \
 	  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; exit 1; }
 	@touch $@
