@@ -207,4 +207,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended_with = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stderr.flush()
+    # Nothing here needs an orderly end of the interpreter, in which the engine's libraries complain about each other.
+    os._exit(ended_with)

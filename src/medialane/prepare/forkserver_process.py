@@ -146,7 +146,7 @@ class ForkserverProcess:
             except msgspec.DecodeError as error:
                 self._lose(f"it broke the protocol: {error}")
 
-    async def close(self, grace_s: float = 5.0) -> None:
+    async def close(self, grace_s: float = 2.0) -> None:
         """End it and all its preparers: closing the channel asks, a kill after `grace_s` makes sure. Idempotent."""
         self._lose("closed")
         if self._process.returncode is None and not await self._wait_exit(grace_s):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -216,7 +216,7 @@ class PreparerPool:
                     slots.create_task(self._run_slot(forkserver, started), name=f"preparer-slot-{index}")
                 slots.create_task(self._watch(forkserver), name="forkserver-watch")
         finally:
-            await forkserver.close()
+            await _to_the_end(forkserver.close())
 
     async def _watch(self, forkserver: ForkserverProcess) -> None:
         await forkserver.lost.wait()
@@ -274,7 +274,7 @@ class PreparerPool:
                     break
         finally:
             self._alive.discard(preparer)
-            await preparer.stop(GRACE_S)
+            await _to_the_end(preparer.stop(GRACE_S))
         self._num_restarts += died
         return num_jobs
 
@@ -298,14 +298,14 @@ class PreparerPool:
             self._fail(job, _crash(forkserver))
         except BaseException:
             self._fail(job, Unavailable("media preparation has ended"))
-            await self._bury(job, preparer)
+            await _to_the_end(self._bury(job, preparer))
             raise
         else:
             job.finish(lease)
             job.close()
             self._num_done += 1
             return True
-        await self._bury(job, preparer)
+        await _to_the_end(self._bury(job, preparer))
         return False
 
     async def _converse(self, job: Job, preparer: PreparerProcess) -> Lease[Feature]:
@@ -362,6 +362,16 @@ def _crash(forkserver: ForkserverProcess) -> MedialaneError:
 
 def _longer(pause_s: float) -> float:
     return min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
+
+
+async def _to_the_end(work: Coroutine[None, None, object]) -> None:
+    """Wait for clean-up that must not stop half-way: cancelled meanwhile, this waits on, then is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

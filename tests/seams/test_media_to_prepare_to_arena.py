@@ -1,0 +1,83 @@
+"""Encoded bytes in the arena, decoded by the media room inside a preparer, tensors read back by a read-only mapping."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, ArenaView, Lease
+from medialane.core.errors import InvalidRequest
+from medialane.core.hashing import content_hash
+from medialane.core.media import EncodedMedia
+from medialane.media import MediaConfig, decode_image
+from medialane.prepare import PrepareConfig, PreparerPool
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
+    yield arena
+    stats = arena.stats()
+    arena.close()
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+
+
+@pytest.fixture
+async def pool(arena):
+    pool = PreparerPool(
+        PrepareConfig(num_preparers=2, start_timeout_s=15),
+        factory="medialane.prepare.fake:build_processor",
+        factory_config=b"{}",
+        arena=arena,
+        media=MediaConfig(),
+    )
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+def encode(width: int, height: int, file_format: str) -> bytes:
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    pixels = np.stack([x % 256, y % 256, (x + y) % 256], axis=2).astype(np.uint8)
+    file = io.BytesIO()
+    PILImage.fromarray(pixels).save(file, file_format)
+    return file.getvalue()
+
+
+def put(arena: Arena, data: bytes, media_type: str) -> Lease[EncodedMedia]:
+    reservation = arena.reserve(len(data))
+    reservation.buffer[:] = data
+    encoded = EncodedMedia("image", content_hash(data), media_type, reservation.range, ENTRY_HEADER_BYTES, len(data))
+    return arena.keep(reservation, encoded)
+
+
+@pytest.mark.parametrize(("file_format", "media_type"), [("JPEG", "image/jpeg"), ("PNG", "image/png")])
+async def test_tensors_in_the_arena_are_those_of_the_decoded_pixels(arena, pool, file_format, media_type):
+    files = [encode(61 + n, 47, file_format) for n in range(6)]
+    sources = [put(arena, data, media_type) for data in files]
+    jobs = [pool.prepare_item(source, b'{"scale": 0.5}', f"{n:064}") for n, source in enumerate(sources)]
+    leases = await asyncio.gather(*jobs)
+    reader = ArenaView.open(arena.id, str(arena.path.parent))
+    for data, source, lease in zip(files, sources, leases, strict=True):
+        pixels = decode_image(memoryview(data), MediaConfig()).pixels
+        tensor = lease.value.tensors[0]
+        found = np.frombuffer(reader.tensor(tensor), np.float32).reshape(tensor.spec.shape)
+        np.testing.assert_array_equal(found, pixels.astype(np.float32) * np.float32(0.5))
+        assert (lease.value.size.width, lease.value.size.height) == (pixels.shape[1], pixels.shape[0])
+        del found
+        lease.release()
+        source.release()
+    reader.close()
+
+
+async def test_broken_image_is_the_clients_error_and_the_next_is_prepared(arena, pool):
+    whole = encode(640, 480, "JPEG")
+    with put(arena, whole[: len(whole) // 3], "image/jpeg") as broken, pytest.raises(InvalidRequest):
+        await pool.prepare_item(broken, b"{}", "a" * 64)
+    with put(arena, whole, "image/jpeg") as source:
+        (await pool.prepare_item(source, b"{}", "b" * 64)).release()
+    assert pool.stats().num_restarts == 0

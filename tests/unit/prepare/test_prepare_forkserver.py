@@ -1,0 +1,49 @@
+import asyncio
+
+import pytest
+from preparer_pools import children, eventually, make_pool
+
+from medialane.core.errors import StartupFailed
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.prepare.fake import build_processor
+from medialane.prepare.forkserver import load_factory
+
+
+def test_factory_is_found_by_module_and_function():
+    assert load_factory("medialane.prepare.fake:build_processor") is build_processor
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["no_such_module:f", "medialane.prepare.fake:no_such_function", "medialane.prepare.fake:PATCH_SIDE", "medialane"],
+)
+def test_factory_that_is_not_there_is_refused_by_name(name):
+    with pytest.raises(StartupFailed, match=name):
+        load_factory(name)
+
+
+async def test_pool_with_an_unknown_factory_says_so(arena):
+    config = PrepareConfig(num_preparers=1)
+    pool = PreparerPool(config, factory="nowhere:f", factory_config=b"", arena=arena, media=MediaConfig())
+    with pytest.raises(StartupFailed, match="nowhere:f"):
+        await pool.start()
+    assert not children()
+
+
+async def test_closing_while_the_processor_is_built_ends_it(arena):
+    pool = make_pool(arena, b'{"warm_s": 30}')
+    starting = asyncio.create_task(pool.start())
+    await eventually(lambda: bool(children()))
+    await pool.close()
+    with pytest.raises(StartupFailed, match="closed"):
+        await starting
+    assert not children()
+
+
+async def test_cancelled_start_leaves_nothing(arena):
+    pool = make_pool(arena, b'{"warm_s": 30}')
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await pool.start()
+    assert not children()

@@ -1,0 +1,95 @@
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, Hello, NoRange, encode_frame
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+
+
+@pytest.fixture
+def peer():
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        yield mine, theirs
+
+
+def handle(peer, on_exit=lambda: None) -> PreparerProcess:
+    return PreparerProcess(1, peer[0], on_exit)
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    with process:
+        yield process
+        process.kill()
+
+
+async def test_report_is_read_however_it_is_cut(peer):
+    preparer = handle(peer)
+    reading = asyncio.create_task(preparer.receive())
+    for byte in encode_frame(Done(7)):
+        peer[1].send(bytes([byte]))
+        await asyncio.sleep(0)
+    assert await reading == Done(7)
+    await preparer.stop(0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        LENGTH.pack(MAX_FRAME_BYTES + 1),
+        LENGTH.pack(3) + b"abc",
+        encode_frame(NoRange(1)),
+        LENGTH.pack(100) + b"the end comes too early",
+        b"",
+    ],
+)
+async def test_what_the_protocol_does_not_allow_loses_the_preparer(peer, data):
+    preparer = handle(peer)
+    peer[1].send(data)
+    peer[1].close()
+    with pytest.raises(PreparerLost):
+        await preparer.receive()
+    await preparer.stop(0)
+
+
+async def test_first_word_must_be_hello(peer):
+    preparer = handle(peer)
+    peer[1].send(encode_frame(Done(1)) + encode_frame(Hello(1)))
+    with pytest.raises(PreparerLost, match="Done"):
+        await preparer.wait_ready()
+    await preparer.wait_ready()
+    await preparer.stop(0)
+
+
+async def test_request_to_a_closed_channel_loses_the_preparer(peer):
+    preparer = handle(peer)
+    peer[1].close()
+    with pytest.raises(PreparerLost):
+        await preparer.send(NoRange(1))
+    await preparer.stop(0)
+
+
+async def test_stop_kills_after_the_grace_and_confirms_the_end(peer, sleeper):
+    exits = []
+    preparer = handle(peer, lambda: exits.append(preparer.gone))
+    preparer.attach(sleeper.pid, os.pidfd_open(sleeper.pid))
+    assert not preparer.gone
+    assert await preparer.stop(0.05)
+    assert sleeper.wait() == -signal.SIGKILL
+    assert exits == [True]
+    assert await preparer.stop(0)
+
+
+async def test_process_that_is_forked_after_its_handle_was_stopped_is_killed(peer, sleeper):
+    preparer = handle(peer)
+    assert not await preparer.stop(0)
+    preparer.attach(sleeper.pid, os.pidfd_open(sleeper.pid))
+    async with asyncio.timeout(5):
+        await preparer.exited.wait()
