@@ -1,0 +1,29 @@
+"""Control messages between gateways and workers: one connection each, requests one way, streamed answers the other.
+
+A worker runs an `RpcServer` over its `Handler`; a gateway connects an `RpcClient` and gets a `RemoteRequest` for each
+submitted request. `messages.py` tells the protocol. Tensors' bytes travel here only where a request carries them
+inline.
+"""
+
+from medialane.rpc.address import parse_address
+from medialane.rpc.client import RpcClient
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.fake import FakeHandler
+from medialane.rpc.handler import Handler
+from medialane.rpc.messages import PROTOCOL_VERSION, ArenaOffer, Hello, Welcome
+from medialane.rpc.remote_request import RemoteRequest
+from medialane.rpc.server import RpcServer
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "ArenaOffer",
+    "FakeHandler",
+    "Handler",
+    "Hello",
+    "RemoteRequest",
+    "RpcClient",
+    "RpcConfig",
+    "RpcServer",
+    "Welcome",
+    "parse_address",
+]

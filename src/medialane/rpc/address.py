@@ -1,0 +1,54 @@
+"""Where a worker listens: `unix:/path` or `tcp://host:port`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from medialane.core.errors import StartupFailed
+
+#: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)).
+MAX_UNIX_PATH_BYTES = 107
+
+
+class UnixAddress(NamedTuple):
+    path: str
+
+
+class TcpAddress(NamedTuple):
+    """`host` is a name or a literal address (IPv6 without brackets); port 0 lets the listener choose."""
+
+    host: str
+    port: int
+
+
+def parse_address(address: str) -> UnixAddress | TcpAddress:
+    """Read an address. Raises StartupFailed telling what is wrong with it."""
+    if address.startswith("unix:"):
+        return _unix(address.removeprefix("unix:"))
+    if address.startswith("tcp://"):
+        return _tcp(address)
+    raise StartupFailed(f"worker address {address!r} must be unix:/path or tcp://host:port")
+
+
+def _unix(path: str) -> UnixAddress:
+    if not path.startswith("/") or "\0" in path:
+        raise StartupFailed(f"worker address unix:{path} needs an absolute path")
+    if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+        raise StartupFailed(f"the path of worker address unix:{path} is longer than {MAX_UNIX_PATH_BYTES} bytes")
+    return UnixAddress(path)
+
+
+def _tcp(address: str) -> TcpAddress:
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise StartupFailed(f"worker address {address!r}: write an IPv6 address in brackets")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise StartupFailed(f"worker address {address!r} must be tcp://host:port")
+    return TcpAddress(host, int(port))
+
+
+def format_tcp(host: str, port: int) -> str:
+    """The address that `parse_address` reads back."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

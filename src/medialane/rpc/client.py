@@ -1,0 +1,227 @@
+"""The gateway's end: one connection to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    MedialaneError,
+    NoWorkerReady,
+    ProtocolViolation,
+    WorkerLost,
+    from_report,
+)
+from medialane.core.request import EngineRequest, WorkerLoad
+from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.rpc.messages import (
+    Abort,
+    Failed,
+    Hello,
+    LoadReport,
+    Output,
+    Ping,
+    Pong,
+    Refused,
+    Released,
+    Submit,
+    Welcome,
+    decode_from_worker,
+)
+from medialane.rpc.remote_request import RemoteRequest
+
+
+class RpcClient:
+    """A connection on which the worker has welcomed us. It does not reconnect: `connect` again after `closed`."""
+
+    welcome: Welcome
+
+    def __init__(self, config: RpcConfig) -> None:
+        self._config = config
+        self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._requests: dict[str, RemoteRequest] = {}
+        self._num_pings = 0
+        self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+        self.load = WorkerLoad()
+
+    @classmethod
+    async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
+        """Connect and register; `config.token` is sent in place of the hello's.
+
+        When this returns, the worker reads nothing of this gateway's earlier connections. Raises
+
+        * NoWorkerReady: nobody listens there, and only then: the worker's process is gone or not up yet;
+        * WorkerLost: unreachable, no answer within `connect_timeout_s`, hung up, or not able to take us now;
+        * StartupFailed and others: refused until somebody changes something (token, version, model);
+        * ProtocolViolation: who listens there is not a worker.
+
+        Cancellation and errors leave no connection behind.
+        """
+        client = cls(config)
+        try:
+            async with asyncio.timeout(config.connect_timeout_s):
+                await client._dial(parse_address(address))
+                client._connection.send(msgspec.structs.replace(hello, token=config.token))
+                client.welcome = await client._welcomed
+        except BaseException as error:
+            client._welcomed.cancel()
+            client._connection.end(WorkerLost("registration was given up"))
+            if isinstance(error, TimeoutError):
+                raise WorkerLost("the worker did not answer in time") from None
+            raise
+        return client
+
+    @property
+    def closed(self) -> asyncio.Event:
+        """Set when the connection is gone, whoever ended it."""
+        return self._connection.closed
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that the worker has not released."""
+        return len(self._requests)
+
+    def submit(self, request: EngineRequest, *, on_released: Callable[[str], None] | None = None) -> RemoteRequest:
+        """Send a request. It fails through its iteration: also when it could not be sent, with
+
+        * WorkerLost: the connection is gone;
+        * NoWorkerReady: `max_in_flight` or `max_write_buffer_bytes` is reached;
+        * HandoverFailed: it is larger than a message may be.
+
+        `on_released` is called with its id as soon as the worker has let go of it, at once if it was not sent, never if
+        the connection is lost before. Raises GenerationFailed for an id that is under way, having done nothing.
+        """
+        request_id = request.request_id
+        if request_id in self._requests:
+            raise GenerationFailed("a request with this id is under way")
+        remote = RemoteRequest(
+            request_id,
+            max_queued_bytes=self._config.max_queued_bytes,
+            send_abort=self._abort,
+            on_released=on_released,
+        )
+        try:
+            self._send(request)
+        except MedialaneError as error:
+            remote.on_error(error)
+            remote.on_release()
+        else:
+            self._requests[request_id] = remote
+        return remote
+
+    async def wait_closed(self) -> None:
+        await self.closed.wait()
+
+    async def close(self) -> None:
+        """End the connection; the worker cancels what is under way, whose iterations raise WorkerLost. Idempotent."""
+        self._connection.close()
+        try:
+            async with asyncio.timeout(self._config.heartbeat_timeout_s):
+                await self.closed.wait()
+        except TimeoutError:
+            self._connection.end(WorkerLost("the worker does not read"))
+            await self.closed.wait()
+
+    # What the connection tells, from here on; see connection.Peer.
+
+    def opened(self, connection: Connection) -> None:
+        pass
+
+    def received(self, frame: memoryview) -> None:
+        message = decode_from_worker(frame)
+        match message:
+            case Output(delta):
+                self._request(delta.request_id).on_output(delta, len(frame))
+            case Released(request_id):
+                self._request(request_id)
+                self._requests.pop(request_id).on_release()
+            case Failed(request_id, report):
+                self._request(request_id).on_error(from_report(report))
+            case LoadReport(load):
+                self.load = load
+            case Pong():
+                pass  # that it came is what counts
+            case Welcome():
+                self._open(message)
+            case Refused(report):
+                self._connection.end(_refusal(from_report(report)))
+
+    def beat(self) -> None:
+        self._num_pings += 1
+        self._connection.send(Ping(self._num_pings))
+
+    def lost(self, error: MedialaneError) -> None:
+        if not self._welcomed.done():
+            self._welcomed.set_exception(error)
+        requests, self._requests = self._requests, {}
+        for remote in requests.values():
+            remote.on_lost(WorkerLost("the worker was lost before the answer was complete"))
+
+    async def _dial(self, target: UnixAddress | TcpAddress) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(target, UnixAddress):
+                await loop.create_unix_connection(lambda: self._connection, target.path)
+            else:
+                await self._dial_tcp(target)
+        except (ConnectionRefusedError, FileNotFoundError):
+            raise NoWorkerReady("no worker listens there") from None
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise WorkerLost(f"the worker cannot be reached: {reason}") from error
+
+    async def _dial_tcp(self, target: TcpAddress) -> None:
+        """Try every address of the host. Refused is raised only if all refused, which the loop's own walk blurs."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(target.host, target.port, type=1)
+        other: OSError | None = None
+        for *_, address in found:
+            try:
+                await loop.create_connection(lambda: self._connection, str(address[0]), target.port)
+            except ConnectionRefusedError:
+                continue
+            except OSError as error:
+                other = error
+            else:
+                return
+        raise other or ConnectionRefusedError
+
+    def _open(self, welcome: Welcome) -> None:
+        if self._welcomed.done():
+            raise ProtocolViolation("a second Welcome")
+        self._welcomed.set_result(welcome)
+        self._connection.start_heartbeat()
+
+    def _send(self, request: EngineRequest) -> None:
+        if self.closed.is_set():
+            raise WorkerLost("the worker was lost before the request was sent")
+        if len(self._requests) >= self._config.max_in_flight:
+            raise NoWorkerReady("the worker has as many requests as it may have")
+        if self._connection.num_buffered_bytes > self._config.max_write_buffer_bytes:
+            raise NoWorkerReady("the worker takes requests more slowly than they come")
+        try:
+            self._connection.send(Submit(request))
+        except ProtocolViolation:
+            raise HandoverFailed("the request is larger than a message to a worker may be") from None
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self._connection.send(Abort(request_id))
+
+    def _request(self, request_id: str) -> RemoteRequest:
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise ProtocolViolation("an answer to a request that is not under way") from None
+
+
+def _refusal(error: MedialaneError) -> MedialaneError:
+    """NoWorkerReady says that nobody listens; a worker that says so itself cannot mean that."""
+    return WorkerLost(error.message) if isinstance(error, NoWorkerReady) else error

@@ -1,0 +1,81 @@
+"""A deterministic handler: answers without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Sequence
+
+from medialane.core.errors import MedialaneError
+from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.rpc.messages import Hello, Welcome
+
+FAKE_CARD = ModelCard(model="fake", max_model_len=4096, block_size=16, mm_limits={"image": 8}, processor={})
+
+
+class FakeHandler:
+    """Answers every request with `token_ids`, one delta each, the last one finished.
+
+    `delay_s` passes before each token and `release_s` after the last, or after a cancellation, before the generator
+    ends. `error` is raised in place of token number `fail_at`; `refusal` by `register`. What happened stands in
+    `hellos`, `requests`, `num_active` (generators that have not ended) and `num_cancelled`.
+    """
+
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (1, 2, 3),
+        *,
+        worker_id: str = "fake-worker",
+        card: ModelCard = FAKE_CARD,
+        shm: bool = False,
+        delay_s: float = 0.0,
+        release_s: float = 0.0,
+        error: Exception | None = None,
+        fail_at: int = 0,
+        refusal: MedialaneError | None = None,
+    ) -> None:
+        self._token_ids = tuple(token_ids)
+        self._welcome = Welcome(worker_id, os.getpid(), card, shm)
+        self._delay_s = delay_s
+        self._release_s = release_s
+        self._error = error
+        self._fail_at = fail_at
+        self._refusal = refusal
+        self.hellos: list[Hello] = []
+        self.requests: list[EngineRequest] = []
+        self.num_active = 0
+        self.num_cancelled = 0
+
+    async def register(self, hello: Hello) -> Welcome:
+        self.hellos.append(hello)
+        if self._refusal is not None:
+            raise self._refusal
+        return self._welcome
+
+    async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        self.requests.append(request)
+        self.num_active += 1
+        try:
+            for number, token_id in enumerate(self._token_ids):
+                await asyncio.sleep(self._delay_s)
+                if self._error is not None and number == self._fail_at:
+                    raise self._error
+                yield self._delta(request, number, token_id)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_cancelled += 1
+            raise
+        finally:
+            try:
+                if self._release_s:
+                    await asyncio.sleep(self._release_s)
+            finally:
+                self.num_active -= 1
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(num_running=self.num_active)
+
+    def _delta(self, request: EngineRequest, number: int, token_id: int) -> OutputDelta:
+        finished = number == len(self._token_ids) - 1
+        completion = CompletionDelta(0, f"<{token_id}>", [token_id], finish_reason="stop" if finished else None)
+        prompt = request.prompt.token_ids if number == 0 else None
+        return OutputDelta(request.request_id, [completion], finished=finished, prompt_token_ids=prompt)

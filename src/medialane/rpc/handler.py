@@ -1,0 +1,34 @@
+"""What a worker does with the requests of its connections."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
+from medialane.rpc.messages import Hello, Welcome
+
+
+class Handler(Protocol):
+    """Filled by the worker; called from the event loop only. Request ids are unique over all connections."""
+
+    async def register(self, hello: Hello) -> Welcome:
+        """Get to know a gateway. Version and token are checked already, its earlier connections have let go.
+
+        Raises MedialaneError to refuse it. It is cancelled when the gateway leaves or its deadline passes; the gateway
+        may then register again.
+        """
+        ...
+
+    def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        """Answer one request; the last delta is `finished`. Raises MedialaneError, before the first delta or later.
+
+        When the generator has ended, nothing of the request is read any more: the gateway is told so. It is cancelled
+        once, wherever it waits, when the request is aborted or its gateway is lost, and takes then the time it needs
+        to let go.
+        """
+        ...
+
+    def load(self) -> WorkerLoad:
+        """How busy the worker is. Cheap: called at every change."""
+        ...

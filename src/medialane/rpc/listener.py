@@ -1,0 +1,103 @@
+"""The worker's listening socket."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable
+
+from medialane.core.errors import StartupFailed
+from medialane.rpc.address import UnixAddress, format_tcp, parse_address
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Accepts connections until closed. A unix socket is for its owner only (0600), and its file goes with it."""
+
+    def __init__(self, server: asyncio.Server, address: str, bound: tuple[str, int] | None) -> None:
+        self._server = server
+        self._bound = bound
+        self.address = address
+
+    @classmethod
+    async def listen(cls, address: str, protocol: Callable[[], asyncio.Protocol]) -> Listener:
+        """Listen at `address`; the `address` of the result names the port that was chosen for port 0.
+
+        Raises StartupFailed: address malformed, taken, or not of this machine.
+        """
+        target = parse_address(address)
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(target, UnixAddress):
+                bound = _bind_unix(target.path)
+                return cls(
+                    await loop.create_unix_server(protocol, sock=bound), address, (target.path, _inode(target.path))
+                )
+            server = await loop.create_server(protocol, target.host, target.port)
+        except OSError as error:
+            raise StartupFailed(f"a worker cannot listen at {address}: {_reason(error)}") from error
+        return cls(server, format_tcp(target.host, server.sockets[0].getsockname()[1]), None)
+
+    def close(self) -> None:
+        """Stop listening. Connections stay."""
+        if self._bound is not None:
+            _unlink(*self._bound)
+        self._server.close()
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Bind a unix socket; not listening yet, so nobody connects before its mode is set."""
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a dead process. Raises OSError (EADDRINUSE) if somebody listens, or it is no socket."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode) or _somebody_listens(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    os.unlink(path)
+
+
+def _somebody_listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:
+            return True  # its backlog is full
+    return True
+
+
+def _inode(path: str) -> int:
+    return os.stat(path).st_ino
+
+
+def _unlink(path: str, inode: int) -> None:
+    """Remove our socket's file, unless another worker's stands there now."""
+    try:
+        if _inode(path) == inode:
+            os.unlink(path)
+    except OSError as error:
+        logger.warning("the socket of a worker could not be removed: %s", error.strerror)
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

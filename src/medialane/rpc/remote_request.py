@@ -1,0 +1,115 @@
+"""One request at a worker, as the gateway sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from medialane.core.errors import GenerationFailed, MedialaneError
+from medialane.core.request import OutputDelta
+
+
+class RemoteRequest:
+    """Async iterator over the answer's deltas, for one consumer. Made by `RpcClient.submit`.
+
+    The iteration ends after the finished delta. It raises what the worker reported, WorkerLost when the connection
+    ends first, GenerationFailed after `abort` or when more than `max_queued_bytes` wait for a slow consumer; what
+    came before an error of the worker is given first. A consumer that stops before the end calls `abort`: leaving the loop
+    alone does not stop the worker.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        max_queued_bytes: int,
+        send_abort: Callable[[str], None],
+        on_released: Callable[[str], None] | None,
+    ) -> None:
+        self.request_id = request_id
+        self._max_queued_bytes = max_queued_bytes
+        self._send_abort = send_abort
+        self._on_released = on_released
+        self._queue: deque[tuple[OutputDelta, int]] = deque()
+        self._num_queued_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._complete = False
+        self._error: MedialaneError | None = None
+        self._gone = asyncio.Event()
+        self._was_released = False
+
+    def __aiter__(self) -> RemoteRequest:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while not self._queue:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                raise StopAsyncIteration
+            await self._wait()
+        delta, nbytes = self._queue.popleft()
+        self._num_queued_bytes -= nbytes
+        return delta
+
+    def abort(self) -> None:
+        """Tell the worker to stop; the iteration fails with GenerationFailed. Nothing happens once the answer is
+        complete or has failed. Idempotent."""
+        self._give_up(GenerationFailed("the request was aborted"))
+
+    async def released(self) -> bool:
+        """Wait until the worker has let go (True), or the connection is gone and it may still read (False)."""
+        await self._gone.wait()
+        return self._was_released
+
+    # What the connection tells, from here on; for RpcClient.
+
+    def on_output(self, delta: OutputDelta, nbytes: int) -> None:
+        if self._complete:
+            return  # it crossed our abort
+        if self._queue and self._num_queued_bytes + nbytes > self._max_queued_bytes:
+            self._give_up(GenerationFailed("the answer is read too slowly"))
+            return
+        self._queue.append((delta, nbytes))
+        self._num_queued_bytes += nbytes
+        self._complete = delta.finished
+        self._wake()
+
+    def on_error(self, error: MedialaneError) -> None:
+        if not self._complete:
+            self._complete = True
+            self._error = error
+            self._wake()
+
+    def on_release(self) -> None:
+        self.on_error(GenerationFailed("the worker let the request go before its answer was complete"))
+        self._was_released = True
+        self._gone.set()
+        if self._on_released is not None:
+            self._on_released(self.request_id)
+
+    def on_lost(self, error: MedialaneError) -> None:
+        self.on_error(error)
+        self._gone.set()
+
+    def _give_up(self, error: MedialaneError) -> None:
+        if self._complete:
+            return
+        self._queue.clear()
+        self._num_queued_bytes = 0
+        self.on_error(error)
+        self._send_abort(self.request_id)
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a RemoteRequest has one consumer")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
