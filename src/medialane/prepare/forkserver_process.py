@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -150,7 +151,8 @@ class ForkserverProcess:
         """End it and all its preparers: closing the channel asks, a kill after `grace_s` makes sure. Idempotent."""
         self._lose("closed")
         if self._process.returncode is None and not await self._wait_exit(grace_s):
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop is about to tell
+                self._process.kill()
             if not await self._wait_exit(_KILL_TIMEOUT_S):
                 logger.error("fork server (pid %d) does not die", self.pid)
 

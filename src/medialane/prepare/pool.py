@@ -180,15 +180,17 @@ class PreparerPool:
         pause_s = 0.0
         try:
             while True:
+                num_done = self._num_done
                 try:
                     await self._live(started)
-                    pause_s = 0.0
+                    if not started.done():
+                        raise StartupFailed("the process that prepares media ended while it started; its log says why")
                 except StartupFailed as error:
                     if not started.done():
                         started.set_exception(error)
                         return
                     logger.error("media preparation cannot restart: %s", error.message)
-                pause_s = _longer(pause_s)
+                pause_s = _longer(0.0 if self._num_done > num_done else pause_s)
                 self._num_forkserver_restarts += 1
                 await asyncio.sleep(pause_s)
         except Exception:
