@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "rpc": {"core", "observability"},
     "transfer": {"core", "observability", "arena"},
     "prepare": {"core", "observability", "media", "arena"},
-    # vllm_bridge fills protocols that other rooms define; it may name those, and nothing else of theirs.
-    "vllm_bridge": {"core", "observability"},
+    # vllm_bridge fills protocols that other rooms define; it may name those, and nothing else of theirs. The exception
+    # is the arena: EngineCore runs our plugin, and maps the arena itself.
+    "vllm_bridge": {"core", "observability", "arena"},
     "gateway": ROOMS - {"worker", "vllm_bridge", "cluster", "cli", "config"},
     "worker": {"transfer", "rpc", "core", "observability"},
     "cluster": ROOMS - {"cli"},

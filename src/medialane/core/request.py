@@ -14,10 +14,14 @@ TransportName = Literal["shm", "inline"]
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
-    """Stage `features`: expanded token ids and features; without features, a text prompt."""
+    """Stage `features`: expanded token ids and features; without features, a text prompt.
+
+    `options` are the request's processor options, canonical JSON: the worker needs them to check the placeholders.
+    """
 
     token_ids: list[int]
     features: tuple[HandedFeature, ...] = ()
+    options: bytes = b"{}"
 
     def __repr__(self) -> str:
         return f"ExpandedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"

@@ -110,7 +110,7 @@ def encode_item(item: MultiModalKwargsItem) -> tuple[bytes, tuple[TensorSpec, ..
 
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:
     """Rebuild an item over the bytes given, without a copy. Raises InvalidFeature when they do not fit the header."""
-    return _rebuild(header, lambda large: _tensor(large.spec, _at(tensors, large.index)))
+    return _rebuild(header, lambda large: tensor_over(large.spec, _at(tensors, large.index)))
 
 
 def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
@@ -158,7 +158,7 @@ def _nested(value: Value, large: Callable[[LargeTensor], torch.Tensor]) -> Any:
     if isinstance(value, LargeTensor):
         return large(value)
     if isinstance(value, SmallTensor):
-        return _tensor(value.spec, memoryview(value.data))
+        return tensor_over(value.spec, memoryview(value.data))
     if isinstance(value, Scalar):
         return value.value
     return [_nested(inner, large) for inner in value.items]
@@ -170,7 +170,8 @@ def _at(tensors: Sequence[memoryview], index: int) -> memoryview:
     return tensors[index]
 
 
-def _tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+def tensor_over(spec: TensorSpec, data: memoryview) -> torch.Tensor:
+    """A tensor whose memory is `data`. Raises InvalidFeature when sizes differ, KeyError for a dtype we do not have."""
     if data.nbytes != spec.nbytes:
         raise InvalidFeature(f"{data.nbytes} bytes for a tensor {spec.dtype} {spec.shape}")
     dtype = _DTYPES[spec.dtype]

@@ -1,0 +1,12 @@
+"""The other half: a worker takes requests from gateways, reads what was handed over, generates, and lets go.
+
+`serve_worker` runs a process's worker over an `Engine`; `FakeEngine` is one without a model.
+"""
+
+from medialane.worker.config import WorkerConfig
+from medialane.worker.engine import Engine
+from medialane.worker.fake_engine import FakeEngine, FakeParams
+from medialane.worker.serve import EXIT_ENGINE_LOST, serve_worker
+from medialane.worker.worker import Worker
+
+__all__ = ["EXIT_ENGINE_LOST", "Engine", "FakeEngine", "FakeParams", "Worker", "WorkerConfig", "serve_worker"]

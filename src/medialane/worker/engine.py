@@ -1,4 +1,4 @@
-"""The engine that a worker drives, as this room needs it; `vllm_bridge` fills it."""
+"""The engine that a worker drives, as this room needs it; `vllm_bridge` fills it, `FakeEngine` for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class Engine(Protocol):
     def load(self) -> WorkerLoad: ...
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
-        """Let the engine's own processes map the arena; True when they read the nonce back from it."""
+        """Let the engine's own processes map the arena; True when they read the nonce back from it.
+
+        Raises WorkerLost when the engine has died.
+        """
         ...
 
     def generate(
@@ -25,13 +28,21 @@ class Engine(Protocol):
     ) -> AsyncGenerator[OutputDelta, None]:
         """Check the request, then generate. `tensors[i]` are the large tensors of the prompt's feature i.
 
-        Raises InvalidFeature or PromptRejected before anything reaches the engine core, GenerationFailed after.
-        When the generator has ended, or its `aclose` has returned, the engine reads no tensor of the request any more.
+        Raises InvalidFeature, PromptRejected, another InvalidRequest or Unavailable before anything reaches the engine
+        core; HandoverFailed when the engine core cannot read the tensors; GenerationFailed when it fails the request,
+        WorkerLost when it dies. When the generator has ended, or its `aclose` or its cancellation has come through, the
+        engine reads no tensor of the request any more; where the engine does not confirm that, it does not end.
         """
         ...
 
     async def ping(self, timeout_s: float) -> None:
-        """Prove that the engine core still takes requests. Raises GenerationFailed when it does not."""
+        """Prove that the engine core still takes requests.
+
+        Raises GenerationFailed when it does not answer in time, WorkerLost when it has died or nothing is known about
+        what it reads: this process cannot go on then.
+        """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the engine and its processes; nothing is read any more afterwards. Idempotent."""
+        ...

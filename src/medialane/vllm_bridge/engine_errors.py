@@ -1,0 +1,40 @@
+"""vLLM's exceptions -> our tree, in the worker. Messages for clients pass; tracebacks go to the worker's log only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.exceptions import (
+    GracefulHTTPError,
+    VLLMClientError,
+    VLLMServerError,
+    VLLMUnprocessableEntityError,
+    VLLMValidationError,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerLost
+
+logger = logging.getLogger(__name__)
+
+#: Refused by vLLM's front end: nothing of the request has reached the engine core.
+REFUSED = (VLLMClientError, GracefulHTTPError)
+
+
+@contextmanager
+def mapped_errors() -> Iterator[None]:
+    """Raise PromptRejected, Unavailable, WorkerLost or GenerationFailed in place of what vLLM raises."""
+    try:
+        yield
+    except VLLMClientError as error:
+        param = error.parameter if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError) else None
+        raise PromptRejected(str(error), param=param) from error
+    except GracefulHTTPError as error:
+        raise Unavailable(error.message) from error
+    except EngineDeadError as error:
+        raise WorkerLost("the worker's engine has died") from error
+    except VLLMServerError as error:
+        logger.exception("the engine failed a request")
+        raise GenerationFailed("the engine failed this request") from error

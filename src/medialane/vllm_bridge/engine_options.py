@@ -1,0 +1,42 @@
+"""vLLM's engine arguments for a worker: what the user asked for, and what we depend on."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.arguments import parse_vllm_args
+
+#: Independent of Python's version and of the process: gateways compute the same block hashes.
+HASH_ALGORITHM = "sha256_cbor"
+
+
+def engine_args(model: str, vllm_args: Sequence[str]) -> AsyncEngineArgs:
+    """Raises StartupFailed for flags that vLLM does not know, or that ask for what a worker cannot do."""
+    if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers take no pickles, unset it")
+    parsed = parse_vllm_args(model, vllm_args)
+    found = AsyncEngineArgs.from_cli_args(parsed)
+    if _asked(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
+        raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
+    if parsed.enable_prefix_caching is False:
+        raise StartupFailed("--no-enable-prefix-caching is not supported: without it, media have no identity in vLLM")
+    _check_hash_algorithm(vllm_args, parsed)
+    found.mm_processor_cache_gb = 0
+    found.enable_prefix_caching = True
+    found.prefix_caching_hash_algo = HASH_ALGORITHM
+    return found
+
+
+def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
+    if _asked(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
+        raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
+
+
+def _asked(vllm_args: Sequence[str], flag: str) -> bool:
+    """Whether the user wrote the flag, in either of the spellings that vLLM takes."""
+    return any(arg.partition("=")[0].replace("_", "-") == flag for arg in vllm_args)

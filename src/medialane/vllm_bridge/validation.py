@@ -1,0 +1,250 @@
+"""The last gate before EngineCore, where a feature that contradicts itself ends every request at once.
+
+Theory of operation. vLLM believes what it is given: a placeholder longer than its embeddings, or pixel rows that do not
+match a grid, is an exception in EngineCore and the end of all requests; a shorter placeholder is silent garbage. So we
+ask the model's own processor what it would have made of the same items, which costs no pixels:
+
+* which fields an item has, their dtypes and fixed dimensions: learned once from samples (`learn`);
+* how the rows of flat fields follow from the small fields (a grid): `_get_mm_fields_config` over the item as a batch of
+  one gives slices, which must end exactly where the tensor does;
+* which tokens stand for an item and which of them take embeddings: `_get_mm_prompt_updates` over the items and
+  stand-ins of the true size, compared with the prompt at each placeholder.
+
+The methods of vLLM's processor used here are private; `tests/contract/test_vllm_engine_validation.py` pins them. One
+request costs about 0.3 ms an image on the machine of facts/vllm.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers.feature_extraction_utils import BatchFeature
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+)
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
+
+from medialane.core.errors import InvalidFeature, PromptRejected
+from medialane.core.feature import HandedFeature, PlaceholderRange
+from medialane.core.media import Image
+from medialane.core.request import ExpandedPrompt
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.preparation import VllmProcessor, decode_options, stand_in
+
+#: Sizes of the images that fields are learned from: what differs between them may differ between requests.
+SAMPLE_SIZES = ((64, 64), (448, 224), (280, 700))
+
+#: mm_hash is opaque to us, but it becomes a key in several caches.
+MAX_HASH_CHARS = 256
+
+
+class FieldSpec(msgspec.Struct, frozen=True):
+    """What is the same in a field of every item. `dims` has None where the size varies."""
+
+    dtype: torch.dtype | None
+    dims: tuple[int | None, ...]
+    may_be_negative: bool
+
+
+class FeatureChecker:
+    """Checks expanded prompts for one model. Made once, used from the event loop."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._processor = processor
+        self._limits = dict(processor.info.allowed_mm_limits)
+        self._fields = learn(processor)
+        self._merge = _merge_size(processor)
+
+    def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
+        """Raise InvalidFeature unless `items`, the prompt's decoded features in order, fit themselves and the prompt.
+
+        Raises PromptRejected where there are more of them than the operator allows.
+        """
+        features = prompt.features
+        check_ranges(len(prompt.token_ids), [f.placeholder for f in features])
+        self._check_counts(features)
+        kwargs = decode_options(prompt.options)
+        for feature, item in zip(features, items, strict=True):
+            if not 0 < len(feature.mm_hash) <= MAX_HASH_CHARS:
+                raise InvalidFeature("a feature has no usable mm_hash")
+            self._check_fields(feature.modality, item)
+            self._check_rows(feature.modality, item, kwargs)
+        self._check_placeholders(prompt, items, kwargs)
+
+    def _check_counts(self, features: Sequence[HandedFeature]) -> None:
+        for modality, count in Counter(f.modality for f in features).items():
+            limit = self._limits.get(modality, 0)
+            if count > limit:
+                raise PromptRejected(f"At most {limit} {modality}(s) may be provided in one prompt.")
+
+    def _check_fields(self, modality: str, item: MultiModalKwargsItem) -> None:
+        wanted = self._fields.get(modality)
+        if wanted is None:
+            raise InvalidFeature(f"this worker takes no {modality} features")
+        if item.keys() != wanted.keys():
+            raise InvalidFeature(f"{modality}: fields {sorted(item)} instead of {sorted(wanted)}")
+        for name, elem in item.items():
+            _check_field(f"{modality} {name}", elem, wanted[name])
+            if name.endswith("grid_thw"):
+                _check_grid(f"{modality} {name}", elem.data, self._merge)
+
+    def _check_rows(self, modality: str, item: MultiModalKwargsItem, kwargs: Mapping[str, object]) -> None:
+        """Every flat field must have the length that the item's other fields say."""
+        batch = BatchFeature({name: _as_batch(elem) for name, elem in item.items()})
+        try:
+            configs = self._processor._get_mm_fields_config(batch, kwargs)
+        except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
+            raise InvalidFeature(f"{modality}: the fields do not describe an item") from error
+        for name, elem in item.items():
+            field = configs[name].field
+            if type(field) is not type(elem.field) or field.keep_on_cpu != elem.field.keep_on_cpu:
+                raise InvalidFeature(f"{modality} {name}: the field is of another kind")
+            if isinstance(field, MultiModalFlatField):
+                _check_flat(f"{modality} {name}", elem, field)
+
+    def _check_placeholders(
+        self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem], kwargs: Mapping[str, object]
+    ) -> None:
+        """The prompt must have, at each placeholder, the tokens that the model's own processor would put there."""
+        sizes: dict[str, list[Any]] = {}
+        by_modality: dict[str, list[MultiModalKwargsItem]] = {}
+        for feature, item in zip(prompt.features, items, strict=True):
+            sizes.setdefault(feature.modality, []).append(stand_in(feature.size))
+            by_modality.setdefault(feature.modality, []).append(item)
+        try:
+            data = self._processor.info.parse_mm_data(sizes)
+            updates = self._processor._get_mm_prompt_updates(data, kwargs, MultiModalKwargsItems(by_modality))
+            expected = {m: iter([[u.content for u in item] for item in found]) for m, found in updates.items()}
+        except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
+            raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
+        fit = [
+            any(_fits(prompt.token_ids, feature.placeholder, content) for content in next(expected[feature.modality]))
+            for feature in prompt.features
+        ]
+        if not all(fit) and not self._found_there(prompt, updates):
+            first = prompt.features[fit.index(False)]
+            place = first.placeholder
+            raise InvalidFeature(
+                f"{first.modality}: the prompt's {place.length} tokens at {place.offset} are not those of the feature"
+            )
+
+    def _found_there(self, prompt: ExpandedPrompt, updates: Any) -> bool:
+        """Ask the family itself, for those that do not place an update's tokens as they are (Gemma-3's newlines)."""
+        found = self._processor._find_mm_placeholders(prompt.token_ids, updates)
+        ranges = {modality: iter([_own_range(p) for p in places]) for modality, places in found.items()}
+        return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
+
+
+def learn(processor: BaseMultiModalProcessor) -> dict[str, dict[str, FieldSpec]]:
+    """What the fields of this model's items look like, by modality, from samples run through its own processor."""
+    if "image" not in processor.info.supported_mm_limits:
+        return {}
+    heavy = VllmProcessor(processor)
+    samples = []
+    for width, height in SAMPLE_SIZES:
+        made = heavy.process(Image(np.full((height, width, 3), 127, np.uint8)), b"{}")
+        samples.append(decode_item(made.header, made.buffers))
+    return {"image": {name: _common([s[name] for s in samples]) for name in samples[0]}}
+
+
+def check_ranges(num_tokens: int, ranges: Sequence[PlaceholderRange]) -> None:
+    """Raise InvalidFeature unless the ranges stand in order, apart from each other, inside the prompt."""
+    end = 0
+    for found in ranges:
+        if found.offset < end:
+            raise InvalidFeature(f"the placeholder at {found.offset} begins before the one before it has ended")
+        end = found.end
+    if end > num_tokens:
+        raise InvalidFeature(f"a placeholder ends at {end}, the prompt at {num_tokens}")
+
+
+def _common(elems: Sequence[MultiModalFieldElem]) -> FieldSpec:
+    values = [elem.data for elem in elems]
+    if not all(isinstance(v, torch.Tensor) for v in values):
+        return FieldSpec(None, (), True)
+    ranks = {v.ndim for v in values}
+    dims: tuple[int | None, ...] = ()
+    if len(ranks) == 1:
+        dims = tuple(
+            sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(v.shape for v in values), strict=True)
+        )
+    # A batched field of one size in all samples may be of another in the next image (tiles); flat ones repeat rows.
+    if not isinstance(elems[0].field, MultiModalFlatField):
+        dims = tuple(None for _ in dims)
+    is_whole = not values[0].is_floating_point()
+    return FieldSpec(values[0].dtype, dims, not is_whole or any(bool((v < 0).any()) for v in values))
+
+
+def _check_field(name: str, elem: MultiModalFieldElem, wanted: FieldSpec) -> None:
+    if wanted.dtype is None:
+        return
+    data = elem.data
+    if not isinstance(data, torch.Tensor) or data.dtype != wanted.dtype:
+        raise InvalidFeature(f"{name}: {getattr(data, 'dtype', type(data).__name__)} instead of {wanted.dtype}")
+    if data.ndim != len(wanted.dims):
+        raise InvalidFeature(f"{name}: {data.ndim} dimensions instead of {len(wanted.dims)}")
+    if any(size is not None and size != found for size, found in zip(wanted.dims, data.shape, strict=True)):
+        raise InvalidFeature(f"{name}: shape {tuple(data.shape)} instead of {wanted.dims}")
+    if not wanted.may_be_negative and data.nbytes <= _SMALL_BYTES and bool((data < 0).any()):
+        raise InvalidFeature(f"{name}: a negative number")
+
+
+def _check_grid(name: str, grid: torch.Tensor, merge: int) -> None:
+    """(frames, rows, columns) of patches, which the Qwen family merges in squares: its encoder fails on others."""
+    frames, rows, columns = grid.view(-1).tolist() if grid.numel() == _GRID_NUMBERS else (0, 0, 0)
+    if frames < 1 or rows < 1 or columns < 1 or rows % merge or columns % merge:
+        raise InvalidFeature(f"{name}: {grid.tolist()} is not a grid of {merge}x{merge} squares")
+
+
+def _merge_size(processor: BaseMultiModalProcessor) -> int:
+    """Only the family knows where its configuration keeps it, and whether it has one."""
+    vision = getattr(processor.info.get_hf_config(), "vision_config", None)
+    return int(getattr(vision, "spatial_merge_size", 1))
+
+
+_GRID_NUMBERS = 3
+
+#: Whole numbers of up to so many bytes (grids, sizes, counts) are looked at; pixels are not.
+_SMALL_BYTES = 4096
+
+
+def _as_batch(elem: MultiModalFieldElem) -> Any:
+    """What the Hugging Face processor gives for a request with this one item."""
+    if isinstance(elem.field, MultiModalBatchedField):
+        return elem.data.unsqueeze(0) if isinstance(elem.data, torch.Tensor) else [elem.data]
+    return elem.data
+
+
+def _check_flat(name: str, elem: MultiModalFieldElem, field: MultiModalFlatField) -> None:
+    size = elem.data.shape[field.dim] if isinstance(elem.data, torch.Tensor) else len(elem.data)
+    if len(field.slices) != 1:
+        raise InvalidFeature(f"{name}: rows of {len(field.slices)} items in one")
+    (only,) = field.slices
+    cut = only[field.dim] if isinstance(only, tuple | list) else only
+    if (cut.start or 0, size if cut.stop is None else int(cut.stop), cut.step or 1) != (0, size, 1):
+        raise InvalidFeature(f"{name}: {size} rows where the other fields say {int(cut.stop)}")
+
+
+def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDetails) -> bool:
+    if len(content.full) != place.length or token_ids[place.offset : place.end] != content.full:
+        return False
+    wanted = None if content.is_embed is None else _marks(content.is_embed(content.full))
+    return wanted == place.is_embed
+
+
+def _own_range(found: Any) -> PlaceholderRange:
+    marks = None if found.is_embed is None else _marks(found.is_embed)
+    return PlaceholderRange(offset=found.start_idx, length=found.length, is_embed=marks)
+
+
+def _marks(is_embed: torch.Tensor) -> bytes:
+    return bytes(is_embed.to(torch.uint8).numpy())

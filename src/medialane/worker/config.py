@@ -1,0 +1,34 @@
+"""Settings of a worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker watches its engine. A step of the engine may take seconds on a busy CPU: be patient."""
+
+    ping_interval_s: Annotated[
+        float, msgspec.Meta(description="pause between two looks at whether the engine lives")
+    ] = 2.0
+    ping_timeout_s: Annotated[
+        float,
+        msgspec.Meta(description="how long the engine may take to answer; after two silences the worker ends"),
+    ] = 60.0
+    release_timeout_s: Annotated[
+        float,
+        msgspec.Meta(description="how long the engine may take to let go of an aborted request; then the worker ends"),
+    ] = 60.0
+    stop_timeout_s: Annotated[float, msgspec.Meta(description="how long the engine may take to stop at shutdown")] = (
+        20.0
+    )
+
+    def validate(self) -> None:
+        """Raise StartupFailed naming the setting that cannot work."""
+        for name in ("ping_interval_s", "ping_timeout_s", "release_timeout_s", "stop_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"worker {name} must be positive")

@@ -1,0 +1,140 @@
+"""An engine without a model: deterministic, and able to fail in the ways a real one can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from medialane.core.errors import InvalidFeature, MedialaneError, PromptRejected, WorkerLost
+from medialane.core.hashing import content_hash
+from medialane.core.request import (
+    CompletionDelta,
+    EngineRequest,
+    EngineTimes,
+    ExpandedPrompt,
+    ModelCard,
+    OutputDelta,
+    SourcePrompt,
+    WorkerLoad,
+)
+
+FAKE_CARD = ModelCard(
+    model="fake", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "fake"}
+)
+
+#: Answers have ids below this.
+VOCABULARY = 512
+
+
+class FakeParams(msgspec.Struct, frozen=True):
+    """The fake's own sampling parameters, as JSON in `EngineRequest.sampling_params`."""
+
+    max_tokens: int = 4
+    token_s: float = 0.0
+
+
+class FakeEngine:
+    """Answers with ids that follow from the prompt's ids and the bytes of the features, one delta each.
+
+    Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
+    whose bytes it may read. `attaches` is what `attach_arena` answers. `die` makes it fail like a lost engine.
+    """
+
+    def __init__(self, *, card: ModelCard = FAKE_CARD, attaches: bool = True, release_s: float = 0.0) -> None:
+        self.card = card
+        self.num_reading = 0
+        self.num_pings = 0
+        self.arenas: list[str] = []
+        self.closed = False
+        self._attaches = attaches
+        self._release_s = release_s
+        self._failure: MedialaneError | None = None
+
+    def die(self, error: MedialaneError | None = None) -> None:
+        """From now on, every call raises `error` (WorkerLost if not given)."""
+        self._failure = error or WorkerLost("the worker's engine has died")
+
+    def recover(self) -> None:
+        self._failure = None
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(num_running=self.num_reading)
+
+    async def attach_arena(self, arena: str, nonce: bytes) -> bool:
+        self._check_alive()
+        self.arenas.append(arena)
+        return self._attaches
+
+    async def generate(
+        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+    ) -> AsyncGenerator[OutputDelta, None]:
+        params = _params(request)
+        self._check(request, tensors)
+        self.num_reading += 1
+        try:
+            for number in range(params.max_tokens):
+                await asyncio.sleep(params.token_s)
+                self._check_alive()
+                token = int(content_hash(_seen(request, tensors, number))[:8], 16) % VOCABULARY
+                yield _delta(request, number, token, finished=number == params.max_tokens - 1)
+        finally:
+            try:
+                await asyncio.sleep(self._release_s)
+            finally:
+                self.num_reading -= 1
+
+    async def ping(self, timeout_s: float) -> None:
+        self.num_pings += 1
+        self._check_alive()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _check(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> None:
+        self._check_alive()
+        prompt = request.prompt
+        if len(prompt.token_ids) >= self.card.max_model_len:
+            raise PromptRejected(f"the prompt has {len(prompt.token_ids)} tokens, the model {self.card.max_model_len}")
+        if isinstance(prompt, SourcePrompt):
+            return
+        for feature, datas in zip(prompt.features, tensors, strict=True):
+            if feature.placeholder.end > len(prompt.token_ids):
+                raise InvalidFeature("a placeholder ends beyond the prompt")
+            if [d.nbytes for d in datas] != [t.spec.nbytes for t in feature.tensors]:
+                raise InvalidFeature("a tensor's bytes do not fit its shape")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _params(request: EngineRequest) -> FakeParams:
+    try:
+        return msgspec.json.decode(request.sampling_params, type=FakeParams)
+    except msgspec.DecodeError as error:
+        raise PromptRejected("the request's sampling parameters cannot be read") from error
+
+
+def _seen(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], number: int) -> bytes:
+    """Everything that the answer depends on."""
+    prompt = request.prompt
+    media: list[str] = [content_hash(data) for datas in tensors for data in datas]
+    if isinstance(prompt, SourcePrompt):
+        media = [content_hash(item.data or b"") for item in prompt.items]
+    return msgspec.msgpack.encode((prompt.token_ids, media, number))
+
+
+def _delta(request: EngineRequest, number: int, token: int, *, finished: bool) -> OutputDelta:
+    first = number == 0
+    completion = CompletionDelta(0, f"<{token}>", [token], finish_reason="length" if finished else None)
+    cached = 0 if isinstance(request.prompt, ExpandedPrompt) else None
+    return OutputDelta(
+        request.request_id,
+        [completion],
+        finished=finished,
+        prompt_token_ids=request.prompt.token_ids if first else None,
+        num_cached_tokens=cached,
+        times=EngineTimes() if first else None,
+    )

@@ -1,0 +1,108 @@
+"""One worker: what its gateways ask of it, done by its engine (fills `rpc.Handler`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from medialane.core.errors import GenerationFailed, WorkerLost
+from medialane.core.request import EngineRequest, ExpandedPrompt, OutputDelta, Prompt, WorkerLoad
+from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.rpc import ArenaOffer, Hello, Welcome
+from medialane.transfer import AttachedArenas, InlineReceiver
+from medialane.worker.config import WorkerConfig
+from medialane.worker.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+#: Silences of the engine, one after the other, after which the worker ends. One may be a stall of the machine.
+MAX_SILENCES = 2
+
+
+class Worker:
+    """Registers gateways, generates, and watches the engine. The owner closes it, after the server and the engine."""
+
+    def __init__(self, engine: Engine, config: WorkerConfig, *, arena_directory: str) -> None:
+        self.worker_id = secrets.token_hex(8)
+        self._engine = engine
+        self._config = config
+        self._arenas = AttachedArenas(arena_directory)
+        self._inline = InlineReceiver()
+        self._suspicion = asyncio.Event()
+
+    async def register(self, hello: Hello) -> Welcome:
+        """Get to know a gateway, and map its arena if it is on this host."""
+        self._arenas.forget_gone()
+        card = self._engine.card
+        for name in sorted(hello.processor.keys() | card.processor.keys()):
+            ours, theirs = card.processor.get(name), hello.processor.get(name)
+            if ours != theirs:
+                logger.warning(
+                    "gateway %s: processor setting %s is %s there and %s here", hello.gateway_id, name, theirs, ours
+                )
+        shm = hello.arena is not None and await self._attach(hello.arena)
+        return Welcome(self.worker_id, os.getpid(), card, shm)
+
+    async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        """Answer one request. Raises HandoverFailed for tensors that cannot be read, else as `Engine.generate`."""
+        try:
+            async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except (GenerationFailed, WorkerLost):
+            self._suspicion.set()
+            raise
+
+    def load(self) -> WorkerLoad:
+        return self._engine.load()
+
+    async def watch(self) -> None:
+        """Ping the engine until it is lost: raises WorkerLost then, and never returns.
+
+        A request that the engine fails is a reason to look at once.
+        """
+        num_silences = 0
+        while True:
+            self._suspicion.clear()
+            try:
+                await self._engine.ping(self._config.ping_timeout_s)
+                num_silences = 0
+            except GenerationFailed as error:
+                num_silences += 1
+                logger.error("%s (%d of %d)", error.message, num_silences, MAX_SILENCES)
+                if num_silences >= MAX_SILENCES:
+                    raise WorkerLost("the engine does not answer") from error
+            self._arenas.forget_gone()
+            await self._pause()
+
+    def close(self) -> None:
+        """Unmap all arenas. Idempotent."""
+        self._arenas.close()
+
+    async def _attach(self, offer: ArenaOffer) -> bool:
+        """Both this process and the engine's must find the very arena: they may have different /dev/shm."""
+        return self._arenas.attach(offer.id, offer.nonce) and await self._engine.attach_arena(offer.id, offer.nonce)
+
+    def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
+        features = prompt.features if isinstance(prompt, ExpandedPrompt) else ()
+        return [[self._fetch(tensor) for tensor in feature.tensors] for feature in features]
+
+    def _fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
+        receiver = self._inline if isinstance(tensor, InlineTensor) else self._arenas.receiver
+        return receiver.fetch(tensor)
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.ping_interval_s):
+                await self._suspicion.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(_SUSPICION_PAUSE_S)
+
+
+#: A dying engine fails many requests at once: one look for all of them.
+_SUSPICION_PAUSE_S = 0.1
