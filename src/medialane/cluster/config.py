@@ -1,0 +1,51 @@
+"""How the processes of one machine are run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+
+MIB = 1 << 20
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers, and how patiently they are started, stopped and restarted."""
+
+    num_workers: Annotated[int, msgspec.Meta(description="vLLM workers on this machine")] = 1
+    single_gpu: Annotated[
+        bool,
+        msgspec.Meta(
+            description="let all workers share the first GPU and split its memory, one starting after another"
+        ),
+    ] = False
+    start_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest time until a worker has loaded its model and the gateway answers")
+    ] = 1800.0
+    stop_timeout_s: Annotated[
+        float, msgspec.Meta(description="how long a worker may take to stop before it is killed")
+    ] = 15.0
+    restart_initial_s: Annotated[
+        float, msgspec.Meta(description="pause before a part that died is started again; doubles each time")
+    ] = 1.0
+    restart_max_s: Annotated[float, msgspec.Meta(description="longest pause before a restart")] = 30.0
+    stable_s: Annotated[
+        float, msgspec.Meta(description="a part that lived so long is restarted after the first pause again")
+    ] = 60.0
+    max_log_bytes: Annotated[
+        int, msgspec.Meta(description="size at which a part's log file begins anew; one older half is kept")
+    ] = 16 * MIB
+
+    def validate(self) -> None:
+        """Raise StartupFailed naming the setting that cannot be."""
+        if self.num_workers < 1:
+            raise StartupFailed("num_workers must be at least 1")
+        if not 0 < self.restart_initial_s <= self.restart_max_s:
+            raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
+        for name in ("start_timeout_s", "stop_timeout_s", "stable_s"):
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"{name} must be positive")
+        if self.max_log_bytes < MIB:
+            raise StartupFailed("max_log_bytes must be at least 1MiB")

@@ -1,0 +1,170 @@
+"""Keeps one part running, through all its lives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from medialane.cluster.backoff import Backoff
+from medialane.cluster.config import ClusterConfig
+from medialane.cluster.guard import Guard
+from medialane.cluster.part import Part
+from medialane.cluster.part_log import PartLog
+from medialane.cluster.part_process import PartProcess, describe_exit
+from medialane.core.errors import StartupFailed
+
+POLL_S = 0.2
+_SHOWN_LINES = 15
+
+
+class Observer(Protocol):
+    """Is told what happens to parts, on the event loop; must return at once."""
+
+    def starting(self, part: str) -> None: ...
+
+    def ready(self, part: str, seconds: float) -> None: ...
+
+    def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
+        """A part ended by itself. `restart_in_s` is None when it is not started again."""
+        ...
+
+    def stopping(self, part: str) -> None: ...
+
+    def printed(self, part: str, lines: Sequence[str]) -> None:
+        """What the part wrote to its log, some tenths of a second later."""
+        ...
+
+
+@dataclass(frozen=True)
+class Household:
+    """What the keepers of one supervisor share. `fail` takes the reason why the start failed."""
+
+    config: ClusterConfig
+    observer: Observer
+    guard: Guard
+    stopping: asyncio.Event
+    all_ready: asyncio.Event
+    fail: Callable[[StartupFailed], None]
+
+
+class Keeper:
+    """One part. `gate` is waited for before the first start."""
+
+    def __init__(self, part: Part, log: PartLog, household: Household, gate: asyncio.Event | None) -> None:
+        self.part = part
+        self.process: PartProcess | None = None
+        self.been_ready = asyncio.Event()
+        self._log = log
+        self._house = household
+        self._gate = gate
+        config = household.config
+        self._backoff = Backoff(
+            initial_s=config.restart_initial_s, max_s=config.restart_max_s, stable_s=config.stable_s
+        )
+
+    async def run(self) -> None:
+        """Until everything stops, or the part ended before all were ready."""
+        stopping = self._house.stopping
+        if self._gate is not None:
+            await _first(stopping.wait(), self._gate.wait())
+        while not stopping.is_set():
+            how, lifetime_s = await self._live()
+            if stopping.is_set():
+                return
+            if not self._house.all_ready.is_set():
+                self._fail(how)
+                return
+            pause_s = self._backoff.after(lifetime_s)
+            self._house.observer.ended(self.part.name, how, pause_s)
+            await _first(stopping.wait(), asyncio.sleep(pause_s))
+
+    async def stop(self) -> None:
+        """End the present life. The event `stopping` must be set: then `run` ends with it."""
+        if self.process is not None:
+            self._house.observer.stopping(self.part.name)
+            await self.process.stop(self.part.stop_timeout_s)
+
+    def read_log(self) -> None:
+        if lines := self._log.read():
+            self._house.observer.printed(self.part.name, lines)
+
+    async def _live(self) -> tuple[str, float]:
+        """One life, from start to end. Returns how it ended and how long it was."""
+        self._house.observer.starting(self.part.name)
+        try:
+            process = self._spawn()
+        except OSError as error:
+            return f"cannot be started: {error.strerror}", 0.0
+        self.process = process
+        self._house.guard.watch(process.pid)
+        try:
+            ready = asyncio.create_task(self._become_ready(process))
+            status = await process.wait()
+            timed_out = await _result_or_cancel(ready)
+        finally:
+            process.kill()
+            self._house.guard.forget(process.pid)
+            self.process = None
+        return timed_out or describe_exit(status), process.lifetime_s
+
+    def _spawn(self) -> PartProcess:
+        self.part.ready.reset()
+        output = self._log.open()
+        try:
+            return PartProcess.spawn(self.part.argv, self.part.environ, output)
+        finally:
+            os.close(output)
+
+    async def _become_ready(self, process: PartProcess) -> str | None:
+        """Watch the part become ready; kill it if it does not, and return how to call that."""
+        limit_s = self._house.config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await self.part.ready.passes():
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            process.kill()
+            return f"not ready after {limit_s:g} s"
+        if not process.ended:
+            self.been_ready.set()
+            self._house.observer.ready(self.part.name, process.lifetime_s)
+        return None
+
+    def _fail(self, how: str) -> None:
+        self.read_log()
+        self._house.observer.ended(self.part.name, how, None)
+        self._house.fail(StartupFailed(failure_report(self.part.name, how, self._log)))
+
+
+def failure_report(name: str, how: str, log: PartLog) -> str:
+    """One line that says why; unless the part said so itself, the end of its log follows."""
+    if (ours := log.our_error()) is not None:
+        return f"{name}: {ours}"
+    cause = log.first_exception()
+    head = f"{name} did not start: {cause or how}"
+    lines = log.tail(_SHOWN_LINES)
+    if not lines:
+        return head
+    return "\n".join([head, f"  the end of {log.path} ({how}):", *(f"  | {line}" for line in lines)])
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait for one of the coroutines; cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _result_or_cancel(task: asyncio.Task[str | None]) -> str | None:
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait((task,))
+    return None

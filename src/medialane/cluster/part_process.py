@@ -1,0 +1,148 @@
+"""One life of one part: a child process that leads its own session, so that nothing of it can be left behind.
+
+A part may have children of its own (a worker has vLLM's engine core, that has more). They stay in the part's process
+group. When the part's first process ends, however it ends, the whole group is killed before anybody is told: a restarted
+worker finds no predecessor's engine on its GPU. The group's id cannot be given to strangers meanwhile, because its
+leader is looked at (`WNOWAIT`) but not reaped until the group has been killed.
+
+Three things keep parts from outliving a supervisor that was killed: the kernel's parent-death signal for the part
+itself, the guard for the whole group, and nothing else; a part that ignores both signals is killed by the guard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.02
+#: SIGKILL takes effect when the kernel lets it: a process that frees much memory, or a GPU's, needs a moment.
+_GROUP_END_S = 10.0
+
+
+class PartProcess:
+    """A running child process and its group. Bound to the event loop that spawned it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], started_at: float) -> None:
+        self._process = process
+        self._started_at = started_at
+        self._lifetime_s: float | None = None
+        self._ended = asyncio.Event()
+        self._descriptor = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
+
+    @classmethod
+    def spawn(cls, argv: Sequence[str], environ: Mapping[str, str], output: int) -> PartProcess:
+        """Start `argv` with the whole environment `environ`; what it prints goes to the descriptor `output`.
+
+        Call it from the main thread: the kernel takes the end of the calling thread for the end of the parent.
+        Raises OSError when there is nothing to start.
+        """
+        started_at = time.monotonic()
+        process = subprocess.Popen(
+            list(argv),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        return cls(process, started_at)
+
+    @property
+    def pid(self) -> int:
+        """Of the first process, and of the group and session that it leads."""
+        return self._process.pid
+
+    @property
+    def lifetime_s(self) -> float:
+        return time.monotonic() - self._started_at if self._lifetime_s is None else self._lifetime_s
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    async def wait(self) -> int:
+        """Wait until the process has ended and its group is gone. Returns the exit status, -N for signal N."""
+        await self._ended.wait()
+        self.kill()
+        status = self._process.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GROUP_END_S):
+                while self._group_lives():
+                    await asyncio.sleep(_POLL_S)
+        return status
+
+    def terminate(self) -> None:
+        """Ask the first process to stop; what it started is its own business for now."""
+        self._signal(signal.SIGTERM, os.kill)
+
+    def kill(self) -> None:
+        """Kill the whole group."""
+        self._signal(signal.SIGKILL, os.killpg)
+
+    async def stop(self, timeout_s: float) -> int:
+        """Ask, wait for `timeout_s`, kill. Returns the exit status. Cancelled, it kills at once."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            pass  # it is killed for that
+        finally:
+            self.kill()
+        return await self.wait()
+
+    def _signal(self, number: int, send: Callable[[int, int], None]) -> None:
+        if self._process.returncode is None:  # not reaped: the number is still its own
+            with suppress(ProcessLookupError):
+                send(self.pid, number)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self._lifetime_s = time.monotonic() - self._started_at
+        self._ended.set()
+
+    def _group_lives(self) -> bool:
+        with suppress(ChildProcessError):  # as process 1 of a container we inherit orphans, and must reap them
+            os.waitpid(-self.pid, os.WNOHANG)
+        return any(_group_and_state(entry) == (self.pid, True) for entry in os.listdir("/proc") if entry.isdigit())
+
+
+def describe_exit(status: int) -> str:
+    """`exit status 1`, `killed by SIGKILL`."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+def _group_and_state(pid: str) -> tuple[int, bool] | None:
+    """Group of a process, and whether it is more than a zombie. None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, _parent, group, *_ = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(group), state not in (b"Z", b"X")
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    def between_fork_and_exec() -> None:
+        """Nothing here allocates much or locks: the library is loaded already."""
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before the line above
+            os._exit(1)
+
+    return between_fork_and_exec

@@ -1,0 +1,67 @@
+"""Logging of one process: one line per event on stderr, the request's id where there is one, nothing secret.
+
+vLLM and uvicorn set up their own loggers; this is for ours and for whatever reaches the root.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from contextvars import ContextVar
+from typing import Annotated, Literal, TextIO
+
+import msgspec
+
+#: The id of the request that this task works for, set by whoever opens the request.
+request_id: ContextVar[str] = ContextVar("medialane_request_id", default="")
+
+_DATA_URL = re.compile(r"(data:[\w.+/-]{0,80}(?:;[\w=.+-]{1,80}){0,4},)[^\s\"')]+")
+_USER_INFO = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^/\s@\"']+@")
+# Signed URLs carry their credentials in the query.
+_QUERY = re.compile(r"(\bhttps?://[^\s?\"']+\?)[^\s\"')]+")
+_BEARER = re.compile(r"(\b[Bb]earer\s+)\S+")
+
+
+class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is logged."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        msgspec.Meta(description="least severe of medialane's own messages that are logged"),
+    ] = "info"
+
+    def validate(self) -> None:
+        """Every value of the type will do."""
+
+
+def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
+    """Set up this process's logging, in place of what was set up before. Libraries are logged from WARNING on."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(PlainFormatter())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("medialane").setLevel(config.level.upper())
+
+
+class PlainFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00 INFO gateway.workers [chatcmpl-1]: message`, redacted after everything is filled in."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        current = request_id.get()
+        record.request = f" [{current}]" if current else ""
+        return redact(super().format(record))
+
+
+def redact(text: str) -> str:
+    """Take out what must not be kept: payloads of data URLs, credentials and queries of URLs, bearer tokens."""
+    text = _DATA_URL.sub(r"\1...", text)
+    text = _USER_INFO.sub(r"\1***@", text)
+    text = _QUERY.sub(r"\1***", text)
+    return _BEARER.sub(r"\1***", text)

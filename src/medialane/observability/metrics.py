@@ -1,0 +1,218 @@
+"""What /metrics shows of medialane, beside vLLM's own metrics in the same registry.
+
+Requests push: stages, caches, errors are counted as they happen. State is pulled: arena, preparers and workers are read
+when somebody scrapes, through the functions given to the `watch_*` methods, so that no figure is ever old. vLLM's app
+scrapes on the event loop, which is where these functions may run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from medialane.core.request import Endpoint
+from medialane.observability.timeline import StageTimeline
+
+_STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ArenaFacts(Protocol):
+    """The arena's figures, as `arena.ArenaStats` has them."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def writing_bytes(self) -> int: ...
+    @property
+    def published_bytes(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def num_leases(self) -> int: ...
+    @property
+    def num_evictions(self) -> int: ...
+
+
+class PreparerFacts(Protocol):
+    """The preparers' figures, as `prepare.PoolStats` has them."""
+
+    @property
+    def num_alive(self) -> int: ...
+    @property
+    def num_busy(self) -> int: ...
+    @property
+    def num_queued(self) -> int: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def num_done(self) -> int: ...
+    @property
+    def num_failed(self) -> int: ...
+
+
+class Metrics:
+    """Our collectors in one registry; `close` takes them out again."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+        self._stage_seconds = Histogram(
+            "medialane_stage_seconds",
+            "Time of a request's stages",
+            ["stage"],
+            buckets=_STAGE_BUCKETS,
+            registry=registry,
+        )
+        self._request_seconds = Histogram(
+            "medialane_request_seconds",
+            "Time from the arrival of a request to its end",
+            buckets=_REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self._cache_lookups = Counter(
+            "medialane_cache_lookups",
+            "Questions to a cache, by cache and outcome",
+            ["kind", "outcome"],
+            registry=registry,
+        )
+        self._copied_bytes = Counter("medialane_copied_bytes", "Bytes of media and features copied", registry=registry)
+        self._errors = Counter("medialane_request_errors", "Requests refused or failed", ["code"], registry=registry)
+        self._fallbacks = Counter(
+            "medialane_fallbacks",
+            "Hand-overs that failed and were followed by another way",
+            ["way", "reason"],
+            registry=registry,
+        )
+        self._worker_losses = Counter(
+            "medialane_worker_losses", "Connections to a worker that were lost", ["worker"], registry=registry
+        )
+        self._collectors: list[Collector] = [
+            self._stage_seconds,
+            self._request_seconds,
+            self._cache_lookups,
+            self._copied_bytes,
+            self._errors,
+            self._fallbacks,
+            self._worker_losses,
+        ]
+
+    def observe(self, timeline: StageTimeline) -> None:
+        """Count a request that has ended."""
+        for stage, seconds in timeline.seconds.items():
+            self._stage_seconds.labels(stage).observe(seconds)
+        self._request_seconds.observe(time.perf_counter() - timeline.started_at)
+        self.count_lookups("feature", num_hits=timeline.num_hits, num_misses=timeline.num_misses)
+        self._copied_bytes.inc(timeline.copied_bytes)
+
+    def count_lookups(self, kind: str, *, num_hits: int = 0, num_misses: int = 0) -> None:
+        """Count answers of the cache `kind`: `feature`, `url`."""
+        if num_hits:
+            self._cache_lookups.labels(kind, "hit").inc(num_hits)
+        if num_misses:
+            self._cache_lookups.labels(kind, "miss").inc(num_misses)
+
+    def count_error(self, code: str) -> None:
+        """Count a request that was answered with the error of this code."""
+        self._errors.labels(code).inc()
+
+    def count_fallback(self, way: str, reason: str) -> None:
+        """Count a hand-over that failed in `way` with the error code `reason` and is tried in the next way."""
+        self._fallbacks.labels(way, reason).inc()
+
+    def count_worker_lost(self, worker: str) -> None:
+        self._worker_losses.labels(worker).inc()
+
+    def watch_arena(self, read: Callable[[], ArenaFacts]) -> None:
+        """Show the arena as `read` tells it at every scrape."""
+        self._watch(lambda: _arena(read()))
+
+    def watch_preparers(self, read: Callable[[], PreparerFacts]) -> None:
+        """Show the preparers as `read` tells them at every scrape."""
+        self._watch(lambda: _preparers(read()))
+
+    def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
+        """Show the workers as `read` tells them at every scrape."""
+        self._watch(lambda: _workers(list(read())))
+
+    def close(self) -> None:
+        """Take everything out of the registry. Idempotent."""
+        while self._collectors:
+            self._registry.unregister(self._collectors.pop())
+
+    def _watch(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        watched = _Watched(collect)
+        self._registry.register(watched)
+        self._collectors.append(watched)
+
+
+class _Watched(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry would collect in order to learn the names, before there is anything to read."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _arena(facts: ArenaFacts) -> Iterator[Metric]:
+    kinds: dict[str, float] = {
+        "size": facts.size_bytes,
+        "free": facts.free_bytes,
+        "writing": facts.writing_bytes,
+        "cached": facts.published_bytes - facts.pinned_bytes,
+        "pinned": facts.pinned_bytes,
+    }
+    yield _gauge("medialane_arena_bytes", "Shared memory by use; size is the sum of the others", "kind", kinds)
+    yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=facts.num_entries)
+    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that have not ended", value=facts.num_leases)
+    yield CounterMetricFamily(
+        "medialane_arena_evictions", "Cached entries that made room for others", value=facts.num_evictions
+    )
+
+
+def _preparers(facts: PreparerFacts) -> Iterator[Metric]:
+    states: dict[str, float] = {"alive": facts.num_alive, "busy": facts.num_busy}
+    yield _gauge("medialane_preparers", "Preparer processes", "state", states)
+    yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=facts.num_queued)
+    yield CounterMetricFamily(
+        "medialane_preparer_restarts", "Preparers replaced after they died or were killed", value=facts.num_restarts
+    )
+    jobs = CounterMetricFamily("medialane_preparer_jobs", "Items prepared, by outcome", labels=["outcome"])
+    jobs.add_metric(["done"], facts.num_done)
+    jobs.add_metric(["failed"], facts.num_failed)
+    yield jobs
+
+
+def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
+    state = GaugeMetricFamily("medialane_worker_state", "1 for the state a worker is in", labels=["worker", "state"])
+    for endpoint in endpoints:
+        state.add_metric([endpoint.worker_id, "ready"], float(endpoint.ready))
+        state.add_metric([endpoint.worker_id, "lost"], float(not endpoint.ready))
+    yield state
+    in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
+    running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
+    waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
+    usage = {e.worker_id: e.load.kv_usage for e in endpoints}
+    yield _gauge("medialane_worker_in_flight", "Requests of this gateway at a worker", "worker", in_flight)
+    yield _gauge("medialane_worker_running", "Requests that a worker's engine runs", "worker", running)
+    yield _gauge("medialane_worker_waiting", "Requests that wait in a worker's engine", "worker", waiting)
+    yield _gauge("medialane_worker_kv_usage_ratio", "Part of a worker's KV cache in use, 0 to 1", "worker", usage)

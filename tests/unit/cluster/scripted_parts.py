@@ -1,0 +1,92 @@
+"""Small Python scripts in the place of gateways and workers, and an observer that remembers."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medialane.cluster import ClusterConfig, Part, Supervisor
+
+HEADER = """
+import os, signal, subprocess, sys, time
+def ready():
+    open(sys.argv[1], "w").close()
+def child():
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]).pid
+"""
+
+
+@dataclass(frozen=True)
+class PathExists:
+    path: Path
+
+    def reset(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    async def passes(self) -> bool:
+        return self.path.exists()
+
+
+@dataclass
+class Recorder:
+    events: list[tuple[str, ...]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    pauses: list[float | None] = field(default_factory=list)
+
+    def starting(self, part: str) -> None:
+        self.events.append(("starting", part))
+
+    def ready(self, part: str, seconds: float) -> None:
+        self.events.append(("ready", part))
+
+    def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
+        self.events.append(("ended", part, how))
+        self.pauses.append(restart_in_s)
+
+    def stopping(self, part: str) -> None:
+        self.events.append(("stopping", part))
+
+    def printed(self, part: str, lines: Sequence[str]) -> None:
+        self.lines.extend(f"{part}: {line}" for line in lines)
+
+    def count(self, *event: str) -> int:
+        return sum(e[: len(event)] == event for e in self.events)
+
+
+def script_part(folder: Path, name: str, script: str, **options) -> Part:
+    """A part that is ready when its script has called `ready`."""
+    argv = (sys.executable, "-I", "-S", "-c", HEADER + script, str(folder / f"{name}.ready"))
+    return Part(name, argv, {}, PathExists(folder / f"{name}.ready"), **{"stop_timeout_s": 2.0, **options})
+
+
+def make_supervisor(folder: Path, observer: Recorder, parts: Sequence[Part], **settings) -> Supervisor:
+    config = ClusterConfig(**{"restart_initial_s": 0.05, "restart_max_s": 0.2, "start_timeout_s": 10.0, **settings})
+    return Supervisor(parts, config=config, logs=folder, observer=observer)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def number_in(path: Path) -> int:
+    """The process id that a script left in a file; 0 while it has not."""
+    return int(path.read_text() or 0) if path.exists() else 0

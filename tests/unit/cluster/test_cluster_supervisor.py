@@ -1,0 +1,194 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from scripted_parts import Recorder, eventually, is_running, make_supervisor, number_in, script_part, wait_until
+
+from medialane.cluster import running
+from medialane.core.errors import StartupFailed
+
+IDLE = "ready(); time.sleep(60)"
+
+
+async def test_start_returns_when_every_part_is_ready_and_stop_leaves_none(tmp_path):
+    seen = Recorder()
+    parts = [script_part(tmp_path, f"worker {i}", "time.sleep(0.3); " + IDLE) for i in range(2)]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
+        assert seen.count("ready") == 2
+        pids = supervisor.pids
+        assert set(pids) == {"worker 0", "worker 1"}
+    assert not any(map(is_running, pids.values()))
+    assert supervisor.pids == {}
+
+
+async def test_part_that_ends_before_all_are_ready_fails_the_start_with_its_reason(tmp_path):
+    seen = Recorder()
+    other = script_part(tmp_path, "gateway", IDLE)
+    bad = script_part(tmp_path, "worker 0", "print('loading'); raise ValueError('no such model')")
+    supervisor = make_supervisor(tmp_path, seen, [other, bad])
+    with pytest.raises(StartupFailed) as failed:
+        async with running(supervisor):
+            pytest.fail("it is not ready")
+    headline, *rest = failed.value.message.splitlines()
+    assert headline == "worker 0 did not start: ValueError: no such model"
+    assert any("| loading" in line for line in rest)
+    assert supervisor.pids == {}
+
+
+async def test_own_error_of_a_part_is_all_that_is_shown(tmp_path):
+    bad = script_part(tmp_path, "worker 0", "print('x' * 500); print('medialane: error: --port is taken'); sys.exit(2)")
+    with pytest.raises(StartupFailed) as failed:
+        async with running(make_supervisor(tmp_path, Recorder(), [bad])):
+            pytest.fail("it is not ready")
+    assert failed.value.message == "worker 0: --port is taken"
+
+
+async def test_part_that_is_not_ready_in_time_fails_the_start(tmp_path):
+    slow = script_part(tmp_path, "worker 0", "time.sleep(60)")
+    with pytest.raises(StartupFailed, match=r"not ready after 0\.5 s"):
+        async with running(make_supervisor(tmp_path, Recorder(), [slow], start_timeout_s=0.5)):
+            pytest.fail("it is not ready")
+
+
+async def test_command_that_does_not_exist_fails_the_start(tmp_path):
+    part = script_part(tmp_path, "worker 0", "")
+    part = type(part)("worker 0", ("/nonexistent/command",), {}, part.ready)
+    with pytest.raises(StartupFailed, match="cannot be started: No such file"):
+        async with running(make_supervisor(tmp_path, Recorder(), [part])):
+            pytest.fail("it is not ready")
+
+
+async def test_part_that_dies_later_is_restarted_and_the_others_go_on(tmp_path):
+    seen = Recorder()
+    parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
+        before = supervisor.pids
+        os.kill(before["worker 0"], signal.SIGKILL)
+        await eventually(lambda: seen.count("ready", "worker 0") == 2)
+        assert supervisor.pids["worker 1"] == before["worker 1"]
+        assert supervisor.pids["worker 0"] != before["worker 0"]
+        assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
+
+
+async def test_part_that_keeps_dying_is_restarted_after_growing_pauses(tmp_path):
+    seen = Recorder()
+    part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(3)")
+    async with running(make_supervisor(tmp_path, seen, [part])):
+        await eventually(lambda: len(seen.pauses) >= 4)
+    assert seen.pauses[:4] == [0.05, 0.1, 0.2, 0.2]
+    assert ("ended", "worker 0", "exit status 3") in seen.events
+
+
+async def test_what_a_part_started_is_gone_before_the_part_is_started_again(tmp_path):
+    note = tmp_path / "child"
+    part = script_part(tmp_path, "worker 0", f"open({str(note)!r}, 'w').write(str(child())); {IDLE}")
+    seen = Recorder()
+    async with running(make_supervisor(tmp_path, seen, [part])) as supervisor:
+        grandchild = number_in(note)
+        assert is_running(grandchild)
+        os.kill(supervisor.pids["worker 0"], signal.SIGKILL)
+        await eventually(lambda: seen.count("ended"))
+        assert not is_running(grandchild)
+
+
+async def test_part_that_ignores_sigterm_is_killed_after_its_time(tmp_path):
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IDLE
+    part = script_part(tmp_path, "worker 0", script, stop_timeout_s=0.5)
+    supervisor = make_supervisor(tmp_path, Recorder(), [part])
+    await supervisor.start()
+    pid = supervisor.pids["worker 0"]
+    started = time.monotonic()
+    await supervisor.stop()
+    assert 0.5 <= time.monotonic() - started < 3
+    assert not is_running(pid)
+
+
+async def test_kill_does_not_wait_for_a_part_that_stops_slowly(tmp_path):
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IDLE
+    supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", script, stop_timeout_s=30.0)])
+    await supervisor.start()
+    stopping = asyncio.create_task(supervisor.stop())
+    await asyncio.sleep(0.1)
+    supervisor.kill()
+    async with asyncio.timeout(5):
+        await stopping
+
+
+async def test_higher_layers_are_stopped_first(tmp_path):
+    order = tmp_path / "order"
+    script = f"""
+def end(*_):
+    open({str(order)!r}, "a").write(sys.argv[1].rpartition("/")[2] + " ")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+{IDLE}"""
+    parts = [script_part(tmp_path, "worker", script, layer=0), script_part(tmp_path, "gateway", script, layer=1)]
+    async with running(make_supervisor(tmp_path, Recorder(), parts)):
+        pass
+    assert order.read_text().split() == ["gateway.ready", "worker.ready"]
+
+
+async def test_part_waits_for_the_one_that_it_comes_after(tmp_path):
+    seen = Recorder()
+    first = script_part(tmp_path, "worker 0", "time.sleep(0.4); " + IDLE)
+    second = script_part(tmp_path, "worker 1", IDLE, after="worker 0")
+    async with running(make_supervisor(tmp_path, seen, [first, second])):
+        pass
+    assert seen.events.index(("ready", "worker 0")) < seen.events.index(("starting", "worker 1"))
+
+
+async def test_stop_while_starting_ends_what_runs(tmp_path):
+    supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", "time.sleep(60)")])
+    starting = asyncio.create_task(supervisor.start())
+    await eventually(lambda: supervisor.pids)
+    pid = supervisor.pids["w"]
+    starting.cancel()
+    await asyncio.wait((starting,))
+    await supervisor.stop()
+    assert not is_running(pid)
+
+
+async def test_output_reaches_the_log_file_and_the_observer(tmp_path):
+    seen = Recorder()
+    part = script_part(tmp_path, "worker 0", "print('hello', flush=True); " + IDLE)
+    async with running(make_supervisor(tmp_path, seen, [part])):
+        await eventually(lambda: "worker 0: hello" in seen.lines)
+    assert (tmp_path / "worker-0.log").read_text() == "hello\n"
+
+
+STUBBORN = """
+import asyncio, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from scripted_parts import Recorder, make_supervisor, script_part
+folder = Path(sys.argv[2])
+script = '''
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1] + ".pids", "w").write(f"{os.getpid()} {child()}")
+ready(); time.sleep(60)
+'''
+async def main():
+    supervisor = make_supervisor(folder, Recorder(), [script_part(folder, "worker", script)])
+    await supervisor.start()
+    (folder / "started").touch()
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process_even_if_parts_ignore_sigterm(tmp_path):
+    here = str(Path(__file__).parent)
+    supervisor = subprocess.Popen([sys.executable, "-c", STUBBORN, here, str(tmp_path)])
+    try:
+        wait_until((tmp_path / "started").exists)
+        pids = [int(pid) for pid in (tmp_path / "worker.ready.pids").read_text().split()]
+        assert all(map(is_running, pids))
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    wait_until(lambda: not any(map(is_running, pids)), timeout_s=12)
