@@ -1,0 +1,25 @@
+"""The story of a request, and everything around it: scope, intake, features, hand-over, workers."""
+
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.features import FeatureSource
+from medialane.gateway.gateway import Gateway
+from medialane.gateway.handover import Handover
+from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
+from medialane.gateway.scope import RequestScope, current_scope, open_scope
+from medialane.gateway.workers import WorkerLink, WorkerPool
+
+__all__ = [
+    "FeatureSource",
+    "Gateway",
+    "GatewayConfig",
+    "Handover",
+    "IntakeMiddleware",
+    "RequestScope",
+    "ScopeMiddleware",
+    "WorkerLink",
+    "WorkerPool",
+    "current_scope",
+    "error_body",
+    "error_headers",
+    "open_scope",
+]

@@ -1,8 +1,8 @@
 """The workers of this gateway: one link each, which connects, reconnects, and remembers what the worker still reads.
 
-A lease that was handed over ends when the worker says so (`Released`). When the connection is lost first, the worker may
-still be reading: its leases wait until it registers again (which it answers only after everything of the old connection
-has been let go) or until nobody listens at its address any more (the process is gone).
+A lease that was handed over ends when the worker says so (`Released`). When the connection is lost first, the worker
+may still be reading: its leases wait until it registers again (which it answers only after everything of the old
+connection has been let go) or until nobody listens at its address any more (the process is gone).
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ class Frontend:
 
         app.add_exception_handler(BridgedError, answer_bridged)
         app.add_exception_handler(MedialaneError, answer_ours)
+        # vLLM's SageMaker bootstrap has built the stack already, without ours.
+        app.middleware_stack = app.build_middleware_stack()
         await init_app_state(client, app.state, self.args, TASKS)
         return app
 

@@ -51,7 +51,9 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
-        options = canonical_options({"processor": mm_processor_kwargs or {}, "io": media_io_kwargs or {}})
+        if media_io_kwargs:
+            raise InvalidRequest("media_io_kwargs are not supported by this gateway yet", param="media_io_kwargs")
+        options = canonical_options(mm_processor_kwargs or {})
         prepared = await story.prepare(MediaPrompt(list(prompt), _items(mm_data), options))
         return engine_input(prepared)
 

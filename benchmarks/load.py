@@ -1,0 +1,107 @@
+"""Load on an OpenAI server, and what its processes spent on it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Answered:
+    """One round of requests: time to first token of each, wall time, and the servers' CPU time."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.ttft_s) / self.wall_s
+
+    @property
+    def cpu_ms_per_request(self) -> float:
+        return 1000 * self.cpu_s / len(self.ttft_s)
+
+
+def data_url(jpeg: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
+
+
+def image_request(model: str, url: str, text: str = "What is in the picture?") -> bytes:
+    """A streaming chat completion of one token about one image."""
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 1,
+        "temperature": 0,
+        "stream": True,
+    }
+    return json.dumps(body).encode()
+
+
+async def send(base_url: str, bodies: Sequence[bytes], *, concurrency: int, pids: Callable[[], list[int]]) -> Answered:
+    """Send all bodies, `concurrency` at a time, and account for them. Raises RuntimeError for an answer that is none."""
+    answered = Answered()
+    todo = iter(bodies)
+    headers = {"content-type": "application/json"}
+    before = cpu_seconds(pids())
+    started = time.perf_counter()
+
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=concurrency)) as session:
+
+        async def client() -> None:
+            for body in todo:
+                sent = time.perf_counter()
+                async with session.post(f"{base_url}/chat/completions", data=body) as response:
+                    first = await response.content.readline()
+                    answered.ttft_s.append(time.perf_counter() - sent)
+                    rest = await response.read()
+                    if response.status != 200 or b'"choices"' not in first or b"[DONE]" not in rest:
+                        raise RuntimeError(f"{response.status}: {(first + rest)[:500]!r}")
+
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+    answered.wall_s = time.perf_counter() - started
+    answered.cpu_s = cpu_seconds(pids()) - before
+    return answered
+
+
+def process_tree(root: int) -> list[int]:
+    """`root` and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(int(name))):
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo += children.get(pid, [])
+    return found
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """User and system time of the processes so far."""
+    total = 0
+    for pid in pids:
+        if fields := _stat(pid):
+            total += int(fields[11]) + int(fields[12])
+    return total / _CLOCK_TICKS
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the command name: state, ppid, ... (proc(5))."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None

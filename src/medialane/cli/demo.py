@@ -1,0 +1,250 @@
+"""`medialane demo`: photos through a gateway and two workers, every answer compared with plain vLLM token by token."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+
+from medialane.cli.plain_vllm import plain_vllm
+from medialane.cli.sample_images import sample_jpeg
+from medialane.config import process_environ, vllm_defaults
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+
+_START_S = 300.0
+_STOP_S = 30.0
+_POLL_S = 0.2
+_MAX_TOKENS = 16
+
+#: Columns of the table of stages, in the order in which a request passes them.
+_STAGES = ("lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request: what the tables call it, its message content, whether its answer is streamed."""
+
+    name: str
+    content: list[dict[str, Any]]
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    seconds: float
+    server_timing: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--image", action="append", default=[], type=Path, metavar="PATH", help="your own picture; twice for two"
+    )
+    parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 0 when every answer equals plain vLLM's, 1 when one differs. Raises StartupFailed."""
+    return asyncio.run(_run(_pictures(args.image), keep=args.keep))
+
+
+async def _run(pictures: Sequence[bytes], *, keep: bool) -> int:
+    console = Console()
+    with console.status("building a tiny Qwen2.5-VL with random weights"):
+        model = str(await asyncio.to_thread(build_tiny_model, cache_folder(process_environ())))
+    console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
+    async with _web_server(pictures) as web_url:
+        questions = _questions(pictures, web_url)
+        async with _medialane(model) as url:
+            ours = await _ask_all(url, model, questions)
+            _show(console, questions, ours)
+            if keep:
+                console.print(f"serving on {url} until Ctrl-C")
+                await _interrupted()
+        with console.status("plain vLLM answers the same requests (it takes about 40 s to start on a CPU)"):
+            theirs = await _ask_plain(model, questions)
+    return _compare(console, questions, ours, theirs)
+
+
+def _pictures(paths: Sequence[Path]) -> list[bytes]:
+    """Two pictures: the user's, made ones where there are fewer."""
+    try:
+        given = [path.read_bytes() for path in paths[:2]]
+    except OSError as error:
+        raise StartupFailed(f"--image {error.filename}: {error.strerror}") from error
+    return [*given, *(sample_jpeg(seed) for seed in range(len(given), 2))]
+
+
+def _questions(pictures: Sequence[bytes], web_url: str) -> list[Question]:
+    first, second = ({"type": "image_url", "image_url": {"url": _data_url(p)}} for p in pictures)
+    first_by_url = {"type": "image_url", "image_url": {"url": f"{web_url}/0"}}
+    ask = {"type": "text", "text": "What is in the picture?"}
+    return [
+        Question("text only", [{"type": "text", "text": "Say something about pictures."}]),
+        Question("one image, data URL", [first, ask]),
+        Question("the same by http URL", [first_by_url, ask]),
+        Question("two images, streaming", [first, {"type": "text", "text": "and"}, second, ask], stream=True),
+    ]
+
+
+def _data_url(picture: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+
+
+@asynccontextmanager
+async def _web_server(pictures: Sequence[bytes]) -> AsyncIterator[str]:
+    """The pictures at /0, /1 of a web server on the loopback interface."""
+
+    async def get(request: web.Request) -> web.Response:
+        number = int(request.match_info["number"])
+        return web.Response(body=pictures[number], content_type="image/jpeg", headers={"Cache-Control": "max-age=60"})
+
+    app = web.Application()
+    app.router.add_get("/{number:[01]}", get)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def _medialane(model: str) -> AsyncIterator[str]:
+    """`medialane serve` with two workers, as a user starts it; its progress goes to the terminal."""
+    port = _free_port()
+    command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "2", "--port", str(port)]
+    command += ["--arena-size", "256MiB", "--media-allowed-networks", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
+    process = subprocess.Popen(command)  # noqa: S603, ASYNC220 - our own command line; it returns at once
+    try:
+        await _wait_ready(process, f"http://127.0.0.1:{port}/health")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(_wait, process)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    try:
+        async with asyncio.timeout(_START_S), aiohttp.ClientSession() as session:
+            while not await _is_ready(session, url):
+                if process.poll() is not None:
+                    raise StartupFailed("medialane serve ended before it was ready; it said why above")
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as error:
+        raise StartupFailed(f"medialane serve was not ready after {_START_S:g} s") from error
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+async def _ask_plain(model: str, questions: Sequence[Question]) -> list[Answer]:
+    environ = process_environ() | vllm_defaults(model, TINY_MODEL_FLAGS, on_gpu=_has_gpu(), num_workers=1)
+    with tempfile.TemporaryDirectory(prefix="medialane-demo-") as folder:
+        async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=Path(folder) / "vllm.log") as server:
+            return await _ask_all(server.base_url, model, questions)
+
+
+def _has_gpu() -> bool:
+    return os.path.exists("/dev/nvidiactl")
+
+
+async def _ask_all(base_url: str, model: str, questions: Sequence[Question]) -> list[Answer]:
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
+        return [await _ask(client, model, question) for question in questions]
+
+
+async def _ask(client: AsyncOpenAI, model: str, question: Question) -> Answer:
+    started = time.perf_counter()
+    response = await client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=[{"role": "user", "content": question.content}],  # type: ignore[typeddict-item, misc, list-item]
+        max_tokens=_MAX_TOKENS,
+        temperature=0,
+        stream=question.stream,
+        extra_body={"return_token_ids": True},
+    )
+    parsed = response.parse()
+    token_ids: list[int] = []
+    if question.stream:
+        async for chunk in parsed:
+            token_ids += _token_ids(chunk)
+    else:
+        token_ids += _token_ids(parsed)
+    return Answer(token_ids, time.perf_counter() - started, response.headers.get("server-timing", ""))
+
+
+def _token_ids(message: Any) -> list[int]:
+    """vLLM's extension of OpenAI's choices."""
+    return [token for choice in message.choices for token in (choice.model_extra or {}).get("token_ids") or ()]
+
+
+def _show(console: Console, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
+    table = Table("request", *_STAGES, "cache", "bytes copied", title="milliseconds by stage (Server-Timing)")
+    for question, answer in zip(questions, answers, strict=True):
+        durations = dict(re.findall(r"(\w+);dur=([\d.]+)", answer.server_timing))
+        described = dict(re.findall(r'(\w+);desc="([^"]*)"', answer.server_timing))
+        stages = [f"{float(durations[s]):.1f}" if s in durations else "" for s in _STAGES]
+        table.add_row(question.name, *stages, described.get("cache", ""), f"{int(described.get('copied', 0)):,}")
+    console.print(table)
+
+
+def _compare(console: Console, questions: Sequence[Question], ours: Sequence[Answer], theirs: Sequence[Answer]) -> int:
+    table = Table("request", "answer (token ids)", "plain vLLM")
+    identical = True
+    for question, our, their in zip(questions, ours, theirs, strict=True):
+        same = bool(our.token_ids) and our.token_ids == their.token_ids
+        identical &= same
+        table.add_row(question.name, " ".join(map(str, our.token_ids)), "equal" if same else f"{their.token_ids}")
+    console.print(table)
+    console.print(f"token-identical: {'yes' if identical else 'no'}")
+    return 0 if identical else 1
+
+
+async def _interrupted() -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()

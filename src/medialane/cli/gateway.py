@@ -1,0 +1,208 @@
+"""`medialane gateway`: one gateway process, wired from its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import uvloop
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from medialane.arena import Arena, reap
+from medialane.config import Config
+from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.hashing import digest
+from medialane.gateway import (
+    FeatureSource,
+    Gateway,
+    Handover,
+    IntakeMiddleware,
+    ScopeMiddleware,
+    WorkerLink,
+    WorkerPool,
+    error_body,
+    error_headers,
+)
+from medialane.media import Fetcher
+from medialane.observability.metrics import Metrics
+from medialane.prepare import PreparerPool
+from medialane.routing import LeastLoaded
+from medialane.rpc import ArenaOffer, Hello
+from medialane.transfer import InlineTransport, ShmTransport
+from medialane.vllm_bridge.app import Frontend
+from medialane.vllm_bridge.preparation import FactoryConfig
+
+logger = logging.getLogger(__name__)
+
+#: What the fork server of the preparers builds its processor with.
+PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
+
+
+def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
+    """Serve until SIGINT or SIGTERM; 0 after a clean stop. Raises StartupFailed."""
+    with bind(config.server.host, config.server.port) as sock:
+        uvloop.run(_run(config, model, vllm_args, workers, sock))
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: clients are refused until the gateway is ready. Raises StartupFailed."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise StartupFailed(f"cannot listen on {host} port {port}: {why} (--host, --port)") from error
+    return sock
+
+
+async def _run(
+    config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str], sock: socket.socket
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(_serve(config, model, vllm_args, workers, sock, stop))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        # A signal during start-up ends it; once serving, `_serve` itself watches `stop` and drains.
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        async with asyncio.timeout(config.gateway.drain_timeout_s + 15):
+            await serving
+    finally:
+        stopping.cancel()
+
+
+async def _serve(
+    config: Config,
+    model: str,
+    vllm_args: Sequence[str],
+    workers: Sequence[str],
+    sock: socket.socket,
+    stop: asyncio.Event,
+) -> None:
+    metrics = Metrics()
+    async with AsyncExitStack() as stack:
+        arena = await stack.enter_async_context(_arena(config))
+        pool = PreparerPool(
+            config.prepare,
+            factory=PROCESSOR_FACTORY,
+            factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args))),
+            arena=arena,
+            media=config.media,
+        )
+        stack.push_async_callback(pool.close)
+        frontend = await _load(pool, model, vllm_args, needs_preparers=config.gateway.stage != "url")
+        fetcher = await stack.enter_async_context(Fetcher(config.media))
+        links = _links(config, frontend, arena, workers, metrics)
+        gateway = _gateway(config, frontend, arena, pool, fetcher, links, metrics)
+        stack.callback(gateway.close)
+        metrics.watch_arena(arena.stats)
+        metrics.watch_preparers(pool.stats)
+        metrics.watch_workers(links.endpoints)
+        await stack.enter_async_context(_connected(links))
+        app = await frontend.app(
+            gateway,
+            outer=Middleware(ScopeMiddleware, metrics=metrics),
+            inner=Middleware(IntakeMiddleware, config=config.media, metrics=metrics),
+            answer=lambda error: _answer(error, metrics),
+        )
+        await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s)
+
+
+async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str], *, needs_preparers: bool) -> Frontend:
+    """Load vLLM's front end here and the preparers beside, at the same time. Raises StartupFailed."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            if needs_preparers:
+                tasks.create_task(pool.start())
+            # Imports and processors take seconds; the loop goes on to serve the preparers' start meanwhile.
+            loading = tasks.create_task(asyncio.to_thread(Frontend, model, vllm_args))
+    except* StartupFailed as failed:
+        raise next(e for e in failed.exceptions if isinstance(e, StartupFailed)) from None
+    return loading.result()
+
+
+@asynccontextmanager
+async def _arena(config: Config) -> AsyncIterator[Arena]:
+    """The arena, its pages being made in the background. Removed at the end."""
+    config.arena.validate()
+    for dead in reap(config.arena.directory):
+        logger.info("removed the arena of a dead gateway: %s", dead.path)
+    arena = Arena.create(config.arena)
+    stop = threading.Event()
+    prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop))
+    try:
+        yield arena
+    finally:
+        stop.set()
+        await asyncio.wait([prefault])
+        arena.close()
+
+
+def _links(config: Config, frontend: Frontend, arena: Arena, workers: Sequence[str], metrics: Metrics) -> WorkerPool:
+    hello = Hello(
+        gateway_id=secrets.token_hex(16),
+        arena=ArenaOffer(arena.id, arena.nonce),
+        processor=frontend.processor_settings,
+    )
+    return WorkerPool([WorkerLink(w, hello, rpc=config.rpc, config=config.gateway, metrics=metrics) for w in workers])
+
+
+def _gateway(
+    config: Config,
+    frontend: Frontend,
+    arena: Arena,
+    pool: PreparerPool,
+    fetcher: Fetcher,
+    workers: WorkerPool,
+    metrics: Metrics,
+) -> Gateway:
+    features = FeatureSource(
+        arena=arena,
+        pool=pool,
+        fetcher=fetcher,
+        media=config.media,
+        processor_digest=digest(frontend.processor_settings),
+    )
+    inline = InlineTransport(arena.view.tensor, max_bytes=config.transfer.max_inline_bytes)
+    return Gateway(
+        config=config.gateway,
+        transfer=config.transfer,
+        features=features,
+        handover=Handover(
+            transports=[ShmTransport(), inline],
+            features=features,
+            max_inline_bytes=config.transfer.max_inline_bytes,
+        ),
+        assembler=frontend.assembler(),
+        workers=workers,
+        router=LeastLoaded(),
+        metrics=metrics,
+    )
+
+
+@asynccontextmanager
+async def _connected(links: WorkerPool) -> AsyncIterator[None]:
+    running = asyncio.create_task(links.run(), name="worker links")
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+def _answer(error: MedialaneError, metrics: Metrics) -> Response:
+    metrics.count_error(error.code)
+    return Response(error_body(error), error.status, error_headers(error), "application/json")
