@@ -110,6 +110,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # asyncio types it by what a datagram has, too
+        if self._error is not None:  # given up while it was being made
+            self._transport.abort()
         self._peer.opened(self)
 
     def data_received(self, data: bytes) -> None:

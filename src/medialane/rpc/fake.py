@@ -18,7 +18,7 @@ class FakeHandler:
 
     `delay_s` passes before each token and `release_s` after the last, or after a cancellation, before the generator
     ends. `error` is raised in place of token number `fail_at`; `refusal` by `register`. What happened stands in
-    `hellos`, `requests`, `num_active` (generators that have not ended) and `num_cancelled`.
+    `hellos`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and `num_cancelled`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class FakeHandler:
         self._refusal = refusal
         self.hellos: list[Hello] = []
         self.requests: list[EngineRequest] = []
+        self.num_tokens = 0
         self.num_active = 0
         self.num_cancelled = 0
 
@@ -60,6 +61,7 @@ class FakeHandler:
                 await asyncio.sleep(self._delay_s)
                 if self._error is not None and number == self._fail_at:
                     raise self._error
+                self.num_tokens += 1
                 yield self._delta(request, number, token_id)
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1

@@ -15,8 +15,8 @@ class RemoteRequest:
 
     The iteration ends after the finished delta. It raises what the worker reported, WorkerLost when the connection
     ends first, GenerationFailed after `abort` or when more than `max_queued_bytes` wait for a slow consumer; what
-    came before an error of the worker is given first. A consumer that stops before the end calls `abort`: leaving the loop
-    alone does not stop the worker.
+    came before an error of the worker is given first. A consumer that stops before the end calls `abort`: leaving the
+    loop alone does not stop the worker.
     """
 
     def __init__(

@@ -1,0 +1,276 @@
+"""The gateway's end, against workers that misbehave."""
+
+import asyncio
+import socket
+
+import pytest
+from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    NoWorkerReady,
+    ProtocolViolation,
+    StartupFailed,
+    WorkerLost,
+    to_report,
+)
+from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Welcome
+from medialane.rpc.fake import FAKE_CARD
+from medialane.rpc.framing import append_frame
+from medialane.rpc.messages import Refused, Released
+
+HOUR_S = 3600.0
+HELLO = Hello(gateway_id="gateway")
+QUICK = RpcConfig(connect_timeout_s=0.3, release_timeout_s=0.1, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
+WELCOME = Welcome("w", 1, FAKE_CARD, False)
+
+
+def frames(*messages):
+    buffer = bytearray()
+    for message in messages:
+        append_frame(buffer, message, 1 << 20)
+    return bytes(buffer)
+
+
+@pytest.fixture
+async def worker_that_says(tmp_path):
+    """Make a worker that answers the first bytes it gets with `first`, later chunks with `later`, one each."""
+    servers, writers = [], []
+
+    async def make(first: bytes, *later: bytes, hang_up: bool = False) -> str:
+        async def talk(reader, writer):
+            writers.append(writer)
+            for answer in (first, *later):
+                if not await reader.read(65536):
+                    break
+                writer.write(answer)
+            if hang_up:
+                writer.close()
+
+        path = f"{tmp_path}/raw.sock"
+        servers.append(await asyncio.start_unix_server(talk, path))
+        return f"unix:{path}"
+
+    yield make
+    for server in servers:
+        server.close()
+    for writer in writers:
+        writer.close()
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("address", ["unix:/nowhere/w.sock", "tcp://127.0.0.1:1", "tcp://localhost:1"])
+async def test_nobody_listening_is_no_worker(address):
+    with pytest.raises(NoWorkerReady):
+        await RpcClient.connect(address, HELLO, QUICK)
+
+
+async def test_dead_workers_socket_is_no_worker(tmp_path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/w.sock")
+    with pytest.raises(NoWorkerReady):
+        await RpcClient.connect(f"unix:{tmp_path}/w.sock", HELLO, QUICK)
+
+
+async def test_unknown_host_is_a_lost_worker_not_a_dead_one():
+    with pytest.raises(WorkerLost):
+        await RpcClient.connect("tcp://no-such-host.invalid:1", HELLO, QUICK)
+
+
+async def test_malformed_address_is_refused():
+    with pytest.raises(StartupFailed):
+        await RpcClient.connect("worker:1", HELLO, QUICK)
+
+
+async def test_worker_that_accepts_and_says_nothing_is_lost_at_the_deadline(worker_that_says):
+    with pytest.raises(WorkerLost, match="in time"):
+        await RpcClient.connect(await worker_that_says(b""), HELLO, QUICK)
+
+
+async def test_cancelled_connect_leaves_no_connection(net):
+    class Slow(FakeHandler):
+        async def register(self, hello):
+            await asyncio.sleep(HOUR_S)
+
+    await net.serve(Slow())
+    connecting = asyncio.create_task(net.connect())
+    await asyncio.sleep(0.05)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+
+
+async def test_worker_that_hangs_up_at_once_is_lost(worker_that_says):
+    with pytest.raises(WorkerLost):
+        await RpcClient.connect(await worker_that_says(b"", hang_up=True), HELLO, QUICK)
+
+
+@pytest.mark.parametrize("noise", [b"HTTP/1.1 400 Bad Request\r\n\r\n", raw_frame(["Hello", 1]), frames(Released("r"))])
+async def test_listener_that_is_no_worker_is_a_violation(worker_that_says, noise):
+    with pytest.raises(ProtocolViolation):
+        await RpcClient.connect(await worker_that_says(noise), HELLO, QUICK)
+
+
+async def test_refusal_is_never_taken_for_a_dead_worker(worker_that_says):
+    address = await worker_that_says(frames(Refused(to_report(NoWorkerReady("still loading")))))
+    with pytest.raises(WorkerLost, match="still loading"):
+        await RpcClient.connect(address, HELLO, QUICK)
+
+
+async def test_handlers_refusal_reaches_the_gateway(net):
+    await net.serve(FakeHandler(refusal=StartupFailed("another model")))
+    with pytest.raises(StartupFailed, match="another model"):
+        await net.connect()
+
+
+async def test_heartbeats_keep_an_idle_connection(net):
+    quick = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2)
+    await net.serve(FakeHandler([1]), quick)
+    client = await net.connect(quick)
+    await asyncio.sleep(0.6)
+    assert await tokens_of(client.submit(engine_request("r"))) == [1]
+
+
+async def test_silent_worker_is_lost_at_the_heartbeat_timeout(worker_that_says):
+    client = await RpcClient.connect(await worker_that_says(frames(WELCOME), *[b""] * 100), HELLO, QUICK)
+    remote = client.submit(engine_request("r"))
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(WorkerLost):
+        await tokens_of(remote)
+    assert 0.2 < asyncio.get_running_loop().time() - started < 2
+    assert await remote.released() is False
+    await client.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [frames(Released("unknown")), frames(WELCOME), b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1"],
+    ids=["unknown id", "second welcome", "oversize", "garbage"],
+)
+async def test_violation_by_the_worker_ends_the_connection_and_its_requests(worker_that_says, answer):
+    client = await RpcClient.connect(await worker_that_says(frames(WELCOME), answer, b"", b""), HELLO, RpcConfig())
+    remote = client.submit(engine_request("r"))
+    with pytest.raises(WorkerLost):
+        await tokens_of(remote)
+    assert client.closed.is_set()
+
+
+async def test_on_released_is_called_when_the_worker_has_let_go(net):
+    handler = FakeHandler([1], release_s=0.05)
+    await net.serve(handler)
+    released = []
+    client = await net.connect()
+    remote = client.submit(engine_request("r"), on_released=lambda rid: released.append((rid, handler.num_active)))
+    await tokens_of(remote)
+    assert released == []
+    await remote.released()
+    assert released == [("r", 0)]
+
+
+async def test_on_released_is_not_called_when_the_connection_is_lost(net):
+    await net.serve(FakeHandler([1], delay_s=HOUR_S))
+    released = []
+    client = await net.connect()
+    remote = client.submit(engine_request("r"), on_released=released.append)
+    await client.close()
+    assert await remote.released() is False
+    assert released == []
+    with pytest.raises(WorkerLost):
+        await tokens_of(remote)
+
+
+async def test_request_on_a_lost_connection_fails_and_is_released_at_once(net):
+    await net.serve(FakeHandler([1]))
+    client = await net.connect()
+    await client.close()
+    released = []
+    remote = client.submit(engine_request("r"), on_released=released.append)
+    assert released == ["r"]
+    assert await remote.released()
+    with pytest.raises(WorkerLost):
+        await tokens_of(remote)
+    assert client.num_in_flight == 0
+
+
+async def test_request_beyond_max_in_flight_fails_and_the_others_go_on(net):
+    await net.serve(FakeHandler([1], delay_s=0.05))
+    client = await net.connect(RpcConfig(max_in_flight=2))
+    first, second, third = [client.submit(engine_request(f"r{i}")) for i in range(3)]
+    with pytest.raises(NoWorkerReady):
+        await tokens_of(third)
+    assert [await tokens_of(first), await tokens_of(second)] == [[1], [1]]
+    await first.released()
+    await second.released()
+    assert await tokens_of(client.submit(engine_request("r4"))) == [1]
+
+
+async def test_request_larger_than_a_message_fails_and_the_others_go_on(net):
+    await net.serve(FakeHandler([1], delay_s=0.05))
+    client = await net.connect(RpcConfig(max_frame_bytes=2000))
+    running = client.submit(engine_request("r"))
+    with pytest.raises(HandoverFailed):
+        await tokens_of(client.submit(engine_request("large", num_tokens=5000)))
+    assert await tokens_of(running) == [1]
+
+
+async def test_requests_for_a_worker_that_does_not_read_are_refused_in_time(worker_that_says):
+    address = await worker_that_says(frames(WELCOME))
+    client = await RpcClient.connect(address, HELLO, RpcConfig(max_write_buffer_bytes=1_000_000))
+    remotes = [client.submit(engine_request(f"r{i}", num_tokens=100_000)) for i in range(40)]
+    refused = [remote for remote in remotes if remote._error is not None]
+    assert 10 < len(refused) < 40
+    with pytest.raises(NoWorkerReady, match="slowly"):
+        await tokens_of(refused[0])
+    await client.close()
+
+
+async def test_duplicate_request_id_is_refused_before_anything_is_sent(net):
+    handler = FakeHandler([1], delay_s=0.05)
+    await net.serve(handler)
+    client = await net.connect()
+    first = client.submit(engine_request("r"))
+    with pytest.raises(GenerationFailed):
+        client.submit(engine_request("r"))
+    assert await tokens_of(first) == [1]
+    assert len(handler.requests) == 1
+
+
+async def test_slow_consumer_is_aborted_when_its_bound_is_reached(net):
+    handler = FakeHandler(range(100_000))
+    await net.serve(handler)
+    client = await net.connect(RpcConfig(max_queued_bytes=10_000))
+    slow = client.submit(engine_request("slow"))
+    assert await slow.released()
+    assert handler.num_cancelled == 1
+    with pytest.raises(GenerationFailed, match="too slowly"):
+        await tokens_of(slow)
+
+
+async def test_close_fails_what_is_under_way_and_is_idempotent(net):
+    await net.serve(FakeHandler([1], delay_s=HOUR_S))
+    client = await net.connect()
+    reading = asyncio.create_task(tokens_of(client.submit(engine_request("r"))))
+    await asyncio.sleep(0.02)
+    await client.close()
+    await client.close()
+    with pytest.raises(WorkerLost):
+        await reading
+    assert client.num_in_flight == 0
+
+
+async def test_tcp_sends_small_messages_at_once(tcp_net):
+    await tcp_net.serve(FakeHandler())
+    client = await tcp_net.connect()
+    sock = client._connection._transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+async def test_answers_of_finished_requests_stay_readable_after_the_connection(net):
+    server = await net.serve(FakeHandler([1, 2]))
+    client = await net.connect()
+    remote = client.submit(engine_request("r"))
+    await remote.released()
+    await server.close()
+    await eventually(client.closed.is_set)
+    assert await tokens_of(remote) == [1, 2]

@@ -1,0 +1,28 @@
+import pytest
+
+from medialane.core.errors import StartupFailed
+from medialane.rpc import RpcConfig
+
+
+def test_defaults_are_valid():
+    RpcConfig().validate()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_frame_bytes", 0),
+        ("max_frame_bytes", 1 << 32),
+        ("max_write_buffer_bytes", 0),
+        ("max_in_flight", 0),
+        ("max_queued_bytes", 0),
+        ("max_connections", 0),
+        ("heartbeat_interval_s", 0.0),
+        ("heartbeat_timeout_s", 1.5),
+        ("release_timeout_s", 30.0),
+        ("release_timeout_s", 0.0),
+    ],
+)
+def test_setting_that_cannot_work_is_refused_by_name(setting, value):
+    with pytest.raises(StartupFailed, match=setting):
+        RpcConfig(**{setting: value}).validate()

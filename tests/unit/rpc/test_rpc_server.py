@@ -1,0 +1,185 @@
+"""Registration, reconnection and shutdown, over real sockets."""
+
+import asyncio
+import os
+
+import pytest
+from rpc_requests import DEADLINE_S, engine_request, eventually, raw_frame, tokens_of
+
+from medialane.core.errors import (
+    GenerationFailed,
+    NoWorkerReady,
+    StartupFailed,
+    WorkerLost,
+)
+from medialane.rpc import FakeHandler, Hello, RpcConfig
+from medialane.rpc.server import MAX_HELLO_BYTES
+
+HOUR_S = 3600.0
+
+
+async def test_worker_sees_who_connects(net):
+    handler = FakeHandler()
+    await net.serve(handler)
+    client = await net.connect(processor={"dtype": "float32"})
+    assert handler.hellos == [Hello(gateway_id="gateway", processor={"dtype": "float32"})]
+    assert client.welcome.pid == os.getpid()
+
+
+async def test_reconnecting_gateway_is_welcomed_only_after_its_requests_have_let_go(net):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
+    await net.serve(handler)
+    first = await net.connect()
+    first.submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    await net.connect()
+    assert handler.num_active == 0
+    assert first.closed.is_set()
+
+
+async def test_other_gateway_is_welcomed_at_once(net):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler)
+    first = await net.connect()
+    first.submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    await net.connect(gateway_id="other")
+    assert handler.num_active == 1
+    assert not first.closed.is_set()
+
+
+async def test_reconnection_is_refused_while_requests_do_not_let_go(net):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
+    await net.serve(handler, RpcConfig(release_timeout_s=0.1))
+    (await net.connect()).submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    with pytest.raises(WorkerLost, match="have not let go"):
+        await net.connect()
+    assert len(handler.hellos) == 1
+    await eventually(lambda: handler.num_active == 0)
+    await net.connect()
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "secret "])
+async def test_wrong_token_is_refused_before_the_handler_sees_it(net, token):
+    handler = FakeHandler()
+    await net.serve(handler, RpcConfig(token="secret"))
+    with pytest.raises(StartupFailed, match="token"):
+        await net.connect(RpcConfig(token=token))
+    assert handler.hellos == []
+    await net.connect(RpcConfig(token="secret"))
+
+
+async def test_other_protocol_version_is_refused(net):
+    await net.serve(FakeHandler())
+    with pytest.raises(StartupFailed, match="protocol 99"):
+        await net.connect(version=99)
+
+
+async def test_handler_that_fails_at_registration_refuses_with_a_generic_error(net, caplog):
+    class Broken(FakeHandler):
+        async def register(self, hello):
+            raise ZeroDivisionError("secret detail")
+
+    await net.serve(Broken())
+    with pytest.raises(GenerationFailed) as caught:
+        await net.connect()
+    assert "secret" not in caught.value.message
+    assert "secret detail" in caplog.text
+
+
+async def test_registration_is_cancelled_when_its_gateway_leaves(net):
+    cancelled = asyncio.Event()
+
+    class Slow(FakeHandler):
+        async def register(self, hello):
+            try:
+                await asyncio.sleep(HOUR_S)
+            finally:
+                cancelled.set()
+
+    await net.serve(Slow())
+    with pytest.raises(WorkerLost, match="in time"):
+        await net.connect(RpcConfig(connect_timeout_s=0.1, release_timeout_s=0.05))
+    async with asyncio.timeout(DEADLINE_S):
+        await cancelled.wait()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n",
+        b"\x00\x00\x00\x03\xc1\xc1\xc1",
+        raw_frame(["Abort", "r"]),
+        raw_frame(["Hello", "one", "two"]),
+        (MAX_HELLO_BYTES + 1).to_bytes(4, "big"),
+        b"\xff\xff\xff\xff",
+    ],
+    ids=["http", "msgpack", "order", "hello", "large", "huge"],
+)
+async def test_stranger_is_hung_up_on_and_hurts_nobody(net, raw, noise):
+    await net.serve(FakeHandler([1, 2], delay_s=0.05))
+    running = (await net.connect()).submit(engine_request("r"))
+    stranger = await raw(hello=False)
+    stranger.write(noise)
+    assert await stranger.hung_up()
+    assert await tokens_of(running) == [1, 2]
+
+
+async def test_stranger_that_says_nothing_is_hung_up_on(net, raw):
+    await net.serve(FakeHandler(), RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2))
+    assert await (await raw(hello=False)).hung_up()
+
+
+async def test_more_connections_than_allowed_are_refused(net):
+    await net.serve(FakeHandler(), RpcConfig(max_connections=1))
+    first = await net.connect(gateway_id="a")
+    with pytest.raises(WorkerLost):
+        await net.connect(gateway_id="b")
+    assert not first.closed.is_set()
+
+
+async def test_close_fails_and_releases_what_is_under_way(net):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.05)
+    server = await net.serve(handler)
+    client = await net.connect()
+    remote = client.submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    await server.close()
+    with pytest.raises(WorkerLost, match="shuts down"):
+        await tokens_of(remote)
+    assert await remote.released()
+    assert client.closed.is_set()
+    assert handler.num_active == 0
+
+
+async def test_somebody_listens_until_everything_has_let_go(net):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
+    server = await net.serve(handler)
+    (await net.connect()).submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    closing = asyncio.create_task(server.close())
+    await eventually(lambda: handler.num_cancelled == 1)
+    with pytest.raises(WorkerLost):
+        await net.connect(gateway_id="late")
+    assert handler.num_active == 1
+    await closing
+    with pytest.raises(NoWorkerReady):
+        await net.connect(gateway_id="late")
+
+
+async def test_close_ends_though_a_request_does_not_let_go(net, caplog):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=HOUR_S)
+    server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
+    (await net.connect()).submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    async with asyncio.timeout(5):
+        await server.close()
+    assert "1 requests have not let go" in caplog.text
+    assert handler.num_active == 0
+
+
+async def test_server_serves_once(net):
+    server = await net.serve(FakeHandler())
+    with pytest.raises(StartupFailed, match="once"):
+        await server.serve(net.address)

@@ -1,0 +1,239 @@
+"""Requests on a connection, over real sockets."""
+
+import asyncio
+
+import pytest
+from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+
+from medialane.core.errors import (
+    GenerationFailed,
+    InvalidFeature,
+    NoWorkerReady,
+    PromptRejected,
+)
+from medialane.core.request import CompletionDelta, OutputDelta
+from medialane.rpc import FakeHandler, RpcConfig
+from medialane.rpc.framing import append_frame
+from medialane.rpc.messages import Abort, Failed, Released, Submit
+
+HOUR_S = 3600.0
+
+
+async def test_answer_streams_to_the_gateway(net):
+    await net.serve(FakeHandler([5, 6, 7]))
+    client = await net.connect()
+    assert await tokens_of(client.submit(engine_request("r"))) == [5, 6, 7]
+
+
+async def test_answer_streams_over_tcp(tcp_net):
+    await tcp_net.serve(FakeHandler([5, 6, 7]))
+    client = await tcp_net.connect()
+    assert await tokens_of(client.submit(engine_request("r"))) == [5, 6, 7]
+
+
+async def test_thousand_requests_at_once_are_answered_and_released(net):
+    server = await net.serve(FakeHandler([1, 2, 3], delay_s=0.005))
+    client = await net.connect()
+    remotes = [client.submit(engine_request(f"r{i}")) for i in range(1000)]
+    assert await asyncio.gather(*map(tokens_of, remotes)) == [[1, 2, 3]] * 1000
+    assert all(await asyncio.gather(*(remote.released() for remote in remotes)))
+    assert (client.num_in_flight, server.num_in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "shown", [PromptRejected("too long", param="messages"), NoWorkerReady("full", retry_after_s=7)]
+)
+async def test_error_of_the_tree_reaches_the_gateway_as_it_was(net, shown):
+    await net.serve(FakeHandler(error=shown, fail_at=1))
+    remote = (await net.connect()).submit(engine_request("r"))
+    with pytest.raises(type(shown), match=shown.message) as caught:
+        await tokens_of(remote)
+    assert (caught.value.param, caught.value.retry_after_s) == (shown.param, shown.retry_after_s)
+    assert await remote.released()
+
+
+async def test_foreign_error_is_logged_and_not_shown(net, caplog):
+    await net.serve(FakeHandler(error=ZeroDivisionError("secret detail")))
+    remote = (await net.connect()).submit(engine_request("r"))
+    with pytest.raises(GenerationFailed) as caught:
+        await tokens_of(remote)
+    assert "secret" not in caught.value.message
+    assert "secret detail" in caplog.text
+    assert await remote.released()
+
+
+async def test_one_failing_request_leaves_the_others_alone(net):
+    await net.serve(FakeHandler([1, 2], delay_s=0.02))
+    client = await net.connect()
+    good = client.submit(engine_request("good"))
+    bad = client.submit(engine_request("bad"))
+    bad.abort()
+    assert await tokens_of(good) == [1, 2]
+
+
+async def test_answer_that_ends_unfinished_is_a_failure(net):
+    await net.serve(FakeHandler([]))
+    remote = (await net.connect()).submit(engine_request("r"))
+    with pytest.raises(GenerationFailed, match="before it was finished"):
+        await tokens_of(remote)
+
+
+async def test_step_larger_than_a_message_fails_its_request_alone(net):
+    class Talkative(FakeHandler):
+        async def run(self, request):
+            text = "x" * 5000 if request.request_id == "large" else "x"
+            yield OutputDelta(request.request_id, [CompletionDelta(0, text, [1])], finished=True)
+
+    await net.serve(Talkative(), RpcConfig(max_frame_bytes=4096))
+    client = await net.connect()
+    with pytest.raises(GenerationFailed, match="larger than a message"):
+        await tokens_of(client.submit(engine_request("large")))
+    assert await tokens_of(client.submit(engine_request("small"))) == [1]
+
+
+async def test_abort_cancels_the_generator_and_is_answered_by_released(net):
+    handler = FakeHandler(range(1000), delay_s=0.005, release_s=0.05)
+    await net.serve(handler)
+    remote = (await net.connect()).submit(engine_request("r"))
+    await anext(remote)
+    remote.abort()
+    assert handler.num_active == 1
+    assert await remote.released()
+    assert (handler.num_active, handler.num_cancelled) == (0, 1)
+
+
+async def test_release_comes_after_the_generator_has_let_go(net):
+    handler = FakeHandler([1], release_s=0.1)
+    await net.serve(handler)
+    remote = (await net.connect()).submit(engine_request("r"))
+    assert await tokens_of(remote) == [1]
+    assert handler.num_active == 1
+    assert await remote.released()
+    assert handler.num_active == 0
+
+
+async def test_second_abort_does_not_interrupt_the_letting_go(net, raw):
+    handler = FakeHandler([1, 2], delay_s=HOUR_S, release_s=0.1)
+    await net.serve(handler)
+    gateway = await raw()
+    gateway.send(Submit(engine_request("r")))
+    await eventually(lambda: handler.num_active == 1)
+    gateway.send(Abort("r"))
+    await eventually(lambda: handler.num_cancelled == 1)
+    gateway.send(Abort("r"))
+    await asyncio.sleep(0.03)
+    assert handler.num_active == 1, "the second abort cut the release short"
+    await gateway.next(Released)
+
+
+async def test_abort_in_the_same_packet_as_its_submit_is_released(net, raw):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler)
+    gateway = await raw()
+    buffer = bytearray()
+    for message in (Submit(engine_request("r")), Abort("r")):
+        append_frame(buffer, message, 4096)
+    gateway.write(bytes(buffer))
+    assert await gateway.next(Released) == Released("r")
+    assert handler.num_active == 0
+
+
+async def test_lost_gateway_closes_its_generators(net):
+    handler = FakeHandler(range(1000), delay_s=0.005)
+    server = await net.serve(handler)
+    client = await net.connect()
+    for i in range(10):
+        client.submit(engine_request(f"r{i}"))
+    await eventually(lambda: handler.num_active == 10)
+    await client.close()
+    await eventually(lambda: server.num_in_flight == 0)
+    assert (handler.num_active, handler.num_cancelled) == (0, 10)
+
+
+async def test_oversize_frame_of_a_gateway_ends_its_connection_and_its_requests(net, raw):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler, RpcConfig(max_frame_bytes=100_000))
+    gateway = await raw()
+    gateway.send(Submit(engine_request("r")))
+    await eventually(lambda: handler.num_active == 1)
+    gateway.write((100_001).to_bytes(4, "big"))
+    assert await gateway.hung_up()
+    await eventually(lambda: handler.num_active == 0)
+
+
+async def test_request_whose_content_is_unreadable_fails_alone(net, raw):
+    await net.serve(FakeHandler([1]))
+    gateway = await raw()
+    gateway.write(raw_frame(["Submit", {"request_id": "bad", "prompt": {"type": "expanded"}, "sampling_params": b""}]))
+    failed = await gateway.next(Failed)
+    assert (failed.request_id, failed.error.code) == ("bad", InvalidFeature.code)
+    assert await gateway.next(Released) == Released("bad")
+    gateway.send(Submit(engine_request("good")))
+    assert await gateway.next(Released) == Released("good")
+
+
+async def test_duplicate_request_id_is_refused_and_the_first_goes_on(net, raw):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler)
+    gateway, other = await raw(), await raw()
+    gateway.send(Submit(engine_request("r")))
+    await eventually(lambda: handler.num_active == 1)
+    gateway.send(Submit(engine_request("r")))
+    assert (await gateway.next(Failed, Released)).error.code == GenerationFailed.code
+    other.send(Submit(engine_request("r")))
+    assert (await other.next(Failed, Released)).error.code == GenerationFailed.code
+    assert await other.next(Failed, Released) == Released("r")
+    assert (len(handler.requests), handler.num_active) == (1, 1)
+    gateway.send(Abort("r"))
+    assert await gateway.next(Failed, Released) == Released("r")
+
+
+async def test_more_requests_than_allowed_are_refused(net, raw):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler, RpcConfig(max_in_flight=2))
+    gateway = await raw()
+    for i in range(3):
+        gateway.send(Submit(engine_request(f"r{i}")))
+    failed = await gateway.next(Failed)
+    assert (failed.request_id, failed.error.code) == ("r2", NoWorkerReady.code)
+    assert await gateway.next(Released) == Released("r2")
+
+
+async def test_gateway_that_does_not_read_pauses_its_generators(net, raw):
+    handler = FakeHandler(range(1_000_000))
+    await net.serve(handler, RpcConfig(heartbeat_interval_s=5.0, heartbeat_timeout_s=10.0))
+    gateway = await raw()
+    gateway.send(Submit(engine_request("r", num_tokens=1000)))
+    await asyncio.sleep(0.3)
+    before = handler.num_tokens
+    await asyncio.sleep(0.2)
+    assert handler.num_tokens == before < 100_000
+    assert handler.num_active == 1
+
+
+async def test_gateway_that_pings_and_does_not_read_is_dropped(net, raw):
+    await net.serve(FakeHandler(), RpcConfig(max_write_buffer_bytes=10_000, max_frame_bytes=10_000))
+    gateway = await raw()
+    with pytest.raises(ConnectionError):
+        await gateway.flood(raw_frame(["Ping", 1 << 60]) * 100)
+
+
+async def test_silent_gateway_is_dropped_with_its_requests(net, raw):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler, RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3))
+    gateway = await raw()
+    gateway.send(Submit(engine_request("r")))
+    await eventually(lambda: handler.num_active == 1)
+    await eventually(lambda: handler.num_active == 0)
+    assert await gateway.hung_up()
+
+
+async def test_load_is_reported_at_changes_and_by_heartbeat(net):
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler)
+    client = await net.connect()
+    client.submit(engine_request("r"))
+    await eventually(lambda: client.load.num_running == 1)
+    handler.num_active = 5  # a change that no request of this gateway made
+    await eventually(lambda: client.load.num_running == 5)
+    handler.num_active = 1
