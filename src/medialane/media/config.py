@@ -1,0 +1,130 @@
+"""What media a client may send, from where, and how long getting it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from medialane.core.errors import StartupFailed, UnsupportedMediaType
+from medialane.core.media import Modality
+
+MIB = 1 << 20
+
+#: vLLM's own bound on pixels, and the number above which Pillow refuses to open an image.
+_PILLOW_MAX_PIXELS = 178_956_970
+
+_POSITIVE = (
+    "max_body_bytes",
+    "max_data_url_bytes",
+    "max_image_bytes",
+    "max_image_pixels",
+    "max_image_side",
+    "max_image_scans",
+    "max_items",
+    "max_url_chars",
+    "connect_timeout_s",
+    "first_byte_timeout_s",
+    "image_fetch_timeout_s",
+    "max_fetches",
+    "max_fetches_per_host",
+)
+_NOT_NEGATIVE = ("min_rate_bytes_per_s", "min_rate_grace_s", "max_redirects", "max_cached_urls", "max_fresh_s")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """How many bytes one fetch may bring and how long it may take, redirects and retry included."""
+
+    max_bytes: int
+    timeout_s: float
+
+
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and policy of media intake. A client can tighten none and raise none of them."""
+
+    max_body_bytes: Annotated[int, msgspec.Meta(description="largest request body, media inside it included")] = (
+        64 * MIB
+    )
+    max_data_url_bytes: Annotated[
+        int, msgspec.Meta(description="largest media item inside a request, as it is encoded there (base64)")
+    ] = 20 * MIB
+    max_image_bytes: Annotated[int, msgspec.Meta(description="largest encoded image, fetched or sent")] = 20 * MIB
+    max_image_pixels: Annotated[int, msgspec.Meta(description="most pixels of an image")] = 50_000_000
+    max_image_side: Annotated[int, msgspec.Meta(description="largest width or height of an image in pixels")] = 16384
+    max_image_scans: Annotated[
+        int, msgspec.Meta(description="most scans of a progressive JPEG; a normal one has about 10")
+    ] = 64
+    max_items: Annotated[
+        int, msgspec.Meta(description="most media items of one request (vLLM's --limit-mm-per-prompt applies as well)")
+    ] = 16
+    max_url_chars: Annotated[int, msgspec.Meta(description="longest media URL that is not a data: URL")] = 8192
+
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(description="hosts that media may be fetched from, exact names; none given allows every host"),
+    ] = ()
+    allowed_media_networks: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="networks (CIDR) that media may be fetched from, on any port, though they are not public"
+        ),
+    ] = ()
+    allowed_media_ports: Annotated[
+        tuple[int, ...], msgspec.Meta(description="ports of public addresses that media may be fetched from")
+    ] = (80, 443, 8000, 8080, 8443)
+    allowed_local_media_path: Annotated[
+        str | None, msgspec.Meta(description="folder whose files file: URLs may name; none given refuses file: URLs")
+    ] = None
+
+    connect_timeout_s: Annotated[float, msgspec.Meta(description="longest time to connect to a media host")] = 3.0
+    first_byte_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest wait for a media host's answer to begin, and between two reads of it")
+    ] = 5.0
+    image_fetch_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest time to fetch one image, redirects and retry included")
+    ] = 10.0
+    min_rate_bytes_per_s: Annotated[
+        float, msgspec.Meta(description="a media host that sends more slowly than this is given up; 0 is no limit")
+    ] = 10_000.0
+    min_rate_grace_s: Annotated[
+        float, msgspec.Meta(description="time after which min_rate_bytes_per_s begins to hold")
+    ] = 2.0
+    max_redirects: Annotated[int, msgspec.Meta(description="most redirects of one fetch")] = 3
+    max_fetches: Annotated[int, msgspec.Meta(description="most connections to media hosts at a time")] = 128
+    max_fetches_per_host: Annotated[int, msgspec.Meta(description="most connections to one media host")] = 32
+    max_cached_urls: Annotated[
+        int, msgspec.Meta(description="URLs whose content is remembered by its hash, as their cache headers allow")
+    ] = 16384
+    max_fresh_s: Annotated[
+        float, msgspec.Meta(description="longest time that a URL's content is taken as unchanged, whatever its headers")
+    ] = 86400.0
+
+    def validate(self) -> None:
+        """Raise StartupFailed naming the setting that cannot be."""
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"{name} must be positive")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise StartupFailed(f"{name} must not be negative")
+        if self.max_image_pixels > _PILLOW_MAX_PIXELS:
+            raise StartupFailed(f"max_image_pixels must be at most {_PILLOW_MAX_PIXELS}")
+        for network in self.allowed_media_networks:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                raise StartupFailed(f"allowed_media_networks: {error}") from error
+        if not all(0 < port < 65536 for port in self.allowed_media_ports):
+            raise StartupFailed("allowed_media_ports must be between 1 and 65535")
+        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+            raise StartupFailed(f"allowed_local_media_path {self.allowed_local_media_path} is not a folder")
+
+    def fetch_limits(self, modality: Modality) -> FetchLimits:
+        """The limits of fetching one item. Raises UnsupportedMediaType for what this gateway does not take."""
+        if modality != "image":
+            raise UnsupportedMediaType(f"this gateway takes images, not {modality}")
+        return FetchLimits(self.max_image_bytes, self.image_fetch_timeout_s)
