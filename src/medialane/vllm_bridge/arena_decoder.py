@@ -6,11 +6,11 @@ offset]}` in its place. EngineCore's input thread decodes requests with `Msgpack
 its module when it starts: `install` puts a subclass there that resolves such a descriptor.
 
 An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
-what it cannot resolve becomes zeros of the right shape, and the request is marked. A marked request is refused one step
+what it cannot resolve becomes an empty tensor, and the request is marked. A marked request is refused one step
 later, in `preprocess_add_request`, whose exceptions vLLM does catch: it fails alone, before it is scheduled, and
-nothing is computed or cached from the zeros.
+nothing is computed or cached from what is not there.
 
-`medialane_attach` and `medialane_faults` are added to EngineCore for the front end to call as utilities. Everything
+`medialane_attach` and `medialane_refused` are added to EngineCore for the front end to call as utilities. Everything
 here leans on private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; where they are
 missing, attaching fails and features travel in the message instead.
 """
@@ -34,14 +34,20 @@ logger = logging.getLogger(__name__)
 #: The key of our descriptors in the place of a tensor.
 META = "medialane"
 
+#: Refused requests that are remembered: the front end asks as soon as it sees the error.
+MAX_REFUSED = 4096
+
 
 class ArenaResolver:
-    """The arenas that this process has mapped. `attach` is called by EngineCore's main thread, `resolve` by its input
-    thread."""
+    """The arenas that this process has mapped, and the requests that it refused.
+
+    EngineCore's main thread attaches and asks, its input thread resolves and refuses; no call needs two steps of the
+    other to see one state.
+    """
 
     def __init__(self) -> None:
         self._views: dict[str, ArenaView] = {}
-        self.num_faults = 0
+        self._refused: dict[str, None] = {}
 
     def attach(self, arena: str, directory: str, nonce: str) -> bool:
         """Map an arena; True if it holds the nonce (hex). Arenas whose file is gone are let go: they have no owner."""
@@ -62,7 +68,7 @@ class ArenaResolver:
         return True
 
     def resolve(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor | None:
-        """A view of the tensor's bytes; None, counted as a fault, for whatever is not one. Never raises."""
+        """A view of the tensor's bytes; None for whatever is not one. Never raises."""
         try:
             arena, offset, nbytes, generation, tensor_offset = meta[META]
             spec = TensorSpec(dtype, tuple(shape))  # type: ignore[arg-type]  # tensor_over refuses other dtypes
@@ -70,9 +76,17 @@ class ArenaResolver:
             view = self._views[arena]
             return tensor_over(spec, view.tensor(TensorDescriptor(spec, entry, tensor_offset)))
         except Exception:  # see the theory of operation: whatever it is, it must not leave this thread
-            self.num_faults += 1
             logger.exception("a tensor cannot be read from its arena; its request is refused")
             return None
+
+    def refuse(self, request_id: str) -> None:
+        """Remember a request that could not be read; the oldest are forgotten."""
+        self._refused[request_id] = None
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def has_refused(self, request_id: str) -> bool:
+        return request_id in self._refused
 
 
 #: One per process: decoders are made by vLLM, which has no place for an argument of ours.
@@ -100,12 +114,11 @@ class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
         if META not in meta:
             if self._inner is None:
                 raise ValueError("a tensor came out of band, by a way that this engine does not know")
-            return self._inner(dtype, shape, meta)
-        found = _RESOLVER.resolve(dtype, shape, meta)
-        if found is None:
-            self._faulted = True
-            return torch.empty(0)
-        return found
+            found: torch.Tensor = self._inner(dtype, shape, meta)
+            return found
+        resolved = _RESOLVER.resolve(dtype, shape, meta)
+        self._faulted = self._faulted or resolved is None
+        return torch.empty(0) if resolved is None else resolved
 
 
 class _Refused:
@@ -121,17 +134,18 @@ def install() -> None:
 
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
         if isinstance(request.mm_features, _Refused):
+            _RESOLVER.refuse(request.external_req_id or request.request_id)
             raise InvalidFeature("the features could not be read from the arena")
         return inner(self, request)
 
     core.EngineCore.preprocess_add_request = preprocess_add_request
     core.EngineCore.medialane_attach = _attach
-    core.EngineCore.medialane_faults = _faults
+    core.EngineCore.medialane_refused = _refused
 
 
 def _attach(_engine: Any, arena: str, directory: str, nonce: str) -> bool:
     return _RESOLVER.attach(arena, directory, nonce)
 
 
-def _faults(_engine: Any) -> int:
-    return _RESOLVER.num_faults
+def _refused(_engine: Any, request_id: str) -> bool:
+    return _RESOLVER.has_refused(request_id)

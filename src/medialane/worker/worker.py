@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 #: Silences of the engine, one after the other, after which the worker ends. One may be a stall of the machine.
 MAX_SILENCES = 2
 
+#: A dying engine fails many requests at once: one look for all of them.
+SUSPICION_PAUSE_S = 0.1
+
 
 class Worker:
     """Registers gateways, generates, and watches the engine. The owner closes it, after the server and the engine."""
@@ -83,6 +86,14 @@ class Worker:
         """Unmap all arenas. Idempotent."""
         self._arenas.close()
 
+    def _compare(self, hello: Hello) -> None:
+        """Say where features of this gateway mean something else here. It sends none then: it has our card."""
+        ours, theirs = self._engine.card.processor, hello.processor
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                there, here = theirs.get(name), ours.get(name)
+                logger.warning("gateway %s: %s is %s there and %s here", hello.gateway_id, name, there, here)
+
     async def _attach(self, offer: ArenaOffer) -> bool:
         """Both this process and the engine's must find the very arena: they may have different /dev/shm."""
         return self._arenas.attach(offer.id, offer.nonce) and await self._engine.attach_arena(offer.id, offer.nonce)
@@ -101,8 +112,4 @@ class Worker:
                 await self._suspicion.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(_SUSPICION_PAUSE_S)
-
-
-#: A dying engine fails many requests at once: one look for all of them.
-_SUSPICION_PAUSE_S = 0.1
+        await asyncio.sleep(SUSPICION_PAUSE_S)

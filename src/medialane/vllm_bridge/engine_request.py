@@ -1,0 +1,111 @@
+"""Our `EngineRequest` in vLLM's terms: sampling parameters, LoRA, reasoning arguments, engine input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from vllm.inputs import mm_input, tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItems
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from medialane.core.errors import PromptRejected
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.renderer_hook import to_vllm_range
+from medialane.vllm_bridge.source_prompt import SourceRenderer
+from medialane.vllm_bridge.validation import FeatureChecker
+
+#: What the typed decoders raise for bytes that are not what they should be; an extension type is NotImplementedError.
+_UNREADABLE = (msgspec.DecodeError, NotImplementedError, TypeError, ValueError, RecursionError)
+
+
+class RequestReader:
+    """Reads requests for one engine, and checks what vLLM would believe. The owner calls `close`."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        takes_media = llm.model_config.supports_multimodal_inputs
+        self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
+        self._sources = SourceRenderer(llm.renderer, llm.model_config)
+        self._params = MsgpackDecoder(SamplingParams)
+        self._lora = MsgpackDecoder(LoRARequest)
+
+    def arguments(self, request: EngineRequest) -> dict[str, Any]:
+        """Keyword arguments of `AsyncLLM.generate`. Raises PromptRejected."""
+        with _readable("LoRA request"):
+            lora = None if request.lora is None else self._lora.decode(request.lora)
+        with _readable("reasoning arguments"):
+            reasoning = request.reasoning and msgspec.msgpack.decode(request.reasoning, type=dict[str, Any])
+        return {
+            "lora_request": lora,
+            "trace_headers": request.trace_headers,
+            "priority": request.priority,
+            "data_parallel_rank": request.data_parallel_rank,
+            "session_id": request.session_id,
+            "reasoning_ended": request.reasoning_ended,
+            "reasoning_parser_kwargs": reasoning,
+        }
+
+    def params(self, request: EngineRequest) -> SamplingParams:
+        """Raises PromptRejected. Typed: nothing of it is ever unpickled."""
+        with _readable("sampling parameters"):
+            return self._params.decode(request.sampling_params)
+
+    async def engine_input(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> Any:
+        """vLLM's engine input; features are views of `tensors`, and were checked.
+
+        Raises InvalidFeature, PromptRejected, or as `SourceRenderer.render`.
+        """
+        prompt = request.prompt
+        if isinstance(prompt, SourcePrompt):
+            return await self._sources.render(request, prompt)
+        if not prompt.features:
+            return tokens_input(prompt.token_ids, prompt=request.prompt_text, cache_salt=request.cache_salt)
+        return self._with_features(request, prompt, tensors)
+
+    def _with_features(
+        self, request: EngineRequest, prompt: ExpandedPrompt, tensors: Sequence[Sequence[memoryview]]
+    ) -> Any:
+        if self._checker is None:
+            raise PromptRejected("this model takes no media")
+        items = [decode_item(f.header, data) for f, data in zip(prompt.features, tensors, strict=True)]
+        self._checker.check(prompt, items)
+        kwargs: dict[str, list[Any]] = {}
+        hashes: dict[str, list[str]] = {}
+        ranges: dict[str, list[Any]] = {}
+        for feature, item in zip(prompt.features, items, strict=True):
+            kwargs.setdefault(feature.modality, []).append(item)
+            hashes.setdefault(feature.modality, []).append(feature.mm_hash)
+            ranges.setdefault(feature.modality, []).append(to_vllm_range(feature.placeholder))
+        return mm_input(
+            prompt.token_ids,
+            MultiModalKwargsItems(kwargs),
+            hashes,
+            ranges,
+            prompt=request.prompt_text,
+            cache_salt=request.cache_salt,
+        )
+
+    def close(self) -> None:
+        self._sources.close()
+
+
+def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len: int) -> None:
+    """The gateway counted an unexpanded prompt in stage `url`. A prompt that leaves no room is vLLM's to refuse."""
+    left = max_model_len - len(engine_input["prompt_token_ids"])
+    if params.max_tokens is not None and 0 < left < params.max_tokens:
+        params.max_tokens = left
+        params.min_tokens = min(params.min_tokens, left)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise PromptRejected(f"the request's {what} cannot be read") from error
