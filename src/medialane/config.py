@@ -97,7 +97,7 @@ class Setting(NamedTuple):
         return PREFIX + self.name.replace("-", "_").upper()
 
     @property
-    def unit(self) -> Literal["bytes", "seconds", None]:
+    def unit(self) -> Literal["bytes", "seconds"] | None:
         return "bytes" if self.field.endswith("_bytes") else "seconds" if self.field.endswith("_s") else None
 
 
@@ -301,10 +301,16 @@ def child_environ(
     return vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers) | inherited | _ours(config)
 
 
-def enter_environ(config: Config, model: str, vllm_args: Sequence[str], *, on_gpu: bool) -> None:
-    """Give this very process what `child_environ` gives a child. Call it before vllm is imported."""
+def enter_environ(
+    config: Config, model: str, vllm_args: Sequence[str], *, on_gpu: bool, own: Mapping[str, str] | None = None
+) -> None:
+    """Give this very process what `child_environ` gives a child. Call it before vllm is imported.
+
+    `own` is what this kind of process must have, whatever the user has set.
+    """
     for name, value in vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1).items():
         os.environ.setdefault(name, value)
+    os.environ.update(own or {})
     os.environ.update(_ours(config))
 
 

@@ -26,7 +26,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1800.0
     stop_timeout_s: Annotated[
         float, msgspec.Meta(description="how long a worker may take to stop before it is killed")
-    ] = 15.0
+    ] = 40.0
     restart_initial_s: Annotated[
         float, msgspec.Meta(description="pause before a part that died is started again; doubles each time")
     ] = 1.0

@@ -23,7 +23,7 @@ class Guard:
         self._groups: set[int] = set()
         reader, self._pipe = os.pipe()
         # -I -S: no site-packages, no startup files; this takes 10 ms and 8 MB.
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - our own script, no shell
             [sys.executable, "-I", "-S", str(Path(guard_process.__file__))],
             stdin=reader,
             stdout=subprocess.DEVNULL,

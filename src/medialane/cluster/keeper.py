@@ -123,7 +123,7 @@ class Keeper:
         limit_s = self._house.config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while not await self.part.ready.passes():
+                while not await self.part.ready.passes():  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             process.kill()

@@ -1,12 +1,12 @@
 """One life of one part: a child process that leads its own session, so that nothing of it can be left behind.
 
 A part may have children of its own (a worker has vLLM's engine core, that has more). They stay in the part's process
-group. When the part's first process ends, however it ends, the whole group is killed before anybody is told: a restarted
-worker finds no predecessor's engine on its GPU. The group's id cannot be given to strangers meanwhile, because its
-leader is looked at (`WNOWAIT`) but not reaped until the group has been killed.
+group. When the part's first process ends, however it ends, the whole group is killed before anybody is told: a
+restarted worker finds no predecessor's engine on its GPU. The group's id cannot be given to strangers meanwhile: its
+leader is not reaped before the group has been killed.
 
-Three things keep parts from outliving a supervisor that was killed: the kernel's parent-death signal for the part
-itself, the guard for the whole group, and nothing else; a part that ignores both signals is killed by the guard.
+Two things keep parts from outliving a supervisor that was killed: the kernel's parent-death signal asks the part
+itself, and the guard then kills what is left of the group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PartProcess:
         Raises OSError when there is nothing to start.
         """
         started_at = time.monotonic()
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 - our own command lines, no shell
             list(argv),
             env=dict(environ),
             stdin=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ class PartProcess:
         status = self._process.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_GROUP_END_S):
-                while self._group_lives():
+                while self._group_lives():  # noqa: ASYNC110 - strangers to us: nobody tells
                     await asyncio.sleep(_POLL_S)
         return status
 

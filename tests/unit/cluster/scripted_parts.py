@@ -76,7 +76,7 @@ def is_running(pid: int) -> bool:
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is looked at are processes and files
             await asyncio.sleep(0.02)
 
 

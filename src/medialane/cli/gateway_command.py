@@ -1,0 +1,49 @@
+"""`medialane gateway`: the command line of a gateway alone; `gateway.py` is what it runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cluster.placement import find_hardware
+from medialane.config import RoomName, enter_environ, load_config, process_environ
+from medialane.observability.logging import configure
+from medialane.rpc.address import parse_address
+
+ROOMS: tuple[RoomName, ...] = ("server", "gateway", "media", "prepare", "arena", "transfer", "rpc", "logging")
+_COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "rpc-token", "log-level")
+
+#: vLLM's app asks the media connector of this name for every URL: ours, which leaves fetching to the gateway.
+_OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
+
+_EPILOG = """\
+example:
+  medialane worker ./model --listen tcp://10.0.0.2:7000        # there, with MEDIALANE_RPC_TOKEN set
+  medialane gateway ./model --worker tcp://10.0.0.2:7000       # here, with the same"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("model", metavar="MODEL", help="the model that the workers serve: a folder or a name on a hub")
+    parser.add_argument(
+        "--worker",
+        metavar="ADDRESS",
+        action="append",
+        required=True,
+        dest="workers",
+        help="a worker: unix:/path or tcp://host:port; once for each",
+    )
+    add_settings(parser, ROOMS, common=_COMMON)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Raises StartupFailed."""
+    config = load_config(given_settings(args), file=args.config, rooms=ROOMS)
+    configure(config.logging)
+    for address in args.workers:
+        parse_address(address)
+    on_gpu = bool(find_hardware(process_environ()).gpus)
+    enter_environ(config, args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
+    from medialane.cli import gateway  # vllm reads its environment when it is imported
+
+    return gateway.run(config, args.model, args.vllm_args, args.workers)

@@ -1,0 +1,129 @@
+"""The command `medialane`: finds the subcommand, and loads nothing but it.
+
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. What follows a lone `--` belongs to vLLM
+and arrives as `args.vllm_args`; the whole command line as `args.argv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from medialane import __version__
+from medialane.core.errors import StartupFailed
+
+#: What a failed start-up's one line begins with; the supervisor looks for it in the logs of its parts.
+ERROR_PREFIX = "medialane: error: "
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """`usage` follows the command's name; only who takes vLLM's flags says so there."""
+
+    module: str
+    help: str
+    usage: str | None = None
+
+    @property
+    def takes_vllm_args(self) -> bool:
+        return self.usage is not None
+
+
+_VLLM = "[settings] [-- any flag of vLLM's engine or server]"
+
+COMMANDS = {
+    "serve": Command(
+        "serve", "gateway, preparers and vLLM workers on this machine, behind one address", f"MODEL {_VLLM}"
+    ),
+    "gateway": Command(
+        "gateway_command", "a gateway alone, for workers that run elsewhere", f"MODEL --worker ADDRESS [...] {_VLLM}"
+    ),
+    "worker": Command("worker_command", "a vLLM worker alone", f"MODEL --listen ADDRESS {_VLLM}"),
+    "demo": Command("demo", "photos through the whole system on a tiny model, compared with plain vLLM"),
+    "bench": Command("bench", "run a benchmark"),
+    "doctor": Command("doctor", "look at this machine and say what is missing"),
+}
+
+_EPILOG = """\
+examples:
+  medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
+  medialane serve ./model --workers 2 --arena-size 4GiB -- --max-model-len 8192 --api-key secret
+  medialane doctor
+
+`medialane COMMAND --help` tells more about each."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except StartupFailed as error:
+        print(ERROR_PREFIX + error.message, file=sys.stderr, flush=True)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    top = _top_parser()
+    if not words or words[0] not in COMMANDS:
+        top.parse_args(words[:1] or ["--help"])  # ends here: help, version, or what is wrong
+        return _EXIT_USAGE
+    name, *rest = words
+    command = COMMANDS[name]
+    try:
+        module = importlib.import_module(f"medialane.cli.{command.module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("medialane"):
+            raise
+        raise StartupFailed(f"`medialane {name}` needs the package {error.name}, which is not installed") from error
+    return int(module.run(_parse(name, command, module.add_arguments, rest)))
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="medialane",
+        description="Decode once, route to the cache, hand over without copying: a multimodal gateway for vLLM.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"medialane {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help)
+    return parser
+
+
+def _parse(
+    name: str, command: Command, add_arguments: Callable[[argparse.ArgumentParser], None], words: list[str]
+) -> argparse.Namespace:
+    ours, vllm_args = _split(words)
+    parser = argparse.ArgumentParser(
+        prog=f"medialane {name}",
+        usage=f"medialane {name} {command.usage}" if command.usage else None,
+        description=command.help[0].upper() + command.help[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(argv=ours, vllm_args=vllm_args)
+    add_arguments(parser)
+    args, unknown = parser.parse_known_args(ours)
+    if unknown:
+        hint = "\nvLLM's own flags go after a lone `--`" if command.takes_vllm_args else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if vllm_args and not command.takes_vllm_args:
+        parser.error("this command takes no vLLM flags: nothing may follow `--`")
+    return args
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in words:
+        return words, []
+    position = words.index("--")
+    return words[:position], words[position + 1 :]

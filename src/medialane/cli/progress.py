@@ -1,0 +1,105 @@
+"""What `medialane serve` shows of its parts: one line each that lives on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+#: Without a terminal: how often a part that is still starting is mentioned again.
+_REMIND_S = 15.0
+_MAX_STATUS = 90
+
+
+@dataclass
+class _State:
+    since: float
+    phase: str = "waiting for its turn"
+    seconds: float | None = None
+    last_line: str = ""
+
+    def elapsed(self) -> str:
+        return f"{self.seconds if self.seconds is not None else time.monotonic() - self.since:4.0f} s"
+
+    def status(self) -> str:
+        return (
+            f"{self.phase}: {self.last_line[-_MAX_STATUS:]}"
+            if self.phase == "starting" and self.last_line
+            else self.phase
+        )
+
+
+class Progress:
+    """Observes a supervisor. `tick` it a few times a second while parts start, `settle` it when they are ready."""
+
+    def __init__(self, parts: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr, highlight=False)
+        self._verbose = verbose
+        now = time.monotonic()
+        self._states = {part: _State(now) for part in parts}
+        self._reminded = now
+        # No refresh thread of rich's: this process forks, and what it shows changes on its event loop.
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._is_live = self._console.is_terminal
+        if self._is_live:
+            self._live.start()
+
+    def starting(self, part: str) -> None:
+        self._states[part] = _State(time.monotonic(), "starting")
+        self._say(f"{part}: starting", unless_live=True)
+
+    def ready(self, part: str, seconds: float) -> None:
+        state = self._states[part]
+        state.phase, state.seconds = "ready", seconds
+        self._say(f"{part}: ready after {seconds:.0f} s", unless_live=True)
+
+    def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
+        self._states[part].phase = f"ended ({how})"
+        again = "" if restart_in_s is None else f"; it is started again in {restart_in_s:g} s"
+        self._say(f"{part}: ended ({how}){again}")
+
+    def stopping(self, part: str) -> None:
+        self._states[part].phase = "stopping"
+        self._say(f"{part}: stopping", unless_live=True)
+
+    def printed(self, part: str, lines: Sequence[str]) -> None:
+        said = [line for line in lines if line.strip()]
+        if said:
+            self._states[part].last_line = said[-1]
+        if self._verbose:
+            for line in lines:
+                self._console.print(f"[{part}] {line}", markup=False, soft_wrap=True)
+
+    def tick(self) -> None:
+        """Show how much time has passed."""
+        if self._is_live:
+            self._live.update(self._table(), refresh=True)
+        elif time.monotonic() - self._reminded >= _REMIND_S:
+            self._reminded = time.monotonic()
+            for part, state in self._states.items():
+                if state.phase == "starting":
+                    self._say(f"{part}: {state.elapsed().strip()}, {state.status()}")
+
+    def settle(self) -> None:
+        """Leave the lines as they are; from now on events are told one by one. Idempotent."""
+        if self._is_live:
+            self.tick()
+            self._live.stop()
+            self._is_live = False
+
+    def _say(self, text: str, *, unless_live: bool = False) -> None:
+        if not (unless_live and self._is_live):
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for part, state in self._states.items():
+            mark = {"ready": "[green]ready[/]", "starting": "[yellow]...[/]"}.get(state.phase, "[dim]-[/]")
+            table.add_row(escape(part), mark, state.elapsed(), escape("" if state.phase == "ready" else state.status()))
+        return table

@@ -1,0 +1,143 @@
+"""`medialane serve`: everything on this machine, started, watched and stopped."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from medialane.arena import reap
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.progress import Progress
+from medialane.cluster import Supervisor, local
+from medialane.cluster.placement import find_hardware
+from medialane.cluster.run_directory import RunDirectory, parent_directory
+from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.config import Config, RoomName, load_config, process_environ
+from medialane.core.errors import StartupFailed
+from medialane.observability.logging import configure
+
+ROOMS: tuple[RoomName, ...] = (
+    "server",
+    "cluster",
+    "gateway",
+    "media",
+    "prepare",
+    "arena",
+    "transfer",
+    "rpc",
+    "worker",
+    "logging",
+)
+_COMMON = ("workers", "preparers", "host", "port", "arena-size", "stage", "transport", "single-gpu", "log-level")
+_TICK_S = 0.25
+_EXIT_KILLED = 130
+
+_EPILOG = """\
+A setting has one name: --arena-size, MEDIALANE_ARENA_SIZE in the environment, arena-size = "2GiB" in the file.
+Flags win over the environment, the environment over the file.
+
+examples:
+  medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
+  medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
+  medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
+
+Ctrl-C stops everything cleanly, a second one at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all parts as they come")
+    add_settings(parser, ROOMS, common=_COMMON)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
+    config = local.with_port(load_config(given_settings(args), file=args.config, rooms=ROOMS))
+    configure(config.logging)
+    environ = process_environ()
+    local.check(config, args.model, args.vllm_args)
+    reap(config.arena.directory)
+    hardware = find_hardware(environ)
+    folder = RunDirectory.create(parent_directory(environ))
+    failed = False
+    try:
+        parts = local.parts(config, args.model, args.vllm_args, folder=folder.path, hardware=hardware, environ=environ)
+        progress = Progress([part.name for part in parts], verbose=args.verbose)
+        announcement = announce(config, args.model, args.vllm_args)
+        return asyncio.run(
+            _serve(
+                lambda: Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress),
+                progress,
+                announcement,
+            )
+        )
+    except StartupFailed:
+        failed = True
+        raise
+    finally:
+        folder.close(keep=failed)
+
+
+async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, announcement: str) -> int:
+    supervisor = make_supervisor()
+    stop = _Stop(supervisor)
+    starting = asyncio.create_task(supervisor.start(), name="start")
+    stopped = asyncio.create_task(stop.asked.wait(), name="stop")
+    try:
+        while not starting.done() and not stopped.done():
+            progress.tick()
+            await asyncio.wait((starting, stopped), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        progress.settle()
+        if starting.done():
+            starting.result()
+            print(announcement, flush=True)
+            await stopped
+    finally:
+        starting.cancel()
+        stopped.cancel()
+        progress.settle()
+        await supervisor.stop()
+    return _EXIT_KILLED if stop.impatient else 0
+
+
+class _Stop:
+    """Signals: the first asks for a clean stop, the second kills."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.asked = asyncio.Event()
+        self.impatient = False
+        self._supervisor = supervisor
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.asked.is_set():
+            self.impatient = True
+            self._supervisor.kill()
+        else:
+            print("\nstopping (once more to kill)", file=sys.stderr, flush=True)
+        self.asked.set()
+
+
+def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
+    """What to tell the user who waits for the address: an example that works as it stands."""
+    url = local.base_url(config, vllm_args)
+    picture = "https://upload.wikimedia.org/wikipedia/commons/thumb/3/3a/Cat03.jpg/320px-Cat03.jpg"
+    content = [
+        {"type": "text", "text": "What is in this picture?"},
+        {"type": "image_url", "image_url": {"url": picture}},
+    ]
+    body = {"model": local.served_name(model, vllm_args), "messages": [{"role": "user", "content": content}]}
+    words = ["curl", *(["-k"] if url.startswith("https") else []), f"{url}/v1/chat/completions"]
+    words += ["-H", "Content-Type: application/json"]
+    if flag_value(vllm_args, "--api-key") or has_flag(vllm_args, "--api-key"):
+        words += ["-H", "Authorization: Bearer <your --api-key>"]
+    command = shlex.join([*words, "-d", json.dumps(body)])
+    workers = "1 worker" if config.cluster.num_workers == 1 else f"{config.cluster.num_workers} workers"
+    return f"\nmedialane serves {body['model']} with {workers} at {url}/v1\n\n  {command}\n\nCtrl-C stops it."

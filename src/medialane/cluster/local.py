@@ -1,0 +1,178 @@
+"""The processes of one machine: a gateway, and workers that listen on unix sockets in a private folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from medialane.cluster.part import HttpAnswers, Part, SocketExists
+from medialane.cluster.placement import Hardware, Placement, place_workers
+from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.config import Config, child_environ
+from medialane.core.errors import StartupFailed
+
+#: Beyond the drain that the gateway grants its requests: to close what it holds.
+_GATEWAY_STOP_S = 20.0
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+#: What `--` cannot carry, because it is ours to decide.
+_OUR_FLAGS = {
+    "--model": "give the model before `--`, right after the command",
+    "--host": "give --host before `--`",
+    "--port": "give --port before `--`",
+    "--uds": "the gateway listens on --host and --port",
+}
+
+
+def check(config: Config, model: str, vllm_args: Sequence[str]) -> None:
+    """Find out at once what would fail after a minute. Raises StartupFailed with one line for the operator."""
+    for flag, advice in _OUR_FLAGS.items():
+        if has_flag(vllm_args, flag):
+            raise StartupFailed(f"{flag} is not for vLLM here: {advice}")
+    if importlib.util.find_spec("vllm") is None:
+        raise StartupFailed("vLLM is not installed: pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+    check_model(model)
+    check_port(config.server.host, config.server.port)
+
+
+def check_model(model: str) -> None:
+    """Raises StartupFailed for a folder without a model, and for what is neither folder nor name."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("config.json", "params.json")):
+            raise StartupFailed(f"{model} is no model: there is no config.json in that folder")
+        return
+    if "://" in model or model.endswith(".gguf") or _is_hub_name(model):
+        return
+    raise StartupFailed(f"there is no model at {model}: no such folder, and no name that a model hub could have")
+
+
+def _is_hub_name(model: str) -> bool:
+    return _HUB_NAME.fullmatch(model) is not None and not model.startswith((".", "-"))
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises StartupFailed when the gateway could not listen there."""
+    try:
+        with _bound(host, port):
+            pass
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            reason = "this user may not listen there; choose a --port of 1024 or more"
+        elif isinstance(error, socket.gaierror):
+            reason = "--host is not an address of this machine"
+        elif error.errno == 98:  # EADDRINUSE
+            reason = "something listens there already; stop it or choose another --port"
+        else:
+            reason = os.strerror(error.errno or 0)
+        raise StartupFailed(f"cannot listen on {host} port {port}: {reason}") from error
+
+
+def with_port(config: Config) -> Config:
+    """The same configuration with a free port in place of port 0."""
+    if config.server.port:
+        return config
+    with _bound(config.server.host, 0) as probe:
+        server = msgspec.structs.replace(config.server, port=probe.getsockname()[1])
+    return msgspec.structs.replace(config, server=server)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+def base_url(config: Config, vllm_args: Sequence[str]) -> str:
+    """Where this machine reaches the gateway."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)  # noqa: S104 - compared
+    scheme = "https" if has_flag(vllm_args, "--ssl-keyfile", "--ssl-certfile") else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+
+
+def served_name(model: str, vllm_args: Sequence[str]) -> str:
+    """What requests call the model."""
+    return flag_value(vllm_args, "--served-model-name") or model
+
+
+def parts(
+    config: Config,
+    model: str,
+    vllm_args: Sequence[str],
+    *,
+    folder: Path,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+) -> list[Part]:
+    """The workers and the gateway, their sockets in `folder`; `environ` is what they inherit. Raises StartupFailed."""
+    placements = place_workers(
+        hardware,
+        vllm_args,
+        num_workers=config.cluster.num_workers,
+        single_gpu=config.cluster.single_gpu,
+        environ=environ,
+    )
+    inherited = child_environ(
+        config,
+        model,
+        vllm_args,
+        on_gpu=bool(hardware.gpus),
+        num_workers=config.cluster.num_workers,
+        environ=environ,
+    )
+    sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]
+    workers = [
+        _worker(i, sockets[i], placement, config, model, vllm_args, inherited) for i, placement in enumerate(placements)
+    ]
+    return [*workers, _gateway(sockets, config, model, vllm_args, inherited)]
+
+
+def _worker(
+    number: int,
+    path: Path,
+    placement: Placement,
+    config: Config,
+    model: str,
+    vllm_args: Sequence[str],
+    environ: Mapping[str, str],
+) -> Part:
+    # vLLM measures the GPU's free memory while it starts: on a shared GPU one worker after another.
+    after = f"worker {number - 1}" if config.cluster.single_gpu and number else None
+    return Part(
+        name=f"worker {number}",
+        argv=_command("worker", model, ["--listen", f"unix:{path}"], [*vllm_args, *placement.vllm_args]),
+        environ={**environ, **placement.environ},
+        ready=SocketExists(path),
+        after=after,
+        stop_timeout_s=config.cluster.stop_timeout_s,
+    )
+
+
+def _gateway(
+    sockets: Sequence[Path], config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
+) -> Part:
+    addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
+    return Part(
+        name="gateway",
+        argv=_command("gateway", model, addresses, vllm_args),
+        environ=environ,
+        ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
+        layer=1,
+        stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
+    )
+
+
+def _command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:
+    """Settings travel in the environment, vLLM's flags as they came."""
+    return (sys.executable, "-m", "medialane", name, model, *flags, *(["--", *vllm_args] if vllm_args else []))

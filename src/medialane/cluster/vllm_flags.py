@@ -1,0 +1,48 @@
+"""The few of vLLM's flags that matter before vLLM is loaded, read from a command line as vLLM would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from medialane.core.errors import StartupFailed
+
+
+def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
+    """The last value of a flag that goes by any of `names`; None if it is not there.
+
+    As vLLM's parser does: `--a-b v`, `--a-b=v` and `--a_b v` are the same.
+    """
+    found = None
+    for position, arg in enumerate(vllm_args):
+        name, equals, value = arg.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name not in names:
+            continue
+        if equals:
+            found = value
+        elif position + 1 < len(vllm_args):
+            found = vllm_args[position + 1]
+    return found
+
+
+def has_flag(vllm_args: Sequence[str], *names: str) -> bool:
+    """Whether a flag is there, with a value or without."""
+    return any(arg.partition("=")[0].replace("_", "-") in names for arg in vllm_args)
+
+
+def gpus_per_worker(vllm_args: Sequence[str]) -> int:
+    """How many GPUs one engine takes. Raises StartupFailed for sizes that are no numbers."""
+    size = _positive(vllm_args, "--tensor-parallel-size", "-tp") * _positive(
+        vllm_args, "--pipeline-parallel-size", "-pp"
+    )
+    if has_flag(vllm_args, "--data-parallel-size-local", "-dpl"):
+        return size * _positive(vllm_args, "--data-parallel-size-local", "-dpl")
+    return size * _positive(vllm_args, "--data-parallel-size", "-dp")
+
+
+def _positive(vllm_args: Sequence[str], *names: str) -> int:
+    value = flag_value(vllm_args, *names) or "1"
+    if not value.isdigit() or int(value) < 1:
+        raise StartupFailed(f"{names[0]} {value}: must be a whole number of at least 1")
+    return int(value)

@@ -1,0 +1,79 @@
+import os
+
+import pytest
+
+from medialane.cluster.keeper import failure_report
+from medialane.cluster.part_log import PartLog
+
+
+@pytest.fixture
+def log(tmp_path):
+    return PartLog(tmp_path / "part.log", 1000)
+
+
+def write(log: PartLog, text: str, *, read: bool = True) -> None:
+    descriptor = log.open()
+    os.write(descriptor, text.encode())
+    os.close(descriptor)
+    if read:
+        log.read()
+
+
+def test_lines_come_once_and_only_when_complete(log):
+    write(log, "one\ntw", read=False)
+    assert log.read() == ["one"]
+    assert log.read() == []
+    write(log, "o\n", read=False)
+    assert log.read() == ["two"]
+
+
+def test_log_of_a_part_that_never_wrote_is_empty(log):
+    assert log.read() == []
+    assert log.last_line == ""
+
+
+def test_colours_and_rewritten_progress_bars_are_taken_out(log):
+    write(log, "\x1b[31mred\x1b[0m\n 1%\r 50%\r100%\n", read=False)
+    assert log.read() == ["red", "100%"]
+
+
+def test_file_is_cut_when_it_is_too_long_and_its_newer_half_kept(log):
+    writer = log.open()
+    for i in range(60):
+        os.write(writer, f"line {i:014}\n".encode())
+    log.read()
+    assert log.path.stat().st_size == 0
+    assert log.path.with_suffix(".old").read_text().splitlines()[-1] == f"line {59:014}"
+    os.write(writer, b"after\n")
+    os.close(writer)
+    assert log.read() == ["after"]
+    assert log.path.read_text() == "after\n"
+
+
+def test_first_exception_is_the_cause_and_not_its_consequence(log):
+    write(
+        log,
+        "INFO loading\n"
+        "(EngineCore pid=7) ERROR ValueError: max_num_batched_tokens is too small\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n",
+    )
+    assert log.first_exception() == "ValueError: max_num_batched_tokens is too small"
+
+
+def test_report_of_a_silent_part_says_how_it_ended(log):
+    assert failure_report("worker 0", "killed by SIGKILL", log) == "worker 0 did not start: killed by SIGKILL"
+
+
+def test_report_shows_the_end_of_the_log_and_where_it_is(log):
+    write(log, "".join(f"line {i}\n" for i in range(40)))
+    head, where, *lines = failure_report("worker 0", "exit status 1", log).splitlines()
+    assert head == "worker 0 did not start: exit status 1"
+    assert str(log.path) in where
+    assert lines[-1] == "  | line 39"
+    assert len(lines) == 15
+
+
+def test_tail_of_a_new_life_does_not_show_the_old_one(log):
+    write(log, "ValueError: of the first life\n")
+    os.close(log.open())
+    assert log.first_exception() is None

@@ -1,0 +1,57 @@
+import io
+import logging
+
+import pytest
+
+from medialane.observability.logging import LoggingConfig, configure, redact, request_id
+
+
+@pytest.fixture
+def root_restored():
+    root, ours = logging.getLogger(), logging.getLogger("medialane")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], level, ours_level = before
+    root.setLevel(level)
+    ours.setLevel(ours_level)
+
+
+@pytest.mark.usefixtures("root_restored")
+def test_line_has_level_place_and_request():
+    stream = io.StringIO()
+    configure(LoggingConfig(level="info"), stream)
+    token = request_id.set("chatcmpl-1")
+    logging.getLogger("medialane.gateway.workers").info("worker %s is ready", "w0")
+    request_id.reset(token)
+    logging.getLogger("medialane.x").debug("not this")
+    logging.getLogger("aiohttp").info("nor this")
+    assert stream.getvalue().endswith(" INFO medialane.gateway.workers [chatcmpl-1]: worker w0 is ready\n")
+    assert stream.getvalue().count("\n") == 1
+
+
+@pytest.mark.usefixtures("root_restored")
+def test_secrets_in_a_traceback_are_taken_out_too():
+    stream = io.StringIO()
+    configure(LoggingConfig(), stream)
+    try:
+        raise ValueError("GET https://user:pw@host/a.png?sig=abc")
+    except ValueError:
+        logging.getLogger("medialane").exception("failed")
+    text = stream.getvalue()
+    assert "ValueError" in text
+    assert "pw" not in text
+    assert "abc" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("see data:image/png;base64,iVBORw0KGgo= there", "see data:image/png;base64,... there"),
+        ("https://u:p@h/x", "https://***@h/x"),
+        ("at 'https://h/x?Signature=s&b=1'", "at 'https://h/x?***'"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("nothing to hide: a@b, x?y", "nothing to hide: a@b, x?y"),
+    ],
+)
+def test_what_must_not_be_kept_is_redacted(text, expected):
+    assert redact(text) == expected

@@ -1,0 +1,102 @@
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.observability.metrics import Metrics
+from medialane.observability.timeline import StageTimeline
+
+
+@dataclass
+class Arena:
+    size_bytes: int = 100
+    free_bytes: int = 50
+    writing_bytes: int = 10
+    published_bytes: int = 40
+    pinned_bytes: int = 15
+    num_entries: int = 3
+    num_leases: int = 2
+    num_evictions: int = 7
+
+
+@dataclass
+class Preparers:
+    num_alive: int = 2
+    num_busy: int = 1
+    num_queued: int = 4
+    num_restarts: int = 5
+    num_done: int = 9
+    num_failed: int = 6
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry):
+    return Metrics(registry)
+
+
+def test_request_is_counted_by_stage_outcome_and_bytes(metrics, registry):
+    timeline = StageTimeline()
+    timeline.add("decode", 0.02)
+    timeline.num_hits, timeline.num_misses, timeline.copied_bytes = 2, 1, 1000
+    metrics.observe(timeline)
+    assert registry.get_sample_value("medialane_stage_seconds_sum", {"stage": "decode"}) == pytest.approx(0.02)
+    assert registry.get_sample_value("medialane_request_seconds_count") == 1
+    assert registry.get_sample_value("medialane_copied_bytes_total") == 1000
+    lookups = "medialane_cache_lookups_total"
+    assert registry.get_sample_value(lookups, {"kind": "feature", "outcome": "hit"}) == 2
+    assert registry.get_sample_value(lookups, {"kind": "feature", "outcome": "miss"}) == 1
+
+
+def test_failures_are_counted_by_what_failed(metrics, registry):
+    metrics.count_error("invalid_image")
+    metrics.count_fallback("features/shm", "handover_failed")
+    metrics.count_worker_lost("unix:/w0")
+    value = registry.get_sample_value
+    assert value("medialane_request_errors_total", {"code": "invalid_image"}) == 1
+    assert value("medialane_fallbacks_total", {"way": "features/shm", "reason": "handover_failed"}) == 1
+    assert value("medialane_worker_losses_total", {"worker": "unix:/w0"}) == 1
+
+
+def test_state_is_read_at_every_scrape(metrics, registry):
+    arena, preparers = Arena(), Preparers()
+    metrics.watch_arena(lambda: arena)
+    metrics.watch_preparers(lambda: preparers)
+    value = registry.get_sample_value
+    assert value("medialane_arena_bytes", {"kind": "cached"}) == 25
+    assert value("medialane_arena_evictions_total") == 7
+    assert value("medialane_preparers", {"state": "busy"}) == 1
+    assert value("medialane_preparer_restarts_total") == 5
+    arena.pinned_bytes, preparers.num_queued = 40, 0
+    assert value("medialane_arena_bytes", {"kind": "cached"}) == 0
+    assert value("medialane_preparer_queue") == 0
+
+
+def test_worker_is_in_exactly_one_state(metrics, registry):
+    workers = [
+        Endpoint("w0", "unix:/w0", ready=True, load=WorkerLoad(3, 2, 0.5), num_in_flight=4),
+        Endpoint("w1", "unix:/w1", ready=False, load=WorkerLoad(), num_in_flight=0),
+    ]
+    metrics.watch_workers(lambda: workers)
+    value = registry.get_sample_value
+    states = {
+        (w, s): value("medialane_worker_state", {"worker": w, "state": s})
+        for w in ("w0", "w1")
+        for s in ("ready", "lost")
+    }
+    assert states == {("w0", "ready"): 1, ("w0", "lost"): 0, ("w1", "ready"): 0, ("w1", "lost"): 1}
+    assert value("medialane_worker_in_flight", {"worker": "w0"}) == 4
+    assert value("medialane_worker_kv_usage_ratio", {"worker": "w0"}) == 0.5
+
+
+def test_closed_metrics_leave_the_registry_to_the_next(metrics, registry):
+    metrics.watch_arena(Arena)
+    metrics.close()
+    metrics.close()
+    assert b"medialane" not in generate_latest(registry)
+    Metrics(registry).close()
