@@ -51,17 +51,18 @@ class Report:
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> bytes:
-        document = {
-            "name": self.name,
-            "machine": machine(),
-            "versions": versions(),
-            "commit": commit(),
-            "results": self.tables,
-            "bars": self.bars,
-            "notes": self.notes,
-        }
-        return msgspec.json.format(msgspec.json.encode(document), indent=2)
+
+def document(reports: Sequence[Report], measured_on: dict[str, object]) -> bytes:
+    """The JSON of one or several reports. `measured_on` is `machine()` as it was before the first of them."""
+    found = {
+        "machine": measured_on,
+        "versions": versions(),
+        "commit": commit(),
+        "results": {report.name: report.tables for report in reports},
+        "bars": [bar for report in reports for bar in report.bars],
+        "notes": {report.name: report.notes for report in reports},
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=2)
 
 
 def machine() -> dict[str, object]:

@@ -1,0 +1,323 @@
+"""The two processes between which vLLM hands features over, without a model: its front end and its EngineCore.
+
+Both ends are vLLM's own code: `AsyncMPClient` with its encoder and sockets, and EngineCore's input and output threads
+with their decoders. In place of the scheduler and the model stands `EngineCoreEnd`, which looks at the tensor, answers,
+and tells the benchmark when. Clocks are CLOCK_MONOTONIC, one for all processes of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import uvloop
+from vllm.config import VllmConfig
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+)
+from vllm.multimodal.inputs import PlaceholderRange as VllmRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+    core,
+)
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
+from vllm.v1.serial_utils import UtilityResult
+
+from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.rpc import RpcConfig, RpcServer
+from medialane.vllm_bridge import arena_decoder, plugin
+from medialane.vllm_bridge.arena_encoder import ArenaConsumer
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.renderer_hook import to_vllm_range
+from medialane.worker import Worker, WorkerConfig
+
+#: Rows of patches: 1176 bytes each as uint8, four times that as float32 (Qwen2.5-VL; 3996 rows are a 1024x768 image).
+SIZES: dict[str, tuple[int, torch.dtype]] = {
+    "0.5 MB": (428, torch.uint8),
+    "4.7 MB": (3996, torch.uint8),
+    "18.8 MB": (3996, torch.float32),
+    "150 MB": (31888, torch.float32),
+}
+ROW = 1176
+NUM_TOKENS, PLACEHOLDER = 1016, (4, 999)
+
+#: The field of an item that holds its large tensor, as the Qwen family names it.
+PIXELS = "pixel_values"
+
+CARD = ModelCard(model="none", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "none"})
+
+
+class Seen(NamedTuple):
+    """What EngineCore saw of one request: when the view was usable, how long it took to read all of it, its sum."""
+
+    request_id: str
+    usable_ns: int
+    read_ns: int
+    total: int
+
+
+class Addresses(NamedTuple):
+    """Where the processes meet."""
+
+    engine_input: str
+    engine_output: str
+    worker: str
+    arena_directory: str
+
+
+def token_ids() -> list[int]:
+    return [7] * NUM_TOKENS
+
+
+def make_item(size: str) -> MultiModalKwargsItem:
+    """An item as Qwen2.5-VL's processor makes it, of any size."""
+    rows, dtype = SIZES[size]
+    generator = torch.Generator().manual_seed(rows)
+    noise = torch.randint(0, 256, (rows, ROW), dtype=torch.uint8, generator=generator)
+    grid = torch.tensor([1, 2, rows // 2])
+    return MultiModalKwargsItem(
+        {
+            PIXELS: MultiModalFieldElem(noise.to(dtype), MultiModalFlatField(slices=[slice(0, rows)])),
+            "image_grid_thw": MultiModalFieldElem(grid, MultiModalBatchedField()),
+        }
+    )
+
+
+def make_specs() -> list[MultiModalFeatureSpec]:
+    """One feature of each size, in the front end's heap."""
+    place = VllmRange(*PLACEHOLDER)
+    return [MultiModalFeatureSpec(make_item(size), "image", size, place, size) for size in SIZES]
+
+
+class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
+    """EngineCore with its socket threads, and nothing behind them."""
+
+    def __init__(self, tensors: Queue[Any], seen: Connection) -> None:
+        self.tensor_ipc_receiver = TensorIpcReceiver(tensors)
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+        self.aborts_queue: queue.Queue[Any] = queue.Queue()
+        self._seen = seen
+
+    def run(self, addresses: Addresses) -> None:
+        """Answer requests until the benchmark ends this process."""
+        started = threading.Event()
+        threads: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+            (self.process_input_sockets, ([addresses.engine_input], None, bytes(2), started)),
+            (self.process_output_sockets, ([addresses.engine_output], None, 0)),
+        ]
+        for target, args in threads:
+            threading.Thread(target=target, args=args, daemon=True).start()
+        while True:
+            kind, request = self.input_queue.get()
+            if kind == EngineCoreRequestType.UTILITY:
+                client, call_id, method, args = request
+                answer = EngineCoreOutputs(
+                    utility_output=UtilityOutput(call_id, result=UtilityResult(getattr(self, method)(*args)))
+                )
+            else:
+                client, answer = 0, self._answer(*request)
+            self.output_queue.put_nowait((client, answer))
+
+    def _answer(self, request: EngineCoreRequest, usable_ns: int) -> EngineCoreOutputs:
+        """Read everything, as the encoder would, and tell."""
+        pixels = pixels_of(request)
+        started = time.perf_counter_ns()
+        total = checksum(pixels)
+        self._seen.send(Seen(request.request_id, usable_ns, time.perf_counter_ns() - started, total))
+        return EngineCoreOutputs(outputs=[EngineCoreOutput(request.request_id, [1], finish_reason=FinishReason.STOP)])
+
+    def forget_pages(self) -> bool:
+        """Drop this process's page tables of the arenas: the next entry is as new to it as one never seen."""
+        for view in arena_decoder._RESOLVER._views.values():
+            view._mapping.madvise(mmap.MADV_DONTNEED)
+        return True
+
+    def _make_ready_response(self) -> EngineCoreReadyResponse:
+        facts = dict.fromkeys(EngineCoreReadyResponse.__dataclass_fields__, 1)
+        words = {"dp_stats_address": None, "dtype": "bfloat16", "vllm_version": "", "instance_id": ""}
+        flags = {"supports_lora": False, "supports_draft_weight_updates": False, "enable_sleep_mode": False}
+        return EngineCoreReadyResponse(
+            **facts | words | flags | {"kv_events_config": None, "weight_transfer_backend": None}
+        )
+
+
+def run_engine_core(addresses: Addresses, tensors: Queue[Any], seen: Connection) -> None:
+    """Be the EngineCore process."""
+    torch.set_num_threads(1)
+    core.EngineCore.preprocess_add_request = look  # what the input thread does first with a decoded request
+    plugin.register()
+    EngineCoreEnd(tensors, seen).run(addresses)
+
+
+def look(_engine: EngineCoreEnd, request: EngineCoreRequest) -> tuple[EngineCoreRequest, int]:
+    """Touch both ends of the tensor: from here on it is usable."""
+    pixels = pixels_of(request).view(-1)
+    assert pixels[0].item() >= 0 <= pixels[-1].item()
+    return request, time.perf_counter_ns()
+
+
+def pixels_of(request: EngineCoreRequest) -> torch.Tensor:
+    (feature,) = request.mm_features
+    tensor: torch.Tensor = feature.data[PIXELS].data
+    return tensor
+
+
+def checksum(pixels: torch.Tensor) -> int:
+    """Depends on every byte. Sizes here are multiples of 8."""
+    return int(pixels.view(-1).view(torch.int64).sum())
+
+
+class FrontEnd:
+    """vLLM's front end of one EngineCore; sends a feature by each of the ways, one request at a time.
+
+    For our own way it is a worker's engine (fills `worker.Engine`).
+    """
+
+    def __init__(self, addresses: Addresses, tensors: Queue[Any]) -> None:
+        self._directory = addresses.arena_directory
+        self._sender = TensorIpcSender(tensors)
+        self._consumer = ArenaConsumer(None)
+        self._client = AsyncMPClient(
+            vllm_config=_client_config(),
+            executor_class=None,
+            log_stats=False,
+            client_addresses={"input_address": addresses.engine_input, "output_address": addresses.engine_output},
+        )
+        self.card = CARD
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad()
+
+    async def attach_arena(self, arena: str, nonce: bytes) -> bool:
+        return bool(await self._client.call_utility_async("medialane_attach", arena, self._directory, nonce.hex()))
+
+    async def generate(
+        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """What `VllmEngine.generate` does with tensors, around the same encoder."""
+        features = request.prompt.features
+        items = [decode_item(f.header, datas) for f, datas in zip(features, tensors, strict=True)]
+        offered = [
+            (t, d) for f, datas in zip(features, tensors, strict=True) for t, d in zip(f.tensors, datas, strict=True)
+        ]
+        specs = [
+            MultiModalFeatureSpec(item, f.modality, f.mm_hash, to_vllm_range(f.placeholder), f.mm_hash)
+            for f, item in zip(features, items, strict=True)
+        ]
+        self._client.encoder.oob_tensor_consumer = self._consumer
+        with self._consumer.offering(offered):
+            await self._exchange(_request(request.request_id, request.prompt.token_ids, specs))
+        yield OutputDelta(request.request_id, [CompletionDelta(0, "", [1], finish_reason="stop")], finished=True)
+
+    async def send_heap(
+        self, way: str, request_id: str, token_ids: list[int], spec: MultiModalFeatureSpec
+    ) -> list[int]:
+        """Send a feature whose tensors lie in this process's heap by one of vLLM's own ways: (sent, answered) in ns."""
+        self._client.encoder.oob_tensor_consumer = self._sender if way == "torch_shm" else None
+        started = time.perf_counter_ns()
+        await self._exchange(_request(request_id, token_ids, [spec]))
+        return [started, time.perf_counter_ns()]
+
+    async def forget_pages(self) -> None:
+        await self._client.call_utility_async("forget_pages")
+
+    async def ping(self, timeout_s: float) -> None:
+        """Nothing here dies unseen."""
+
+    async def close(self) -> None:
+        self._client.shutdown()
+
+    async def _exchange(self, request: EngineCoreRequest) -> None:
+        await self._client.add_request_async(request)
+        (output,) = (await self._client.get_output_async()).outputs
+        assert output.request_id == request.request_id
+
+
+class HeapRequest(NamedTuple):
+    """The benchmark's wish: send item number `item` by `way`. `way` "" asks to forget pages."""
+
+    way: str
+    request_id: str = ""
+    item: int = 0
+
+
+def run_front_end(
+    addresses: Addresses,
+    tensors: Queue[Any],
+    wishes: Connection,
+) -> None:
+    """Be the worker's process: an RPC server for our own way, and `wishes` for vLLM's."""
+    torch.set_num_threads(1)
+    uvloop.run(_serve(addresses, tensors, wishes))
+
+
+async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) -> None:
+    specs = make_specs()
+    front_end = FrontEnd(addresses, tensors)
+    server = RpcServer(Worker(front_end, WorkerConfig(), arena_directory=addresses.arena_directory), RpcConfig())
+    await server.serve(addresses.worker)
+    waiting = asyncio.Event()
+    asyncio.get_running_loop().add_reader(wishes.fileno(), waiting.set)
+    wishes.send("ready")
+    while True:
+        await waiting.wait()
+        wish: HeapRequest = wishes.recv()
+        waiting.clear()
+        if wish.way:
+            fresh = _on_fresh_heap(specs[wish.item])
+            wishes.send(await front_end.send_heap(wish.way, wish.request_id, token_ids(), fresh))
+        else:
+            wishes.send(await front_end.forget_pages())
+
+
+def _on_fresh_heap(spec: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
+    """As a processor leaves it: every request has tensors of its own (`torch_shm` moves them away while sending)."""
+    item = MultiModalKwargsItem({name: _cloned(elem) for name, elem in spec.data.items()})
+    return MultiModalFeatureSpec(item, spec.modality, spec.identifier, spec.mm_position, spec.mm_hash)
+
+
+def _cloned(elem: Any) -> Any:
+    return type(elem)(data=elem.data.clone(), field=elem.field)
+
+
+def _request(request_id: str, token_ids: list[int], specs: list[MultiModalFeatureSpec]) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        mm_features=specs,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def _client_config() -> Any:
+    """What `AsyncMPClient` reads of a VllmConfig."""
+    whole = VllmConfig()
+    model = SimpleNamespace(multimodal_config=None, max_model_len=1)
+    return SimpleNamespace(parallel_config=whole.parallel_config, cache_config=whole.cache_config, model_config=model)

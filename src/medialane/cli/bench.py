@@ -1,0 +1,78 @@
+"""`medialane bench`: runs the checkout's `benchmarks/bench_*.py`, shows their tables, holds them against their bars.
+
+Benchmarks are no part of the package: they stand beside it in the checkout, and share `benchmarks/harness.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from medialane.core.errors import StartupFailed
+
+#: The benchmarks of a checkout: this file is src/medialane/cli/bench.py.
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+_PREFIX = "bench_"
+_ALL = "all"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
+    parser.add_argument("name", metavar="NAME", help=f"which benchmark: {known}")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds: to see that it works, its figures mean little"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark, or all of them; 0 when every bar is reached, 1 when one is missed. Raises StartupFailed."""
+    return run_benchmarks(FOLDER, args.name, json=args.json, quick=args.quick)
+
+
+def names(folder: Path) -> list[str]:
+    """The benchmarks of a folder."""
+    return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
+
+
+def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool) -> int:
+    """As `run`, for the benchmarks of `folder`. The JSON file is written after each of them, so that none is lost."""
+    wanted = _wanted(folder, name)
+    if json is not None and not json.parent.is_dir():
+        raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # so that processes started by a benchmark find it, too
+    harness = importlib.import_module("harness")
+    machine = harness.machine()
+    reports: list[Any] = []
+    for found in wanted:
+        print(f"running {found}: {_load(found).ABOUT}", flush=True)
+        report = _load(found).run(harness.Options(quick=quick))
+        print(harness.show(report), flush=True)
+        reports.append(report)
+        if json is not None:
+            json.write_bytes(harness.document(reports, machine))
+    return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
+
+
+def _wanted(folder: Path, name: str) -> list[str]:
+    if not folder.is_dir():
+        raise StartupFailed(
+            "benchmarks run from a checkout, which this installation is not: git clone the repository, pip install -e ."
+        )
+    known = names(folder)
+    if name == _ALL:
+        return known
+    if name not in known:
+        raise StartupFailed(f"there is no benchmark {name!r}; there are {', '.join(known)} and {_ALL}")
+    return [name]
+
+
+def _load(name: str) -> Any:
+    return importlib.import_module(_PREFIX + name)

@@ -1,0 +1,131 @@
+import argparse
+import json
+import sys
+
+import pytest
+
+from medialane.cli import bench
+from medialane.core.errors import StartupFailed
+
+BENCHMARK = """
+from harness import Bar, Report
+
+ABOUT = "measures nothing"
+
+
+def run(options):
+    value = 1.0 if options.quick else {value}
+    rows = [{{"what": "speed", "value": value}}]
+    return Report("{name}", {{"figures": rows}}, [Bar("{name} speed", value, 2.0, "at least")])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with benchmarks of its own and the real harness. What it makes importable ends with the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "harness.py").symlink_to(bench.FOLDER / "harness.py")
+    yield folder
+    for name in set(sys.modules) - before:
+        if name == "harness" or name.startswith("bench_"):
+            del sys.modules[name]
+
+
+def write(folder, name, value):
+    (folder / f"bench_{name}.py").write_text(BENCHMARK.format(name=name, value=value))
+
+
+def run(folder, name, file=None, quick=False):
+    return bench.run_benchmarks(folder, name, json=file, quick=quick)
+
+
+def test_reached_bars_are_success_and_the_table_is_shown(folder, capsys):
+    write(folder, "fast", 3.0)
+    assert run(folder, "fast") == 0
+    shown = capsys.readouterr().out
+    assert "measures nothing" in shown
+    assert "speed" in shown
+    assert "ok   fast speed: 3 (at least 2)" in shown
+
+
+def test_missed_bar_is_a_failure(folder, capsys):
+    write(folder, "slow", 1.5)
+    assert run(folder, "slow") == 1
+    assert "MISS slow speed: 1.5 (at least 2)" in capsys.readouterr().out
+
+
+def test_all_runs_every_benchmark_and_one_missed_bar_fails(folder, capsys):
+    write(folder, "fast", 3.0)
+    write(folder, "slow", 1.5)
+    assert run(folder, "all") == 1
+    assert "fast speed" in (shown := capsys.readouterr().out)
+    assert "slow speed" in shown
+
+
+def test_quick_reaches_the_benchmark(folder):
+    write(folder, "fast", 3.0)
+    assert run(folder, "fast", quick=True) == 1
+
+
+def test_json_says_what_was_measured_on_what(folder, tmp_path):
+    write(folder, "fast", 3.0)
+    write(folder, "slow", 1.5)
+    file = tmp_path / "figures.json"
+    run(folder, "all", file)
+    found = json.loads(file.read_text())
+    assert found["machine"]["num_cores"] >= 1
+    assert "medialane" in found["versions"]
+    assert isinstance(found["commit"], str)
+    assert found["results"] == {
+        "fast": {"figures": [{"what": "speed", "value": 3.0}]},
+        "slow": {"figures": [{"what": "speed", "value": 1.5}]},
+    }
+    assert found["bars"] == [
+        {"name": "fast speed", "value": 3.0, "limit": 2.0, "sense": "at least", "ok": True},
+        {"name": "slow speed", "value": 1.5, "limit": 2.0, "sense": "at least", "ok": False},
+    ]
+
+
+def test_figures_of_what_ran_before_a_failure_are_kept(folder, tmp_path):
+    write(folder, "fast", 3.0)
+    (folder / "bench_wrong.py").write_text("ABOUT = ''\ndef run(options): raise RuntimeError('no')\n")
+    file = tmp_path / "figures.json"
+    with pytest.raises(RuntimeError):
+        run(folder, "all", file)
+    assert set(json.loads(file.read_text())["results"]) == {"fast"}
+
+
+def test_unknown_name_is_told_the_known_ones(folder):
+    write(folder, "fast", 3.0)
+    with pytest.raises(StartupFailed, match="no benchmark 'faster'; there are fast and all"):
+        run(folder, "faster")
+
+
+def test_installation_without_checkout_is_one_clear_line(tmp_path):
+    with pytest.raises(StartupFailed, match="from a checkout") as failed:
+        run(tmp_path / "none", "fast")
+    assert "\n" not in failed.value.message
+
+
+def test_json_into_a_folder_that_is_not_there_fails_before_anything_runs(folder, tmp_path, capsys):
+    write(folder, "fast", 3.0)
+    with pytest.raises(StartupFailed, match="there is no folder"):
+        run(folder, "fast", tmp_path / "none" / "figures.json")
+    assert not capsys.readouterr().out
+
+
+def test_arguments_are_those_of_the_benchmarks_of_this_checkout(folder, monkeypatch):
+    write(folder, "fast", 3.0)
+    monkeypatch.setattr(bench, "FOLDER", folder)
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert "fast, all" in parser.format_help()
+    assert bench.run(parser.parse_args(["fast"])) == 0
+    assert bench.run(parser.parse_args(["fast", "--quick"])) == 1
+
+
+def test_this_checkout_has_the_benchmarks_of_the_readme():
+    assert {"handover", "prepare", "loop"} <= set(bench.names(bench.FOLDER))
