@@ -4,8 +4,9 @@ A setting has one name. For the arena's size it is `arena-size`: the flag is `--
 MEDIALANE_ARENA_SIZE, the line of the TOML file `arena-size = "2GiB"`. A flag wins over the environment, the environment
 over the file, the file over the default. An unknown name is an error in each of the three.
 
-Names are made from the structs: the room, then the field without `num_`, and without the `_s` of seconds. Rooms that
-speak of the whole (`server`, `cluster`) are left out, and so is the room where the field says it all.
+Names are made from the structs: the room, then the field without `num_`, without the `_s` of seconds, and without the
+room's name again. Rooms that speak of the whole (`server`, `cluster`) are left out, and so is the room where the field
+says it all.
 
 This is the only file that reads or writes the process's environment, and it does so only when asked.
 """
@@ -98,7 +99,7 @@ class Setting(NamedTuple):
 
     @property
     def unit(self) -> Literal["bytes", "seconds"] | None:
-        return "bytes" if self.field.endswith("_bytes") else "seconds" if self.field.endswith("_s") else None
+        return "bytes" if self.field.endswith("_bytes") else "seconds" if _is_seconds(self.field) else None
 
 
 _PREFIXES: Final[Mapping[str, str]] = {"server": "", "cluster": "", "logging": "log-"}
@@ -123,10 +124,17 @@ def settings() -> list[Setting]:
     return found
 
 
+def _is_seconds(field: str) -> bool:
+    return field.endswith("_s") and not field.endswith("_per_s")
+
+
 def _setting_name(room: str, field: str) -> str:
     if (room, field) in _SHORT:
         return _SHORT[room, field]
-    return _PREFIXES.get(room, room + "-") + field.removeprefix("num_").removesuffix("_s").replace("_", "-")
+    words = field.removeprefix("num_").split("_")
+    if _is_seconds(field):
+        words.pop()
+    return _PREFIXES.get(room, room + "-") + "-".join(word for word in words if word != room)
 
 
 def _unwrap(annotated: Any) -> tuple[Any, str]:

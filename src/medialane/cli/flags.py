@@ -72,7 +72,7 @@ def _metavar(setting: Setting) -> str:
         return {"bytes": "SIZE", "seconds": "SECONDS"}[setting.unit]
     if setting.type in (int, float):
         return "N"
-    return "A,B,..." if typing.get_origin(setting.type) is tuple else setting.field.upper()
+    return "A,B,..." if typing.get_origin(setting.type) is tuple else setting.name.rpartition("-")[2].upper()
 
 
 def _default(setting: Setting) -> str:

@@ -1,0 +1,53 @@
+import json
+
+import pytest
+
+from medialane.cli import doctor
+from medialane.cli.main import main
+from medialane.config import load_config
+
+IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: operator does not exist"]}'
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """In place of the process that loads torch, one that says at once what it would have found."""
+    monkeypatch.setattr(doctor, "_IMPORTS", f"print({IMPORTS!r})")
+
+
+@pytest.mark.usefixtures("light")
+def test_every_check_has_a_verdict_and_whoever_fails_an_advice(capsys):
+    assert main(["doctor", "--json", "--port", "0", "--arena-size", "16MiB"]) == 1
+    findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
+    expected = {"python", "vllm", "torch", "torchvision", "devices", "shared memory", "kernel", "open files", "port"}
+    assert expected <= set(findings)
+    assert findings["torchvision"]["verdict"] == "fail"
+    assert all(f["advice"] for f in findings.values() if f["verdict"] != "ok")
+    assert findings["vLLM plugin"]["verdict"] == "ok"
+
+
+@pytest.mark.usefixtures("light")
+def test_findings_are_shown_as_a_table(capsys):
+    main(["doctor", "--port", "0"])
+    assert "torchvision" in capsys.readouterr().out
+
+
+def test_broken_build_that_ends_python_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "_IMPORTS", "import os; os.abort()")
+    (finding,) = doctor._imports()
+    assert finding.verdict == "fail"
+
+
+def test_arena_that_does_not_fit_fails_with_how_to_enlarge_it():
+    finding = doctor._shared_memory(load_config({"arena-size": "900TiB"}, environ={}))
+    assert finding.verdict == "fail"
+    assert "--shm-size" in finding.advice
+    absent = doctor._shared_memory(load_config({"arena-directory": "/absent"}, environ={}))
+    assert absent.verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"), [("5.13.19-x", "warn"), ("5.14.0", "ok"), ("6.1.0", "ok"), ("odd", "ok")]
+)
+def test_old_kernel_is_a_warning(release, verdict):
+    assert doctor._kernel(release).verdict == verdict

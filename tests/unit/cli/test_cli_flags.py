@@ -1,0 +1,47 @@
+import argparse
+
+import pytest
+
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.serve import ROOMS
+from medialane.config import load_config, settings
+
+
+def parser(argv=(), *, common=("workers",)):
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.set_defaults(argv=list(argv))
+    add_settings(made, ROOMS, common=common)
+    return made
+
+
+def test_every_setting_of_the_configuration_is_a_flag_of_serve():
+    flags = parser().format_help() + parser(["--help-all"]).format_help()
+    assert [s.flag for s in settings() if s.flag not in flags] == []
+
+
+def test_help_shows_the_common_settings_and_all_of_them_when_asked():
+    assert "--workers" in parser().format_help()
+    assert "--rpc-heartbeat-interval" not in parser().format_help()
+    assert "--rpc-heartbeat-interval" in parser(["--help-all"]).format_help()
+
+
+def test_help_tells_defaults_with_their_units():
+    text = " ".join(parser(["--help-all"]).format_help().split())
+    assert "(default 2GiB)" in text
+    assert "(default 1800 s)" in text
+    assert "--arena-size SIZE" in text
+
+
+def test_only_what_is_given_is_passed_on():
+    args = parser().parse_args(["--workers", "3", "--single-gpu", "--arena-size=64MiB"])
+    assert given_settings(args) == {"workers": "3", "single-gpu": True, "arena-size": "64MiB"}
+    config = load_config(given_settings(args), environ={})
+    assert config.cluster.num_workers == 3
+    assert config.cluster.single_gpu is True
+    assert config.arena.size_bytes == 64 << 20
+
+
+def test_choice_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--stage", "pixels"])
+    assert "choose from" in capsys.readouterr().err

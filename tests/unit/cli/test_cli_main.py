@@ -1,0 +1,126 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from medialane import __version__
+from medialane.cli import main as main_module
+from medialane.cli.main import COMMANDS, ERROR_PREFIX, main
+from medialane.cluster.part_log import OUR_ERROR
+from medialane.core.errors import StartupFailed
+
+HEAVY = {"torch", "vllm", "transformers", "aiohttp", "rich", "numpy", "medialane.config"}
+
+
+class FakeCommand:
+    """A subcommand's module that remembers what it was given."""
+
+    def __init__(self, error=None):
+        self.args = None
+        self.error = error
+
+    def add_arguments(self, parser):
+        parser.add_argument("model")
+        parser.add_argument("--workers")
+
+    def run(self, args):
+        self.args = args
+        if self.error:
+            raise self.error
+        return 5
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def put(command):
+        monkeypatch.setattr(main_module.importlib, "import_module", lambda _: command)
+        return command
+
+    return put
+
+
+def test_help_loads_nothing_heavy_and_is_quick():
+    script = (
+        "import sys, json\n"
+        "from medialane.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - started
+    *shown, modules = done.stdout.splitlines()
+    assert not HEAVY & set(json.loads(modules))
+    assert all(any(name in line for line in shown) for name in COMMANDS)
+    assert seconds < 2  # 0.05 s on an idle machine; the list of modules is the sharper half of this test
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_no_command_shows_help_and_unknown_command_is_an_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["sevre"])
+    assert ended.value.code == 2
+    assert "sevre" in capsys.readouterr().err
+
+
+def test_what_follows_the_dashes_is_for_vllm(install):
+    command = install(FakeCommand())
+    assert main(["serve", "m", "--workers", "2", "--", "--max-model-len", "8", "--", "x"]) == 5
+    assert command.args.model == "m"
+    assert command.args.workers == "2"
+    assert command.args.vllm_args == ["--max-model-len", "8", "--", "x"]
+
+
+def test_flag_of_vllm_in_the_wrong_place_is_told_where_it_goes(install, capsys):
+    install(FakeCommand())
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "m", "--max-model-len", "8"])
+    assert ended.value.code == 2
+    assert "--max-model-len" in (err := capsys.readouterr().err)
+    assert "after a lone `--`" in err
+
+
+def test_command_without_vllm_flags_refuses_them(install, capsys):
+    install(FakeCommand())
+    with pytest.raises(SystemExit):
+        main(["doctor", "m", "--", "--enforce-eager"])
+    assert "takes no vLLM flags" in capsys.readouterr().err
+
+
+def test_flags_are_not_guessed_from_their_beginnings(install):
+    install(FakeCommand())
+    with pytest.raises(SystemExit):
+        main(["serve", "m", "--work", "2"])
+
+
+def test_failed_start_is_one_line_that_the_supervisor_finds(install, capsys):
+    install(FakeCommand(StartupFailed("port 8000 is taken")))
+    assert main(["serve", "m"]) == 2
+    assert capsys.readouterr().err == "medialane: error: port 8000 is taken\n"
+    assert ERROR_PREFIX == OUR_ERROR
+
+
+def test_interrupt_ends_with_the_shell_s_status(install):
+    install(FakeCommand(KeyboardInterrupt()))
+    assert main(["serve", "m"]) == 130
+
+
+def test_absent_package_is_named_in_one_line(monkeypatch, capsys):
+    def absent(_):
+        raise ModuleNotFoundError("No module named 'openai'", name="openai")
+
+    monkeypatch.setattr(main_module.importlib, "import_module", absent)
+    assert main(["demo"]) == 2
+    assert "`medialane demo` needs the package openai" in capsys.readouterr().err

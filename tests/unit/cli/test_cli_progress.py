@@ -1,0 +1,43 @@
+import io
+
+from rich.console import Console
+
+from medialane.cli.progress import Progress
+
+
+def make(*, terminal, verbose=False):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, color_system=None)
+    return Progress(["worker 0", "gateway"], verbose=verbose, console=console), stream
+
+
+def test_plain_output_tells_each_event_once():
+    progress, stream = make(terminal=False)
+    progress.starting("worker 0")
+    progress.printed("worker 0", ["loading [weights]"])
+    progress.tick()
+    progress.ready("worker 0", 38.4)
+    progress.ended("worker 0", "killed by SIGKILL", 2.0)
+    assert stream.getvalue().splitlines() == [
+        "worker 0: starting",
+        "worker 0: ready after 38 s",
+        "worker 0: ended (killed by SIGKILL); it is started again in 2 s",
+    ]
+
+
+def test_terminal_shows_what_a_part_does_right_now():
+    progress, stream = make(terminal=True)
+    progress.starting("worker 0")
+    progress.printed("worker 0", ["", "Loading weights [1/2]"])
+    progress.tick()
+    assert "Loading weights [1/2]" in stream.getvalue()
+    progress.settle()
+    progress.settle()
+    progress.ended("worker 0", "exit status 1", 1.0)
+    assert "started again in 1 s" in stream.getvalue()
+
+
+def test_verbose_output_has_every_line_with_its_part():
+    progress, stream = make(terminal=False, verbose=True)
+    progress.printed("gateway", ["one [red]", "two"])
+    assert stream.getvalue().splitlines() == ["[gateway] one [red]", "[gateway] two"]

@@ -1,0 +1,121 @@
+import socket
+
+import pytest
+
+from medialane.cluster import local
+from medialane.cluster.placement import Hardware
+from medialane.config import load_config
+from medialane.core.errors import StartupFailed
+
+
+def config(**flags):
+    return load_config({name.replace("_", "-"): value for name, value in flags.items()}, environ={})
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, **flags):
+    return local.parts(
+        config(**flags),
+        "org/model",
+        list(vllm_args),
+        folder=tmp_path,
+        hardware=hardware or Hardware((), 2),
+        environ={"HOME": "/root"} if environ is None else environ,
+    )
+
+
+def test_taken_port_is_one_clear_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupFailed, match=f"cannot listen on 127.0.0.1 port {port}: something listens there"):
+            local.check_port("127.0.0.1", port)
+    local.check_port("127.0.0.1", port)
+
+
+def test_address_of_another_machine_cannot_be_listened_on():
+    with pytest.raises(StartupFailed, match=r"cannot listen on 192\.0\.2\.1 port 8000: "):
+        local.check_port("192.0.2.1", 8000)
+
+
+def test_port_0_becomes_a_free_port():
+    chosen = local.with_port(config(port="0")).server.port
+    assert chosen > 0
+    local.check_port("127.0.0.1", chosen)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-3B-Instruct", "gpt2", "s3://bucket/model", "/models/x.gguf"])
+def test_names_that_vllm_can_look_up_pass(name):
+    local.check_model(name)
+
+
+@pytest.mark.parametrize("name", ["/absent/model", "./model", "a/b/c", "../x", "--model"])
+def test_path_without_a_model_is_refused(name):
+    with pytest.raises(StartupFailed, match="there is no model at"):
+        local.check_model(name)
+
+
+def test_folder_without_a_configuration_is_no_model(tmp_path, model):
+    local.check_model(model)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(StartupFailed, match=r"no config\.json"):
+        local.check_model(model)
+
+
+@pytest.mark.parametrize("flag", ["--model", "--port", "--host=1.2.3.4", "--uds"])
+def test_flags_that_are_ours_are_refused_behind_the_dashes(model, flag):
+    with pytest.raises(StartupFailed, match="is not for vLLM here"):
+        local.check(config(port="0"), model, [flag, "x"])
+
+
+def test_url_is_one_that_this_machine_reaches():
+    assert local.base_url(config(host="0.0.0.0", port="80"), []) == "http://127.0.0.1:80"
+    assert local.base_url(config(host="::", port="80"), []) == "http://[::1]:80"
+    assert local.base_url(config(), ["--ssl-keyfile", "k"]) == "https://127.0.0.1:8000"
+
+
+def test_parts_are_the_workers_and_a_gateway_that_knows_them(tmp_path):
+    first, second, gateway = make_parts(tmp_path, workers="2", vllm_args=["--max-model-len", "8"])
+    assert (first.name, second.name, gateway.name) == ("worker 0", "worker 1", "gateway")
+    assert first.argv[2:5] == ("medialane", "worker", "org/model")
+    for part in (first, second):
+        assert f"unix:{part.ready.path}" in gateway.argv
+        assert part.argv[-3:] == ("--", "--max-model-len", "8")
+    assert gateway.layer > first.layer
+    assert gateway.ready.url == "http://127.0.0.1:8000/health"
+
+
+def test_parts_load_the_configuration_that_serve_had(tmp_path):
+    worker, gateway = make_parts(tmp_path, workers="1", stage="url", rpc_token="secret")
+    for part in (worker, gateway):
+        loaded = load_config(environ=part.environ)
+        assert (loaded.gateway.stage, loaded.rpc.token) == ("url", "secret")
+        assert not any("secret" in word for word in part.argv)
+    assert worker.environ["HOME"] == "/root"
+    assert worker.environ["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in gateway.environ
+
+
+def test_workers_on_one_gpu_start_one_after_another(tmp_path):
+    first, second, _ = make_parts(tmp_path, workers="2", single_gpu=True, hardware=Hardware(("0", "1"), 8))
+    assert (first.after, second.after) == (None, "worker 0")
+    assert second.argv[-2:] == ("--gpu-memory-utilization", "0.46")
+    assert second.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_workers_on_gpus_of_their_own_start_together(tmp_path):
+    parts = make_parts(tmp_path, workers="2", hardware=Hardware(("0", "1"), 8))
+    assert [p.after for p in parts] == [None, None, None]
+    assert [p.environ.get("CUDA_VISIBLE_DEVICES") for p in parts] == ["0", "1", None]
+    assert "VLLM_CPU_KVCACHE_SPACE" not in parts[0].environ
+
+
+def test_served_name_is_the_one_that_requests_use():
+    assert local.served_name("m", []) == "m"
+    assert local.served_name("m", ["--served-model-name", "vision"]) == "vision"
