@@ -126,9 +126,9 @@ class _Stop:
 
 
 def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
-    """What to tell the user who waits for the address: an example that works as it stands."""
+    """What to tell the user who waits for the address, with an example to paste."""
     url = local.base_url(config, vllm_args)
-    picture = "https://upload.wikimedia.org/wikipedia/commons/thumb/3/3a/Cat03.jpg/320px-Cat03.jpg"
+    picture = "https://upload.wikimedia.org/wikipedia/commons/3/3a/Cat03.jpg"
     content = [
         {"type": "text", "text": "What is in this picture?"},
         {"type": "image_url", "image_url": {"url": picture}},

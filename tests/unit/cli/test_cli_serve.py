@@ -1,0 +1,141 @@
+"""The command in a process of its own, with small scripts in the place of gateway and workers."""
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from medialane.cli.serve import announce
+from medialane.config import load_config
+
+SERVE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+script = sys.argv.pop(1)
+from scripted_parts import script_part
+from medialane.cli.main import main
+from medialane.cluster import local
+local.parts = lambda *_, folder, **__: [script_part(folder, "worker 0", script, stop_timeout_s=5.0)]
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+IDLE = "print('hello', flush=True); ready(); time.sleep(60)"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)"
+
+
+class Served:
+    """A running command: what it printed so far, and where it keeps its sockets and logs."""
+
+    def __init__(self, process, stdout, runtime):
+        self.process = process
+        self.stdout = stdout
+        self.runtime = runtime
+
+    def wait_for(self, text, timeout_s=15.0):
+        deadline = time.monotonic() + timeout_s
+        while text not in self.stdout.read_text():
+            assert time.monotonic() < deadline, self.stdout.read_text()
+            assert self.process.poll() is None, self.stdout.read_text()
+            time.sleep(0.05)
+
+    def send(self, number):
+        self.process.send_signal(number)
+
+    def end(self):
+        return self.process.wait(15), self.stdout.read_text()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start the command; the folder of its sockets and logs is a private one. Everything is gone afterwards."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    started = []
+
+    def start(script, *flags):
+        runtime = Path(tempfile.mkdtemp(dir="/tmp"))
+        output = tmp_path / f"output-{len(started)}"
+        helpers = str(Path(__file__).parents[1] / "cluster")
+        words = [sys.executable, "-c", SERVE, helpers, script, str(model), "--arena-size", "16MiB", *flags]
+        environ = {"XDG_RUNTIME_DIR": str(runtime), "PATH": "/usr/bin:/bin"}
+        with output.open("wb") as stdout:
+            process = subprocess.Popen(words, stdout=stdout, stderr=subprocess.STDOUT, env=environ)
+        started.append(Served(process, output, runtime))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.process.kill()
+        served.process.wait()
+        subprocess.run(["rm", "-rf", served.runtime], check=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_everything_cleanly(serve, number):
+    served = serve(IDLE, "--port", "0")
+    served.wait_for("Ctrl-C stops it")
+    served.send(number)
+    status, text = served.end()
+    assert status == 0, text
+    assert "curl http://127.0.0.1:" in text
+    assert list(served.runtime.iterdir()) == []
+
+
+def test_second_signal_does_not_wait(serve):
+    served = serve(STUBBORN, "--port", "0")
+    served.wait_for("Ctrl-C stops it")
+    started = time.monotonic()
+    served.send(signal.SIGINT)
+    served.wait_for("once more to kill")
+    served.send(signal.SIGINT)
+    status, _ = served.end()
+    assert status == 130
+    assert time.monotonic() - started < 4
+
+
+def test_signal_during_the_start_ends_it(serve):
+    served = serve("time.sleep(60)", "--port", "0")
+    served.wait_for("worker 0: starting")
+    served.send(signal.SIGTERM)
+    status, text = served.end()
+    assert status == 0
+    assert "Ctrl-C stops it" not in text
+
+
+def test_failed_start_ends_with_the_reason_and_keeps_the_log(serve):
+    served = serve("raise ValueError('no such quantisation')", "--port", "0")
+    status, text = served.end()
+    assert status == 2
+    assert "medialane: error: worker 0 did not start: ValueError: no such quantisation" in text
+    (folder,) = served.runtime.iterdir()
+    assert "no such quantisation" in (folder / "worker-0.log").read_text()
+
+
+def test_taken_port_is_told_before_anything_starts(serve):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        served = serve(IDLE, "--port", str(taken.getsockname()[1]))
+        status, text = served.end()
+    assert status == 2
+    assert text.startswith("medialane: error: cannot listen on 127.0.0.1")
+    assert text.count("\n") == 1
+
+
+def test_logs_are_shown_when_asked(serve):
+    served = serve(IDLE, "--port", "0", "--verbose")
+    served.wait_for("[worker 0] hello")
+
+
+def test_announcement_has_what_the_flags_ask_of_a_client():
+    text = announce(load_config({"workers": "2"}, environ={}), "m", ["--api-key", "k", "--served-model-name", "vision"])
+    assert "2 workers at http://127.0.0.1:8000/v1" in text
+    assert "Authorization: Bearer" in text
+    assert '"model": "vision"' in text
+    assert "-k" not in text.split()
