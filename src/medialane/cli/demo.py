@@ -200,13 +200,13 @@ async def _ask(client: AsyncOpenAI, model: str, question: Question) -> Answer:
     started = time.perf_counter()
     response = await client.chat.completions.with_raw_response.create(
         model=model,
-        messages=[{"role": "user", "content": question.content}],  # type: ignore[typeddict-item, misc, list-item]
+        messages=[{"role": "user", "content": question.content}],  # type: ignore[misc, list-item]  # built from JSON
         max_tokens=_MAX_TOKENS,
         temperature=0,
         stream=question.stream,
         extra_body={"return_token_ids": True},
     )
-    parsed = response.parse()
+    parsed: Any = response.parse()
     token_ids: list[int] = []
     if question.stream:
         async for chunk in parsed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,8 @@ import msgspec
 from medialane.arena import Lease
 from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, NoWorkerReady
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PreparedPrompt
-from medialane.core.request import Endpoint, EngineRequest, OutputDelta, RoutingDecision
+from medialane.core.media import MediaRef
+from medialane.core.request import Endpoint, EngineRequest, OutputDelta, Prompt, RoutingDecision
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.handover import Handover
@@ -55,8 +57,13 @@ class Gateway:
         self._router = router
         self._metrics = metrics
         self._num_sent = 0
+        # A worker has several gateways, and clients may choose request ids: ours say who sent it, and which attempt.
+        self._sender = secrets.token_hex(4)
         # Placeholder expansion is pure Python over token lists: one thread keeps it off the event loop.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="assemble")
+
+    def resolve(self, url: str) -> MediaRef:
+        return current_scope().resolve(url)
 
     @property
     def ready(self) -> bool:
@@ -157,10 +164,12 @@ class Gateway:
         timeline = scope.timeline
         self._num_sent += 1
         with timeline.measure("handover"):
-            prompt, leases = request.prompt, []
+            prompt: Prompt = request.prompt
+            leases: list[Lease[Feature]] = []
             if prepared is not None:
                 prompt, leases = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
-            sent = msgspec.structs.replace(request, request_id=f"{request.request_id}#{self._num_sent}", prompt=prompt)
+            request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
+            sent = msgspec.structs.replace(request, request_id=request_id, prompt=prompt)
             remote = link.submit(sent, leases)
         sent_at = time.perf_counter()
         try:

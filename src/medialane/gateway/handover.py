@@ -32,7 +32,7 @@ class Handover:
     async def _source(self, prepared: PreparedPrompt, scope: RequestScope) -> SourcePrompt:
         items, total = [], 0
         for ref, mm_hash in zip(prepared.source.items, prepared.mm_hashes, strict=True):
-            data = await self._features.encoded(ref)
+            data = await self._features.encoded(ref, scope.timeline)
             total += len(data)
             items.append(SourceItem(ref.modality, mm_hash, data=data))
         if total > self._max_inline_bytes:

@@ -92,7 +92,7 @@ class Frontend:
         await init_app_state(client, app.state, self.args, TASKS)
         return app
 
-    async def serve(self, app: Any, sock: socket.socket, stop: Awaitable[None], drain_timeout_s: float) -> None:
+    async def serve(self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float) -> None:
         """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish."""
         args = self.args
         config = uvicorn.Config(

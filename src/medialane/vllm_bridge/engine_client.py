@@ -61,7 +61,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     @property
     def dead_error(self) -> BaseException:
-        return EngineDeadError()
+        error: BaseException = EngineDeadError()
+        return error
 
     async def get_supported_tasks(self) -> Any:
         return self._tasks
