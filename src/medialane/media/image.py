@@ -57,6 +57,7 @@ _PILLOW_ERRORS = (
     TypeError,
     LookupError,
     ArithmeticError,
+    RuntimeError,
     AttributeError,
     EOFError,
     struct.error,

@@ -1,0 +1,215 @@
+"""One HTTP fetch: vetted, bounded in bytes and time, redirects and one retry included.
+
+Theory of operation. A fetch is at most two attempts, an attempt at most `max_redirects` + 1 requests, all under one
+deadline. The second attempt is for what may pass by itself: no connection, 429, 5xx. What policy refuses is final. Only
+200 is success, and 304 if we asked conditionally. Content codings are refused, since a coding hides the size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from medialane.core.errors import (
+    EmptyMedia,
+    MediaFetchFailed,
+    MediaFetchTimeout,
+    MedialaneError,
+    MediaTooLarge,
+    TooManyRedirects,
+    UpstreamFailed,
+)
+from medialane.media.config import FetchLimits, MediaConfig
+from medialane.media.freshness import Freshness, freshness_of
+from medialane.media.url_cache import Validators
+from medialane.media.url_guard import UrlGuard
+
+_REDIRECTS = frozenset((301, 302, 303, 307, 308))
+
+#: An origin may ask for a pause of this length before the second attempt, not for more.
+MAX_RETRY_AFTER_S = 2.0
+_RETRY_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What an origin answered. `data` is None if it is what it was (304)."""
+
+    data: bytearray | None
+    freshness: Freshness
+    validators: Validators | None
+
+    def __repr__(self) -> str:
+        return f"Received({None if self.data is None else len(self.data)} bytes, {self.freshness})"
+
+
+class HttpSource:
+    """Fetches over HTTP. Made inside a running loop; whoever makes it closes it."""
+
+    def __init__(self, config: MediaConfig, *, resolver: AbstractResolver | None = None) -> None:
+        self._config = config
+        self._guard = UrlGuard(config)
+        connector = aiohttp.TCPConnector(
+            resolver=_VettingResolver(self._guard, resolver or aiohttp.ThreadedResolver()),
+            socket_factory=self._guard.open_socket,
+            use_dns_cache=False,
+            limit=config.max_fetches,
+            limit_per_host=config.max_fetches_per_host,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=config.connect_timeout_s, sock_read=config.first_byte_timeout_s
+            ),
+            headers={"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "medialane"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, url: str, limits: FetchLimits, validators: Validators | None = None) -> Received:
+        """Fetch `url`, conditionally if there are `validators`. Cancellation leaves nothing behind.
+
+        Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed,
+        MediaFetchTimeout, MediaTooLarge, EmptyMedia, UpstreamFailed.
+        """
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                try:
+                    return await self._attempt(url, limits, validators)
+                except _Transient as failure:
+                    if failure.pause_s > MAX_RETRY_AFTER_S:
+                        raise failure.error from failure
+                    await asyncio.sleep(failure.pause_s)
+                try:
+                    return await self._attempt(url, limits, validators)
+                except _Transient as failure:
+                    raise failure.error from failure
+        except TimeoutError as error:
+            raise MediaFetchTimeout("the media's host did not send it in time") from error
+
+    async def _attempt(self, url: str, limits: FetchLimits, validators: Validators | None) -> Received:
+        target = self._guard.parse(url)
+        redirected: list[Freshness] = []
+        for _ in range(self._config.max_redirects + 1):
+            asked = validators if validators is not None and validators.url == str(target) else None
+            with _mapped_errors():
+                async with self._session.get(target, allow_redirects=False, headers=_conditions(asked)) as response:
+                    if response.status not in _REDIRECTS:
+                        return await self._receive(response, target, limits, asked, redirected)
+            redirected.append(freshness_of(response.headers))
+            target = self._guard.follow(target, response.headers.get("Location"))
+        raise TooManyRedirects(f"the media URL redirects more than {self._config.max_redirects} times")
+
+    async def _receive(
+        self,
+        response: aiohttp.ClientResponse,
+        target: URL,
+        limits: FetchLimits,
+        asked: Validators | None,
+        redirected: list[Freshness],
+    ) -> Received:
+        headers = response.headers
+        freshness = freshness_of(headers)
+        for hop in redirected:
+            freshness = freshness.through(hop)
+        if response.status == 304 and asked is not None:
+            return Received(None, freshness, asked)
+        _check(response)
+        data = await self._read(response, limits)
+        validators = Validators(str(target), headers.get("ETag"), headers.get("Last-Modified"))
+        return Received(data, freshness, validators if validators.usable else None)
+
+    async def _read(self, response: aiohttp.ClientResponse, limits: FetchLimits) -> bytearray:
+        """The body, no more than its limit of it. That it is as long as declared, aiohttp checks."""
+        if (response.content_length or 0) > limits.max_bytes:
+            raise MediaTooLarge(f"the media has {response.content_length} bytes, more than {limits.max_bytes}")
+        data = bytearray()
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        async for chunk in response.content.iter_any():
+            data += chunk
+            if len(data) > limits.max_bytes:
+                raise MediaTooLarge(f"the media has more than {limits.max_bytes} bytes")
+            elapsed_s = clock() - started
+            if elapsed_s > self._config.min_rate_grace_s and len(data) < elapsed_s * self._config.min_rate_bytes_per_s:
+                raise MediaFetchTimeout("the media's host sends too slowly")
+        if not data:
+            raise EmptyMedia("the media is empty")
+        return data
+
+
+class _VettingResolver(AbstractResolver):
+    """Every answer of a name must be an address that may be dialled."""
+
+    def __init__(self, guard: UrlGuard, inner: AbstractResolver) -> None:
+        self._guard = guard
+        self._inner = inner
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found = await self._inner.resolve(host, port, family)
+        for result in found:
+            self._guard.vet(result["host"], result["port"])
+        return found
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _Transient(Exception):
+    """An attempt failed in a way that another may not; `error` is what to say if there is no other."""
+
+    def __init__(self, error: MedialaneError, pause_s: float = _RETRY_PAUSE_S) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.pause_s = pause_s
+
+
+def _conditions(validators: Validators | None) -> dict[str, str]:
+    if validators is None:
+        return {}
+    conditions = {"If-None-Match": validators.etag, "If-Modified-Since": validators.last_modified}
+    return {name: value for name, value in conditions.items() if value is not None}
+
+
+def _check(response: aiohttp.ClientResponse) -> None:
+    """Raise unless the answer is the media, as it is."""
+    if response.status == 429 or response.status >= 500:
+        raise _Transient(UpstreamFailed(f"the media's host answered {response.status}"), _pause_s(response))
+    if response.status != 200:
+        raise MediaFetchFailed(f"the media's host answered {response.status}")
+    if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+        raise MediaFetchFailed("the media's host sent a content coding that was not asked for")
+
+
+def _pause_s(response: aiohttp.ClientResponse) -> float:
+    """Retry-After in its form of seconds; a date is not worth a clock comparison for a pause of two seconds."""
+    asked = response.headers.get("Retry-After", "")
+    return float(asked[:10]) if asked.isascii() and asked.isdigit() else _RETRY_PAUSE_S
+
+
+@contextmanager
+def _mapped_errors() -> Iterator[None]:
+    """aiohttp's errors as ours. Timeouts are left to the fetch's own handler."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except aiohttp.ClientSSLError as error:
+        raise MediaFetchFailed("no secure connection to the media's host") from error
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise _Transient(MediaFetchFailed("no connection to the media's host")) from error
+    except (aiohttp.ClientError, ValueError) as error:
+        raise MediaFetchFailed("the media's host did not answer as HTTP demands") from error

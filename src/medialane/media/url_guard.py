@@ -1,0 +1,155 @@
+"""Which URLs and addresses media may be fetched from: the one place of that policy.
+
+Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So text is held to a strict
+grammar before the HTTP client's own parser sees it (what the two read must agree), and what decides is not the text but
+the address about to be dialled: the client's resolver asks about every answer of a name, and its socket factory once
+more about the address that it connects to. Every hop of a redirect passes all of it again.
+
+An address is public if it is globally reachable unicast, and so is the IPv4 address inside it if it has one (mapped,
+compatible, 6to4, Teredo, NAT64): `ipaddress.is_global` alone calls several of those global that lead inside.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from ipaddress import AddressValueError, IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from yarl import URL
+
+from medialane.core.errors import InvalidMediaUrl, MediaFetchFailed, MediaUrlForbidden, UnsupportedUrlScheme
+from medialane.media.config import MediaConfig
+
+Address = IPv4Address | IPv6Address
+
+_FORBIDDEN_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_AUTHORITY = re.compile(
+    r"https?://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[^\]]*)?\])(?::(?P<port>[0-9]{1,5}))?(?=[/?#]|\Z)",
+    re.IGNORECASE | re.ASCII,
+)
+#: A host whose last label is a number is an IPv4 address in some spelling (WHATWG URL, "ends in a number").
+_ENDS_IN_A_NUMBER = re.compile(r"(?:^|\.)(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?\Z", re.ASCII)
+
+_GLOBAL_UNICAST_6 = IPv6Network("2000::/3")
+_RELAYS_6TO4 = IPv4Network("192.88.99.0/24")
+#: IPv4 in the last 32 bits: compatible (RFC 4291), NAT64 (RFC 6052). Local NAT64 (RFC 8215) is not public at all.
+_EMBEDDING = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class UrlGuard:
+    """Answers whether a URL may be fetched and an address dialled. Its refusals are final."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        self._max_chars = config.max_url_chars
+        self._domains = frozenset(name.lower().rstrip(".") for name in config.allowed_media_domains)
+        self._ports = frozenset(config.allowed_media_ports)
+        self._networks = tuple(ip_network(network) for network in config.allowed_media_networks)
+
+    def parse(self, url: str) -> URL:
+        """The URL, fit to be requested exactly as it stands.
+
+        Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden.
+        """
+        self._check_text(url)
+        scheme = _SCHEME.match(url)
+        if scheme is None:
+            raise InvalidMediaUrl("the media URL has no scheme")
+        if scheme[1].lower() not in _DEFAULT_PORTS:
+            raise UnsupportedUrlScheme("media URLs must be http, https or data")
+        authority = _AUTHORITY.match(url)
+        if authority is None:
+            raise InvalidMediaUrl("the media URL has no valid host")
+        port = int(authority["port"] or _DEFAULT_PORTS[scheme[1].lower()])
+        self._check_host(authority["host"].lower(), port)
+        return self._client_url(url, authority["host"].strip("[]").lower(), port)
+
+    def follow(self, url: URL, location: str | None) -> URL:
+        """Where a redirect of `url` leads. Raises MediaFetchFailed, and as `parse` does."""
+        if location is None:
+            raise MediaFetchFailed("the media's host sent a redirect to nowhere")
+        self._check_text(location)
+        try:
+            target = location if _SCHEME.match(location) else str(url.join(URL(location, encoded=location.isascii())))
+        except ValueError as error:
+            raise InvalidMediaUrl("the media's host sent a redirect to an invalid URL") from error
+        parsed = self.parse(target)
+        if url.scheme == "https" and parsed.scheme != "https":
+            raise MediaUrlForbidden("the media URL redirects from https to http")
+        return parsed
+
+    def vet(self, address: str, port: int) -> None:
+        """Raise MediaUrlForbidden unless this address may be dialled."""
+        inner = tuple(_unwrap(ip_address(address)))
+        if all(any(a in network for network in self._networks) for a in inner):
+            return
+        if port not in self._ports:
+            raise MediaUrlForbidden("the media URL has a port that this gateway does not fetch from")
+        if not all(_is_public(a) or any(a in network for network in self._networks) for a in inner):
+            raise MediaUrlForbidden("the media URL leads to an address that this gateway does not fetch from")
+
+    def open_socket(self, addr_info: tuple[int, int, int, str, tuple[str | int, ...]]) -> socket.socket:
+        """The HTTP client's socket factory: the last look at an address before it is dialled."""
+        family, kind, protocol, _, (address, port, *_) = addr_info
+        self.vet(str(address), int(port))
+        return socket.socket(family, kind, protocol)
+
+    def _check_text(self, url: str) -> None:
+        if len(url) > self._max_chars:
+            raise InvalidMediaUrl(f"the media URL has {len(url)} characters, more than {self._max_chars}")
+        if _FORBIDDEN_CHARACTERS.search(url):
+            raise InvalidMediaUrl("the media URL has a space, a control character or a backslash")
+
+    def _check_host(self, host: str, port: int) -> None:
+        if self._domains and host.rstrip(".") not in self._domains:
+            raise MediaUrlForbidden("the media URL names a host that this gateway does not fetch from")
+        if "%" in host:
+            raise MediaUrlForbidden("the media URL names an address of one link")
+        if host.startswith("["):
+            try:
+                self.vet(str(IPv6Address(host[1:-1])), port)
+            except AddressValueError as error:
+                raise InvalidMediaUrl("the media URL has no valid host") from error
+        elif _ENDS_IN_A_NUMBER.search(host):
+            try:
+                self.vet(str(IPv4Address(host)), port)
+            except AddressValueError as error:
+                raise MediaUrlForbidden("the media URL spells an address in an unusual way") from error
+
+    def _client_url(self, url: str, host: str, port: int) -> URL:
+        """As the HTTP client reads it. Plain ASCII is requested byte for byte: a signed URL must not be requoted."""
+        try:
+            parsed = URL(url.partition("#")[0], encoded=url.isascii())
+            agreed = parsed.host is not None and parsed.host.lower() == host and parsed.port == port
+        except ValueError as error:
+            raise InvalidMediaUrl("the media URL is not valid") from error
+        if not agreed:
+            raise InvalidMediaUrl("the media URL is ambiguous")
+        return parsed
+
+
+def _unwrap(address: Address) -> Iterator[Address]:
+    """The addresses that a packet to `address` may end at."""
+    if isinstance(address, IPv4Address):
+        yield address
+    elif address.ipv4_mapped is not None:
+        yield address.ipv4_mapped
+    elif address.sixtofour is not None:
+        yield address.sixtofour
+    elif address.teredo is not None:
+        yield from address.teredo
+    elif any(address in network for network in _EMBEDDING):
+        yield IPv4Address(int(address) & 0xFFFFFFFF)
+    else:
+        yield address
+
+
+def _is_public(address: Address) -> bool:
+    if not address.is_global or address.is_multicast:
+        return False
+    if isinstance(address, IPv4Address):
+        return address not in _RELAYS_6TO4
+    return address in _GLOBAL_UNICAST_6

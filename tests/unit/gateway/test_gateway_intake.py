@@ -1,0 +1,307 @@
+import contextlib
+import json
+from base64 import b64encode
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medialane.core.errors import (
+    EmptyMedia,
+    InvalidBase64,
+    InvalidDataUrl,
+    InvalidMediaUrl,
+    MedialaneError,
+    MediaTooLarge,
+    TooManyMediaItems,
+)
+from medialane.gateway.intake import lift
+from medialane.media import MediaConfig
+
+CONFIG = MediaConfig()
+PIXELS = bytes(range(256)) * 20
+PNG = "data:image/png;base64," + b64encode(PIXELS).decode()
+SMALL = "data:image/gif;base64," + b64encode(b"GIF89a").decode()
+HTTP = "https://example.com/a b.png?x=%20"
+
+
+def chat(*parts, **fields) -> dict:
+    return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **fields}
+
+
+def image(url) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def lifted(document: object, config: MediaConfig = CONFIG):
+    return lift(json.dumps(document).encode(), config)
+
+
+def test_payload_becomes_a_reference_and_its_bytes():
+    found = lifted(chat({"type": "text", "text": "what?"}, image(PNG), cache_salt="tenant"))
+    assert json.loads(found.body) == chat({"type": "text", "text": "what?"}, image("medialane:0"), cache_salt="tenant")
+    (ref,) = found.refs
+    assert (ref.modality, ref.data, ref.media_type) == ("image", PIXELS, "image/png")
+    assert ref.param == "messages[0].content[1].image_url"
+    assert ref.salt == found.cache_salt == "tenant"
+
+
+def test_url_is_kept_for_fetching():
+    (ref,) = lifted(chat(image(HTTP))).refs
+    assert (ref.url, ref.data, ref.salt) == (HTTP, None, "")
+
+
+def test_references_are_numbered_in_the_order_of_the_prompt():
+    found = lifted(chat(image(PNG), image(HTTP), {"type": "text", "text": PNG}, image(SMALL)))
+    assert [ref.url or ref.data for ref in found.refs] == [PIXELS, HTTP, b"GIF89a"]
+    urls = [
+        part["image_url"]["url"] for part in json.loads(found.body)["messages"][0]["content"] if "image_url" in part
+    ]
+    assert urls == ["medialane:0", "medialane:1", "medialane:2"]
+
+
+def test_reference_is_numbered_as_its_place_says_though_fields_stand_in_another_order():
+    part = {"video_url": HTTP, "image_url": PNG}
+    found = lifted(chat(part))
+    assert json.loads(found.body)["messages"][0]["content"] == [
+        {"video_url": "medialane:1", "image_url": "medialane:0"}
+    ]
+    assert [ref.modality for ref in found.refs] == ["image", "video"]
+
+
+@pytest.mark.parametrize(
+    ("part", "modality", "name"),
+    [
+        ({"type": "image_url", "image_url": PNG}, "image", "image_url"),
+        ({"type": "input_image", "detail": "auto", "image_url": PNG}, "image", "image_url"),
+        ({"type": "video_url", "video_url": {"url": PNG}}, "video", "video_url"),
+        ({"type": "audio_url", "audio_url": {"url": PNG}}, "audio", "audio_url"),
+        ({"image_url": PNG, "uuid": "u"}, "image", "image_url"),
+    ],
+    ids=str,
+)
+def test_forms_of_a_media_part(part, modality, name):
+    (ref,) = lifted(chat(part)).refs
+    assert (ref.modality, ref.data, ref.param) == (modality, PIXELS, f"messages[0].content[0].{name}")
+
+
+def test_input_of_a_response():
+    body = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": SMALL}]}]}
+    found = lifted(body)
+    assert found.refs[0].param == "input[0].content[0].image_url"
+    assert json.loads(found.body)["input"][0]["content"][0]["image_url"] == "medialane:0"
+
+
+@pytest.mark.parametrize("data", [PIXELS, b"RIFF"])
+def test_input_audio(data):
+    part = {"type": "input_audio", "input_audio": {"data": b64encode(data).decode(), "format": "wav"}}
+    found = lifted(chat(part))
+    (ref,) = found.refs
+    assert (ref.modality, ref.data, ref.media_type) == ("audio", data, "audio/wav")
+    assert ref.param == "messages[0].content[0].input_audio"
+    (lifted_part,) = json.loads(found.body)["messages"][0]["content"]
+    assert lifted_part["input_audio"] == {"data": "medialane:0", "format": "wav"}
+
+
+@pytest.mark.parametrize("value", [None, "", {"url": None}, {"url": ""}, {}, 7, ["x"], {"url": 3}, {"url": {"a": 1}}])
+def test_part_without_a_url_is_left_alone(value):
+    body = json.dumps(chat({"type": "image_url", "image_url": value, "uuid": "known"})).encode()
+    found = lift(body, CONFIG)
+    assert (found.body, found.refs) == (body, ())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b"[]",
+        b'"text"',
+        b'{"messages": 5}',
+        b'{"messages": "hi"}',
+        b'{"messages": {"a": [1]}}',
+        b'{"messages": [1, null, "x", [2], {"content": 3}, {"content": {"a": 1}}, {"content": [[1], 2, "x", null]}]}',
+        b'{"input": [[1, 2], [3]]}',
+        b'{"input": "embed me"}',
+        b'{"temperature": NaN}',
+        b'{"messages": "\xff"}',
+        b'{"a": ' + b"[" * 100_000,
+        b'{"messages": [{"content": [{"image_url": "data:;base64,' + b"A" * 5000,
+        b";base64," + b"A" * 5000 + b'"',
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_body_of_another_form_passes_untouched(body):
+    assert lift(body, CONFIG).body == body
+    assert lift(bytearray(body), CONFIG) == lift(body, CONFIG)
+
+
+def test_escapes_are_understood():
+    escaped = PNG.replace("/", "\\/").replace("+", "\\u002b").replace("d", "\\u0064", 1)
+    body = json.dumps(chat(image("URL"))).replace("URL", escaped).replace("image_url", "image\\u005furl").encode()
+    found = lift(body, CONFIG)
+    assert found.refs[0].data == PIXELS
+    assert json.loads(found.body) == chat(image("medialane:0"))
+
+
+def test_escapes_before_a_payload_do_not_matter():
+    body = json.dumps(chat(image("URL"))).replace("URL", PNG.replace("image/png", "image\\/png")).encode()
+    assert lift(body, CONFIG).refs[0].media_type == "image/png"
+
+
+def test_payload_outside_of_media_passes_untouched():
+    text = f"look at {PNG} and\n;base64,{'B' * 3000}"
+    body = json.dumps(chat({"type": "text", "text": text}, image(HTTP)), ensure_ascii=False)
+    found = lift(body.encode(), CONFIG)
+    assert json.loads(found.body) == chat({"type": "text", "text": text}, image("medialane:0"))
+
+
+def test_every_other_byte_passes_as_it_came():
+    body = f'{{ "messages" :\n[ {{"content": [ {{"image_url" : {{"url":"{PNG}" , "x":1.50}} }} ] }} ],"é": "\\u00e9" }}'
+    assert lift(body.encode(), CONFIG).body == body.replace(PNG, "medialane:0").encode()
+
+
+def test_last_of_equal_keys_counts():
+    body = f'{{"messages":[{{"content":[{{"image_url":"{SMALL}","image_url":"{PNG}"}}]}}]}}'.encode()
+    found = lift(body, CONFIG)
+    assert json.loads(found.body)["messages"][0]["content"] == [{"image_url": "medialane:0"}]
+    assert found.refs[0].data == PIXELS
+
+
+@pytest.mark.parametrize("salt", [None, 5, ["x"], {}])
+def test_salt_that_is_no_string_is_left_to_the_application(salt):
+    found = lifted(chat(image(PNG), cache_salt=salt))
+    assert found.cache_salt is None
+    assert found.refs[0].salt == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("medialane:0", InvalidMediaUrl),
+        ("MediaLane:1", InvalidMediaUrl),
+        ("data:image/png;base64,", EmptyMedia),
+        ("data:image/png,xyz", InvalidDataUrl),
+        ("data:image/png;base64", InvalidDataUrl),
+        ("data:image/png;base64;x=1,AAAA", InvalidDataUrl),
+        ("data:,;base64," + "A" * 4096, InvalidDataUrl),
+        ("data:image/png;base64,????", InvalidBase64),
+        ("data:image/png;base64,AAA", InvalidBase64),
+        ("data:image/png;base64,AA AA", InvalidBase64),
+        ("data:image/png;base64," + "_-" * 2000, InvalidBase64),
+        ("data:image/png;base64," + "é" * 2000, InvalidBase64),
+        ("data:image/png;base64," + "A" * 2000 + ",AA", InvalidBase64),
+        ("data:" + "x" * 5_000_000 + ";base64,AAAA", InvalidDataUrl),
+        ("data:image/png;base64," + "A" * (21 << 20), MediaTooLarge),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else value.__name__,
+)
+def test_error_names_the_field(url, error):
+    with pytest.raises(error) as raised:
+        lifted({"messages": [{"content": "x"}, {"content": [{"type": "text", "text": "x"}, image(url)]}]})
+    assert raised.value.param == "messages[1].content[1].image_url"
+    assert len(raised.value.message) < 200
+
+
+def test_body_with_a_lone_surrogate_passes_untouched():
+    body = json.dumps(chat(image("https://a/\ud800"), image(PNG))).encode()
+    assert lift(body, CONFIG).body == body
+
+
+def test_too_many_items_are_refused_before_any_is_decoded():
+    with pytest.raises(TooManyMediaItems) as raised:
+        lifted(chat(*[image("data:nonsense")] * 17))
+    assert raised.value.param == "messages[0].content[16].image_url"
+    assert "17" in raised.value.message
+
+
+def test_limit_holds_over_all_messages():
+    config = MediaConfig(max_items=2)
+    message = {"role": "user", "content": [image(HTTP)]}
+    assert len(lifted({"messages": [message] * 2}, config).refs) == 2
+    with pytest.raises(TooManyMediaItems):
+        lifted({"messages": [message] * 3}, config)
+
+
+def test_more_strings_than_are_looked_at_are_lifted_all_the_same():
+    filler = [{"type": "text", "text": f";base64,{n}"} for n in range(300)]
+    found = lifted(chat(*filler, image(PNG)))
+    assert found.refs[0].data == PIXELS
+    assert json.loads(found.body) == chat(*filler, image("medialane:0"))
+
+
+URLS = st.one_of(
+    st.binary(min_size=1, max_size=2000).map(lambda data: "data:image/png;base64," + b64encode(data).decode()),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+        lambda url: not url.lower().startswith(("data:", "medialane:"))
+    ),
+)
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.sampled_from([PNG, ";base64,", f'"{PNG}\\', ";base64," + "C" * 2000, 'x";base64,' + "\\" * 1500, "\\"]),
+    st.text('\\";base64,A/\n', max_size=40),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(-1e9, 1e9) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+MEDIA_PARTS = st.builds(
+    lambda name, url, plain, extra: {**extra, name: url if plain else {"detail": extra, "url": url}},
+    st.sampled_from(["image_url", "video_url", "audio_url"]),
+    URLS,
+    st.booleans(),
+    st.dictionaries(TEXTS, VALUES, max_size=2),
+)
+PARTS = MEDIA_PARTS | st.builds(lambda text: {"type": "text", "text": text}, TEXTS) | TEXTS
+MESSAGES = st.builds(
+    lambda content, extra: {**extra, "content": content},
+    st.lists(PARTS, max_size=4) | TEXTS | st.none(),
+    st.dictionaries(TEXTS, VALUES, max_size=2),
+)
+BODIES = st.builds(
+    lambda messages, field, extra: {**extra, field: messages},
+    st.lists(MESSAGES, max_size=3),
+    st.sampled_from(["messages", "input"]),
+    st.dictionaries(TEXTS, VALUES, max_size=3),
+)
+
+
+def replaced(document: dict, field: str) -> tuple[dict, list[str]]:
+    """The document with every media URL replaced by the number of its turn, and the URLs."""
+    urls: list[str] = []
+
+    def reference(url: str) -> str:
+        urls.append(url)
+        return f"medialane:{len(urls) - 1}"
+
+    document = json.loads(json.dumps(document))
+    for message in document[field]:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            for name in ("image_url", "video_url", "audio_url") if isinstance(part, dict) else ():
+                if isinstance(part.get(name), dict):
+                    part[name]["url"] = reference(part[name]["url"])
+                elif name in part:
+                    part[name] = reference(part[name])
+    return document, urls
+
+
+@settings(max_examples=300, deadline=None)
+@given(BODIES, st.booleans(), st.sampled_from([None, 1]), st.booleans())
+def test_lifted_body_is_the_original_with_its_urls_replaced(document, ascii_only, indent, slashes):
+    text = json.dumps(document, ensure_ascii=ascii_only, indent=indent)
+    if slashes:
+        text = text.replace("/", "\\/")
+    expected, urls = replaced(document, "messages" if "messages" in document else "input")
+    found = lift(text.encode(), MediaConfig(max_items=1000))
+    assert json.loads(found.body) == expected
+    for ref, url in zip(found.refs, urls, strict=True):
+        assert ref.url == url or "data:image/png;base64," + b64encode(ref.data or b"").decode() == url
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400) | st.text('{}[]":,\\ abimage_urlcontentmessages;base64', max_size=400).map(str.encode))
+def test_any_bytes_are_lifted_passed_or_refused(body):
+    with contextlib.suppress(MedialaneError, ValueError, RecursionError):  # refused; not JSON
+        assert json.loads(lift(body, CONFIG).body) == json.loads(body) or b"medialane:" in lift(body, CONFIG).body

@@ -1,0 +1,75 @@
+from base64 import b64encode
+
+import pytest
+
+from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
+from medialane.media import DataUrl, decode_base64, parse_data_url
+
+LIMIT = 1000
+
+
+@pytest.mark.parametrize(
+    "form", [str, str.encode, lambda url: bytearray(url.encode()), lambda u: memoryview(u.encode())]
+)
+def test_any_text_will_do(form):
+    assert parse_data_url(form("data:image/png;base64,AAEC"), LIMIT) == DataUrl("image/png", b"\0\1\2")
+
+
+@pytest.mark.parametrize(
+    ("head", "media_type"),
+    [
+        ("data:image/png;base64", "image/png"),
+        ("DATA:Image/SVG+xml;BASE64", "image/svg+xml"),
+        ("data:;base64", None),
+        ("data:image/jpeg;charset=utf-8;base64", "image/jpeg"),
+    ],
+)
+def test_media_type(head, media_type):
+    assert parse_data_url(f"{head},AAEC", LIMIT).media_type == media_type
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64",
+        "data:image/png,AAEC",
+        "data:image/png;base64;charset=x,AAEC",
+        "data:image/png;base64x,AAEC",
+        "data:image;base64,AAEC",
+        "data:image/png;" + "x" * 5000 + ";base64,AAEC",
+        "data:imagé/png;base64,AAEC",
+        "http://a/b;base64,AAEC",
+        "",
+    ],
+    ids=lambda url: url[:40],
+)
+def test_other_forms_are_invalid(url):
+    with pytest.raises(InvalidDataUrl):
+        parse_data_url(url, LIMIT)
+
+
+@pytest.mark.parametrize("payload", ["A", "AA", "AAA", "AA=A", "A===", "AA==AA==", "AA AA", "AAAA\n", "_-_-", "AAA%"])
+def test_what_is_not_strict_base64_is_invalid(payload):
+    with pytest.raises(InvalidBase64) as raised:
+        decode_base64(payload.encode(), LIMIT)
+    assert payload not in raised.value.message
+
+
+def test_limit_is_of_encoded_bytes():
+    assert len(decode_base64(b64encode(bytes(750)), LIMIT)) == 750
+    with pytest.raises(MediaTooLarge):
+        decode_base64(b64encode(bytes(751)), LIMIT)
+
+
+def test_size_is_looked_at_first():
+    with pytest.raises(MediaTooLarge):
+        decode_base64(b"?" * 2000, LIMIT)
+
+
+def test_nothing_is_empty_media():
+    with pytest.raises(EmptyMedia):
+        parse_data_url("data:image/png;base64,", LIMIT)
+
+
+def test_repr_shows_no_bytes():
+    assert repr(DataUrl("image/png", b"secret")) == "DataUrl(image/png, 6 bytes)"

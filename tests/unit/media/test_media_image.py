@@ -1,0 +1,143 @@
+"""That values equal vLLM's is `tests/contract/test_image_exactness.py`; here are limits, errors and edges."""
+
+import struct
+import time
+import warnings
+import zlib
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+from PIL import PngImagePlugin
+
+from medialane.core.errors import (
+    EmptyMedia,
+    ImageTooComplex,
+    ImageTooLarge,
+    InvalidImage,
+    InvalidRequest,
+    UnsupportedMediaType,
+)
+from medialane.media import MediaConfig, decode_image
+
+CONFIG = MediaConfig()
+
+
+def encode(kind: str, size=(37, 21), **options) -> bytes:
+    rng = np.random.default_rng(0)
+    out = BytesIO()
+    PILImage.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(out, kind, **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])
+@pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
+def test_pixels_are_rgb(kind, buffer):
+    image = decode_image(buffer(encode(kind)), CONFIG)
+    assert (image.size.width, image.size.height) == (37, 21)
+
+
+def test_encoded_bytes_are_not_needed_afterwards():
+    encoded = bytearray(encode("PNG"))
+    image = decode_image(memoryview(encoded), CONFIG)
+    before = image.pixels.copy()
+    encoded[:] = bytes(len(encoded))
+    assert np.array_equal(image.pixels, before)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])
+def test_truncated_image_is_invalid(kind):
+    data = encode(kind, (64, 64))
+    with pytest.raises(InvalidImage) as raised:
+        decode_image(data[: len(data) * 2 // 3], CONFIG)
+    assert raised.value.message in ("the image is damaged and cannot be decoded", "the image ends within its header")
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"<html>"], ids=repr)
+def test_what_is_no_image_is_refused(data):
+    with pytest.raises((EmptyMedia, UnsupportedMediaType)):
+        decode_image(data, CONFIG)
+
+
+def test_limits_hold_before_decoding():
+    with pytest.raises(ImageTooLarge):
+        decode_image(encode("PNG", (100, 100)), MediaConfig(max_image_pixels=9999))
+
+
+def test_frame_that_reaches_over_the_claimed_size_is_held_against_the_limits():
+    """A GIF's frame may be larger than the GIF says that it is; Pillow then takes the frame's size."""
+    data = bytearray(encode("GIF", (64, 64)))
+    data[6:10] = struct.pack("<HH", 8, 8)
+    assert decode_image(data, CONFIG).size.width == 64
+    with pytest.raises(ImageTooLarge):
+        decode_image(data, MediaConfig(max_image_side=63))
+
+
+def bomb_of_scans(num_scans: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    data = encode("JPEG", (512, 512), progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * num_scans + b"\xff\xd9"
+
+
+def test_many_scans_are_too_complex():
+    started = time.perf_counter()
+    with pytest.raises(ImageTooComplex):
+        decode_image(bomb_of_scans(300), CONFIG)
+    assert time.perf_counter() - started < 1
+
+
+def test_baseline_jpeg_whose_scans_lack_a_component_is_counted_too():
+    """libjpeg goes over such a file scan by scan, progressive or not."""
+    data = encode("JPEG")
+    start = data.index(b"\xff\xda")
+    scan = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x00" * 16
+    with pytest.raises(ImageTooComplex):
+        decode_image(data[:start] + scan * 70 + b"\xff\xd9", CONFIG)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
+def test_compressed_metadata_that_grows_without_end_is_invalid(kind):
+    data = encode("PNG")
+    bomb = chunk(kind, b"x\0\0" + zlib.compress(bytes(200_000_000), 9))
+    started = time.perf_counter()
+    with pytest.raises(InvalidImage):
+        decode_image(data[:33] + bomb + data[33:], CONFIG)
+    assert time.perf_counter() - started < 2
+
+
+def test_text_in_a_png_does_no_harm():
+    info = PngImagePlugin.PngInfo()
+    info.add_text("comment", "x" * 1000, zip=True)
+    assert decode_image(encode("PNG", pnginfo=info), CONFIG).size.width == 37
+
+
+def test_what_follows_an_image_does_not_matter():
+    assert decode_image(encode("JPEG") + b"PK\x03\x04" + bytes(1000), CONFIG).size.width == 37
+
+
+def test_oddities_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode_image(encode("JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff"), CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])
+@pytest.mark.parametrize("seed", range(25))
+def test_damaged_image_is_decoded_or_refused(kind, seed):
+    rng = np.random.default_rng(seed)
+    data = bytearray(encode(kind, (48, 40)))
+    for position in rng.integers(0, min(len(data), 400 if seed % 2 else len(data)), 6):
+        data[position] = int(rng.integers(0, 256))
+    try:
+        image = decode_image(data, CONFIG)
+    except InvalidRequest as error:
+        message = error.message
+    else:
+        message = str(image)
+    assert message.isprintable()
