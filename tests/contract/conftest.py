@@ -1,6 +1,7 @@
-"""vLLM's renderer of the tiny model, without an engine: shared by the contract tests of this session."""
+"""vLLM with the tiny model, shared by the contract tests of this session: its renderer alone, and a whole engine."""
 
 import pytest
+import pytest_asyncio
 
 VLLM_ARGS = [
     "--max-model-len=8192",
@@ -21,3 +22,20 @@ def renderer(tiny_model):
     renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
     yield renderer
     renderer.shutdown()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_engine(tiny_model):
+    """A real engine. Tests that use it run in the session's loop: `pytest.mark.asyncio(loop_scope="session")`."""
+    from medialane.config import vllm_defaults
+    from medialane.vllm_bridge.engine import build_engine
+
+    args = [arg for arg in VLLM_ARGS if not arg.startswith("--mm-processor-cache")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_defaults(str(tiny_model), args, on_gpu=False, num_workers=1).items():
+            patch.setenv(name, value)
+        # A forked EngineCore would take our "warnings are errors" with it.
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        engine = build_engine(str(tiny_model), args)
+    yield engine
+    await engine.close()

@@ -30,6 +30,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
+    InvalidFeature,
     StartupFailed,
     WorkerLost,
 )
@@ -164,6 +165,8 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             self._reader.close()
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # else it takes our stop for the engine's death, and says so
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
 
     async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -236,10 +239,13 @@ class VllmEngine:
         """Descriptors that EngineCore can resolve by itself, with their bytes."""
         if not isinstance(request.prompt, ExpandedPrompt):
             return []
+        features = request.prompt.features
+        if [len(f.tensors) for f in features] != [len(found) for found in tensors]:
+            raise InvalidFeature("a feature's tensors are not all there")
         return [
             (tensor, data)
-            for feature, datas in zip(request.prompt.features, tensors, strict=True)
-            for tensor, data in zip(feature.tensors, datas, strict=True)
+            for feature, found in zip(features, tensors, strict=True)
+            for tensor, data in zip(feature.tensors, found, strict=True)
             if isinstance(tensor, TensorDescriptor) and tensor.range.arena in self._arenas and data.nbytes
         ]
 

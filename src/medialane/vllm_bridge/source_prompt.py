@@ -53,8 +53,8 @@ class SourceRenderer:
             (rendered,) = await self._renderer.render_cmpl_async([tokens])
         except VLLMError:
             raise
-        except (ValueError, TypeError) as error:
-            # What vLLM's own app answers as a bad request: too many items, options that the processor does not take.
+        except (ValueError, TypeError, AssertionError) as error:
+            # Too many items, options that the processor does not take, a prompt without the items' placeholders.
             raise PromptRejected(str(error)) from error
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.
         return {**rendered, "mm_hashes": hashes} if media else rendered

@@ -46,6 +46,9 @@ SAMPLE_SIZES = ((64, 64), (448, 224), (280, 700))
 #: mm_hash is opaque to us, but it becomes a key in several caches.
 MAX_HASH_CHARS = 256
 
+#: What a family's processor raises over fields that do not belong together.
+_UNFIT = (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, AssertionError)
+
 
 class FieldSpec(msgspec.Struct, frozen=True):
     """What is the same in a field of every item. `dims` has None where the size varies."""
@@ -102,7 +105,7 @@ class FeatureChecker:
         batch = BatchFeature({name: _as_batch(elem) for name, elem in item.items()})
         try:
             configs = self._processor._get_mm_fields_config(batch, kwargs)
-        except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
+        except _UNFIT as error:
             raise InvalidFeature(f"{modality}: the fields do not describe an item") from error
         for name, elem in item.items():
             field = configs[name].field
@@ -124,7 +127,7 @@ class FeatureChecker:
             data = self._processor.info.parse_mm_data(sizes)
             updates = self._processor._get_mm_prompt_updates(data, kwargs, MultiModalKwargsItems(by_modality))
             expected = {m: iter([[u.content for u in item] for item in found]) for m, found in updates.items()}
-        except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
+        except _UNFIT as error:
             raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
         fit = [
             any(_fits(prompt.token_ids, feature.placeholder, content) for content in next(expected[feature.modality]))

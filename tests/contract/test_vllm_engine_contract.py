@@ -1,0 +1,163 @@
+"""`worker.Engine` over vLLM and over the fake: what a worker may rely on."""
+
+import asyncio
+import io
+from contextlib import aclosing
+
+import msgspec
+import pytest
+from PIL import Image as PILImage
+from prompt_maker import PromptMaker, bytes_of, encoded, pixels, with_feature
+
+from medialane.core.errors import InvalidFeature, InvalidRequest, PromptRejected
+from medialane.core.feature import PlaceholderRange
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourceItem, SourcePrompt
+from medialane.worker import FakeEngine, FakeParams
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+
+class Case:
+    """One engine, and requests in its own encoding of sampling parameters."""
+
+    def __init__(self, engine, params):
+        self.engine = engine
+        self._params = params
+        self._count = 0
+
+    def request(self, prompt, max_tokens=4):
+        self._count += 1
+        return EngineRequest(f"contract-{self._count}", prompt, self._params(max_tokens))
+
+    def start(self, prompt, max_tokens=4):
+        tensors = bytes_of(prompt) if isinstance(prompt, ExpandedPrompt) else []
+        return self.engine.generate(self.request(prompt, max_tokens), tensors)
+
+    async def deltas(self, prompt, max_tokens=4):
+        async with aclosing(self.start(prompt, max_tokens)) as deltas:
+            return [delta async for delta in deltas]
+
+    async def answer(self, prompt, max_tokens=4):
+        return [token for d in await self.deltas(prompt, max_tokens) for token in d.completions[0].token_ids]
+
+
+@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
+def case(request):
+    if request.param == "fake":
+        return Case(FakeEngine(), lambda n: msgspec.json.encode(FakeParams(max_tokens=n, token_s=0.01)))
+    return Case(request.getfixturevalue("vllm_engine"), lambda n: encoded(max_tokens=n))
+
+
+@pytest.fixture(scope="module")
+def maker(renderer):
+    return PromptMaker(renderer)
+
+
+@pytest.fixture
+def text(maker):
+    return ExpandedPrompt(maker.tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"))
+
+
+async def test_answer_comes_in_deltas_and_the_last_is_finished(case, text):
+    deltas = await case.deltas(text, max_tokens=5)
+    assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert sum(len(d.completions[0].token_ids) for d in deltas) == 5
+    assert deltas[-1].completions[0].finish_reason == "length"
+
+
+async def test_prompt_comes_with_the_first_delta_only(case, text):
+    first, *rest = await case.deltas(text)
+    assert first.prompt_token_ids == text.token_ids
+    assert all(d.prompt_token_ids is None for d in rest)
+
+
+async def test_times_come_with_the_first_delta(case, text):
+    first, *rest = await case.deltas(text)
+    assert first.times is not None
+    assert first.times.queue_s >= 0
+    assert all(d.times is None for d in rest)
+
+
+async def test_same_request_has_the_same_answer(case, maker):
+    prompt = maker.inline(pixels(200, 100))
+    assert await case.answer(prompt) == await case.answer(prompt)
+
+
+async def test_answer_depends_on_the_pixels(case, maker):
+    one, other = maker.inline(pixels(200, 100, 1)), maker.inline(pixels(200, 100, 2))
+    assert one.token_ids == other.token_ids
+    assert await case.answer(one, 8) != await case.answer(other, 8)
+
+
+async def test_closing_the_answer_ends_the_request(case, maker):
+    deltas = case.start(maker.inline(pixels(100, 100)), max_tokens=2000)
+    await anext(deltas)
+    assert case.engine.load().num_running + case.engine.load().num_waiting == 1
+    await deltas.aclose()
+    assert case.engine.load().num_running + case.engine.load().num_waiting == 0
+
+
+async def test_cancelling_the_answer_ends_the_request(case, text):
+    started = asyncio.Event()
+
+    async def read():
+        async with aclosing(case.start(text, max_tokens=2000)) as deltas:
+            async for _ in deltas:
+                started.set()
+
+    running = asyncio.create_task(read())
+    await started.wait()
+    assert case.engine.load().num_running == 1
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert case.engine.load().num_running + case.engine.load().num_waiting == 0
+
+
+async def test_invalid_feature_is_refused_and_the_next_request_answered(case, maker):
+    prompt = maker.inline(pixels(100, 100))
+    end = len(prompt.token_ids)
+    with pytest.raises(InvalidFeature):
+        await case.answer(with_feature(prompt, placeholder=PlaceholderRange(offset=end - 1, length=16)))
+    assert len(await case.answer(prompt)) == 4
+
+
+async def test_prompt_longer_than_the_model_is_rejected(case, text):
+    with pytest.raises(PromptRejected, match="8192"):
+        await case.answer(ExpandedPrompt(text.token_ids[:1] * 9000))
+
+
+async def test_unreadable_parameters_are_rejected(case, text):
+    request = msgspec.structs.replace(case.request(text), sampling_params=b"\xc1")
+    with pytest.raises(PromptRejected, match="sampling parameters"):
+        await anext(case.engine.generate(request, []))
+
+
+async def test_source_prompt_is_answered(case, maker):
+    file = io.BytesIO()
+    PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
+    source = SourcePrompt(maker.token_ids(1), (SourceItem("image", "e" * 64, data=file.getvalue()),))
+    deltas = await case.deltas(source)
+    assert deltas[-1].finished
+    assert len(deltas[0].prompt_token_ids) >= len(source.token_ids)
+
+
+async def test_requests_run_side_by_side(case, maker):
+    prompts = [maker.inline(pixels(100 + 28 * i, 100, i)) for i in range(4)]
+    alone = [await case.answer(p) for p in prompts]
+    assert await asyncio.gather(*[case.answer(p) for p in prompts]) == alone
+
+
+async def test_ping_answers(case):
+    await case.engine.ping(30)
+
+
+async def test_card_says_what_requests_must_fit(case):
+    assert case.engine.card.max_model_len == 8192
+    assert case.engine.card.mm_limits["image"] == 8
+    assert case.engine.card.processor
+
+
+async def test_error_is_one_of_our_tree(case, text):
+    with pytest.raises(InvalidRequest):
+        await case.answer(msgspec.structs.replace(text, token_ids=[1] * 8192))

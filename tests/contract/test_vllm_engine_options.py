@@ -1,0 +1,28 @@
+"""vLLM's flags in a worker: what users ask for reaches vLLM, what a worker depends on is not theirs to change."""
+
+import pytest
+
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.engine_options import engine_args
+
+
+def test_flags_that_a_worker_cannot_follow_are_refused(tiny_model, monkeypatch):
+    for flag in ("--mm-processor-cache-gb=4", "--no-enable-prefix-caching", "--prefix-caching-hash-algo=sha256"):
+        with pytest.raises(StartupFailed, match=flag.partition("=")[0]):
+            engine_args(str(tiny_model), [flag])
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with pytest.raises(StartupFailed, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
+        engine_args(str(tiny_model), [])
+
+
+def test_what_a_worker_depends_on_is_set(tiny_model):
+    args = engine_args(str(tiny_model), ["--max-model-len=1234", "--mm_processor_cache_gb", "0"])
+    assert args.max_model_len == 1234
+    assert args.mm_processor_cache_gb == 0
+    assert args.enable_prefix_caching is True
+    assert args.prefix_caching_hash_algo == "sha256_cbor"
+
+
+def test_flag_that_vllm_does_not_know_is_named(tiny_model):
+    with pytest.raises(StartupFailed, match="--no-such-flag"):
+        engine_args(str(tiny_model), ["--no-such-flag"])

@@ -1,0 +1,230 @@
+"""The private seams of vLLM that let EngineCore read tensors out of arenas: they say which upgrade broke what."""
+
+import inspect
+
+import msgspec
+import pytest
+import torch
+from vllm.inputs import mm_input
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, core
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from medialane.arena import Arena, ArenaConfig, describe, layout
+from medialane.core.errors import InvalidFeature
+from medialane.core.feature import Feature
+from medialane.core.media import MediaSize
+from medialane.core.tensor import TensorSpec
+from medialane.vllm_bridge import arena_decoder
+from medialane.vllm_bridge.arena_decoder import META, ArenaDecoder, install
+from medialane.vllm_bridge.arena_encoder import ArenaConsumer
+from medialane.vllm_bridge.plugin import register
+
+SPEC = TensorSpec("float32", (100, 50))
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    yield arena
+    arena.close()
+    arena_decoder._RESOLVER.attach("0" * 32, "/dev/shm", "")  # lets go of arenas whose file is gone
+
+
+@pytest.fixture
+def entry(arena):
+    """A tensor in the arena, 0, 1, 2, ..., and its descriptor."""
+    reservation = arena.reserve(layout([SPEC])[1])
+    (descriptor,) = describe(reservation.range, [SPEC])
+    values = torch.arange(5000, dtype=torch.float32)
+    arena.view.tensor(descriptor, writable=True)[:] = values.numpy().tobytes()
+    lease = arena.publish(reservation, "key", Feature("image", "key", b"", (descriptor,), MediaSize()))
+    yield descriptor
+    lease.release()
+
+
+@pytest.fixture
+def engine():
+    """As much of an EngineCore as the seams need: its methods."""
+    install()
+    return core.EngineCore.__new__(core.EngineCore)
+
+
+def request(data):
+    item = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data, MultiModalBatchedField())})
+    feature = MultiModalFeatureSpec(
+        data=item, modality="image", identifier="a", mm_position=PlaceholderRange(offset=0, length=4), mm_hash="a"
+    )
+    return EngineCoreRequest(
+        request_id="r-12345678",
+        external_req_id="r",
+        prompt_token_ids=[1, 2, 3, 4],
+        mm_features=[feature],
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def sent(descriptor, view):
+    """The frames of a request whose tensor lies at `descriptor`."""
+    data = view.tensor(descriptor)
+    consumer = ArenaConsumer(None)
+    with consumer.offering([(descriptor, data)]):
+        tensor = torch.frombuffer(data, dtype=torch.float32).view(SPEC.shape)
+        return [bytes(frame) for frame in MsgpackEncoder(oob_tensor_consumer=consumer).encode(request(tensor))]
+
+
+def received(frames):
+    return ArenaDecoder(EngineCoreRequest).decode(frames)
+
+
+def pixel_values(found):
+    return found.mm_features[0].data["pixel_values"].data
+
+
+def attach(engine, arena, nonce=None):
+    return engine.medialane_attach(arena.id, "/dev/shm", (nonce or arena.nonce).hex())
+
+
+def test_engine_core_looks_up_its_decoder_by_name_and_with_our_arguments():
+    source = inspect.getsource(core.EngineCoreProc.process_input_sockets)
+    assert "MsgpackDecoder(\n            EngineCoreRequest, oob_tensor_provider=self.tensor_ipc_receiver" in source
+    assert "request = self.preprocess_add_request(req)" in source
+    assert source.index("add_request_decoder.decode") < source.index("try:\n") < source.index("preprocess_add_request")
+
+
+def test_tensor_travels_as_a_descriptor_and_is_a_view_of_the_arena(engine, arena, entry):
+    assert attach(engine, arena)
+    frames = sent(entry, arena.view)
+    assert sum(map(len, frames)) < 1000
+    found = pixel_values(received(frames))
+    assert found.tolist() == torch.arange(5000, dtype=torch.float32).view(SPEC.shape).tolist()
+    arena.view.tensor(entry, writable=True)[:4] = b"\0\0\x80\x3f"
+    assert found[0, 0] == 1.0
+
+
+def test_arena_with_another_nonce_or_none_is_not_attached(engine, arena, entry):
+    assert not attach(engine, arena, b"x" * 16)
+    assert not engine.medialane_attach("f" * 32, "/dev/shm", arena.nonce.hex())
+    assert not engine.medialane_attach("../../etc/passwd", "/dev/shm", arena.nonce.hex())
+
+
+def test_arena_whose_file_is_gone_is_unmapped_with_the_next_one(engine, entry, arena):
+    attach(engine, arena)
+    other = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    try:
+        attach(engine, other)
+        assert {arena.id, other.id} <= set(arena_decoder._RESOLVER._views)
+    finally:
+        other.close()
+    attach(engine, arena)
+    assert other.id not in arena_decoder._RESOLVER._views
+
+
+def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):
+    attach(engine, arena)
+    frames = sent(entry, arena.view)
+    stale = msgspec.msgpack.decode(frames[0])
+    frames = [msgspec.msgpack.encode(_with_meta(stale, generation=10**6)), *frames[1:]]
+    refused = received(frames)
+    with pytest.raises(InvalidFeature):
+        engine.preprocess_add_request(refused)
+    assert engine.medialane_refused("r")
+    assert not engine.medialane_refused("another")
+    assert pixel_values(received(sent(entry, arena.view))).numel() == 5000
+
+
+def _with_meta(message, **changes):
+    """The message with some of the five numbers of its descriptor replaced."""
+    names = ("arena", "offset", "nbytes", "generation", "tensor_offset")
+
+    def walk(value):
+        if isinstance(value, dict) and META in value:
+            return {META: [changes.get(name, v) for name, v in zip(names, value[META], strict=True)]}
+        if isinstance(value, dict):
+            return {k: walk(v) for k, v in value.items()}
+        return [walk(v) for v in value] if isinstance(value, list) else value
+
+    return walk(message)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {META: None},
+        {META: []},
+        {META: ["f" * 32, 0, 0, 0, 0]},
+        {META: ["f" * 32, "x", b"", None, {}]},
+        {META: [[], -1, 1 << 70, -1, -1]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 2)), ("pickle", ()), ("uint8", (-1,)), ("int8", "abc")])
+def test_resolver_never_raises(meta, dtype, shape):
+    assert arena_decoder.ArenaResolver().resolve(dtype, shape, meta) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"offset": 64}, {"offset": 1 << 40}, {"nbytes": 128}, {"tensor_offset": 0}, {"tensor_offset": 1 << 20}],
+    ids=str,
+)
+def test_descriptor_out_of_bounds_is_refused(engine, arena, entry, change):
+    attach(engine, arena)
+    message = _with_meta(msgspec.msgpack.decode(sent(entry, arena.view)[0]), **change)
+    with pytest.raises(InvalidFeature):
+        engine.preprocess_add_request(received([msgspec.msgpack.encode(message)]))
+
+
+def test_other_tensors_travel_as_ever():
+    small, large = torch.arange(3), torch.arange(1000)
+    for data in (small, large):
+        frames = [bytes(f) for f in MsgpackEncoder(oob_tensor_consumer=ArenaConsumer(None)).encode(request(data))]
+        assert torch.equal(pixel_values(received(frames)), data)
+
+
+def test_provider_of_vllm_keeps_its_own_tensors():
+    decoder = ArenaDecoder(oob_tensor_provider=lambda dtype, shape, meta: torch.ones(shape) * meta["k"])
+    assert decoder._provide("float32", (2,), {"k": 3}).tolist() == [3, 3]
+    with pytest.raises(ValueError, match="out of band"):
+        ArenaDecoder()._provide("float32", (2,), {"k": 3})
+
+
+def test_refusals_are_bounded():
+    resolver = arena_decoder.ArenaResolver()
+    for number in range(arena_decoder.MAX_REFUSED + 10):
+        resolver.refuse(str(number))
+    assert not resolver.has_refused("9")
+    assert resolver.has_refused("10")
+
+
+def test_installing_twice_changes_nothing():
+    register()
+    once = core.EngineCore.preprocess_add_request
+    register()
+    install()
+    assert core.EngineCore.preprocess_add_request is once
+    assert core.MsgpackDecoder is ArenaDecoder
+
+
+def test_plugin_is_registered_with_vllm():
+    from importlib.metadata import entry_points
+
+    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "medialane"]
+    assert found.load() is register
+
+
+def test_engine_input_is_made_as_vllm_makes_it():
+    assert set(inspect.signature(mm_input).parameters) >= {"prompt_token_ids", "mm_kwargs", "mm_hashes", "cache_salt"}

@@ -1,0 +1,190 @@
+"""Features that contradict themselves or their prompt are refused before an engine sees them, whatever is wrong."""
+
+import time
+
+import msgspec
+import pytest
+import torch
+from prompt_maker import PromptMaker, bytes_of, pixels, with_feature
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+from medialane.core.errors import InvalidFeature, PromptRejected
+from medialane.core.feature import PlaceholderRange
+from medialane.core.media import MediaSize
+from medialane.vllm_bridge.features import decode_item, encode_item
+from medialane.vllm_bridge.validation import FeatureChecker, check_ranges
+
+
+@pytest.fixture(scope="module")
+def maker(renderer):
+    return PromptMaker(renderer)
+
+
+@pytest.fixture(scope="module")
+def checker(renderer):
+    return FeatureChecker(renderer.get_mm_processor())
+
+
+@pytest.fixture(scope="module")
+def prompt(maker):
+    return maker.inline(pixels(300, 200), pixels(500, 400, 1))
+
+
+def items_of(prompt):
+    return [decode_item(f.header, data) for f, data in zip(prompt.features, bytes_of(prompt), strict=True)]
+
+
+def changed(item, **fields):
+    """The item with the data of some fields replaced (None: without the field)."""
+    elems = {name: MultiModalFieldElem(fields.get(name, e.data), e.field) for name, e in item.items()}
+    return MultiModalKwargsItem({name: e for name, e in elems.items() if e.data is not None})
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(1024, 768)], [(28, 28)], [(3, 333)], [(200, 300), (640, 480), (97, 1211)]], ids=str
+)
+def test_what_the_processor_made_is_accepted(checker, maker, sizes):
+    prompt = maker.inline(*[pixels(*size, seed=i) for i, size in enumerate(sizes)])
+    checker.check(prompt, items_of(prompt))
+
+
+def test_processor_options_are_part_of_what_is_expected(checker, maker):
+    prompt = maker.inline(pixels(800, 600), options=b'{"size":{"longest_edge":40000,"shortest_edge":3136}}')
+    assert len(prompt.token_ids) < len(maker.inline(pixels(800, 600)).token_ids)
+    checker.check(prompt, items_of(prompt))
+
+
+def test_prompt_without_features_is_accepted(checker, prompt):
+    checker.check(msgspec.structs.replace(prompt, features=()), [])
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("rows", lambda item: changed(item, pixel_values=item["pixel_values"].data[:-4])),
+        ("rows", lambda item: changed(item, pixel_values=torch.cat([item["pixel_values"].data] * 2))),
+        ("rows", lambda item: changed(item, image_grid_thw=torch.tensor([1, 8, 8]))),
+        ("shape", lambda item: changed(item, pixel_values=item["pixel_values"].data[:, :-1])),
+        ("dimensions", lambda item: changed(item, pixel_values=item["pixel_values"].data.view(-1))),
+        ("float32", lambda item: changed(item, pixel_values=item["pixel_values"].data.float())),
+        ("int32", lambda item: changed(item, image_grid_thw=item["image_grid_thw"].data.int())),
+        ("negative", lambda item: changed(item, image_grid_thw=-item["image_grid_thw"].data)),
+        ("grid", lambda item: changed(item, image_grid_thw=torch.tensor([1, 1, len(item["pixel_values"].data)]))),
+        ("grid", lambda item: changed(item, image_grid_thw=torch.tensor([0, 2, 2]))),
+        ("grid", lambda item: changed(item, image_grid_thw=torch.tensor([2, 2]))),
+        ("fields", lambda item: changed(item, pixel_values=None)),
+        ("fields", lambda item: MultiModalKwargsItem({**item, "more": item["image_grid_thw"]})),
+        ("kind", lambda item: MultiModalKwargsItem({**item, "pixel_values": _as_batched(item)})),
+        ("list", lambda item: changed(item, pixel_values=list(item["pixel_values"].data))),
+    ],
+)
+def test_item_that_contradicts_itself_is_refused(checker, prompt, what, change):
+    first, second = items_of(prompt)
+    with pytest.raises(InvalidFeature, match=what):
+        checker.check(prompt, [change(first), second])
+
+
+def _as_batched(item):
+    return MultiModalFieldElem(item["pixel_values"].data, MultiModalBatchedField())
+
+
+def place_of(prompt, index=0):
+    return prompt.features[index].placeholder
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length - 1)),
+        ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length + 1)),
+        ("not those", lambda p: PlaceholderRange(offset=p.offset - 1, length=p.length)),
+        ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length, is_embed=b"\0" * p.length)),
+        ("begins before", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),
+    ],
+)
+def test_placeholder_that_is_not_the_features_is_refused(checker, prompt, what, change):
+    with pytest.raises(InvalidFeature, match=what):
+        checker.check(with_feature(prompt, placeholder=change(place_of(prompt))), items_of(prompt))
+
+
+def test_placeholder_beyond_the_prompt_is_refused(checker, prompt):
+    last = place_of(prompt, 1)
+    beyond = PlaceholderRange(offset=len(prompt.token_ids) - last.length + 1, length=last.length)
+    with pytest.raises(InvalidFeature, match="the prompt at"):
+        checker.check(with_feature(prompt, 1, placeholder=beyond), items_of(prompt))
+
+
+def test_features_in_the_wrong_order_are_refused(checker, prompt):
+    first, second = prompt.features
+    swapped = msgspec.structs.replace(
+        prompt,
+        features=(
+            msgspec.structs.replace(second, placeholder=first.placeholder),
+            msgspec.structs.replace(first, placeholder=second.placeholder),
+        ),
+    )
+    with pytest.raises(InvalidFeature, match="not those"):
+        checker.check(swapped, items_of(swapped))
+
+
+def test_prompt_with_other_tokens_at_the_placeholder_is_refused(checker, prompt):
+    ids = list(prompt.token_ids)
+    ids[place_of(prompt).offset + 3] = 100
+    with pytest.raises(InvalidFeature, match="not those"):
+        checker.check(msgspec.structs.replace(prompt, token_ids=ids), items_of(prompt))
+
+
+def test_unknown_modality_is_refused(checker, prompt):
+    with pytest.raises(PromptRejected, match="At most 0 audio"):
+        checker.check(with_feature(prompt, modality="audio"), items_of(prompt))
+
+
+def test_video_features_wait_for_a_worker_that_can_check_them(checker, prompt):
+    with pytest.raises(InvalidFeature, match="no video features"):
+        checker.check(with_feature(prompt, modality="video"), items_of(prompt))
+
+
+def test_more_items_than_allowed_are_the_clients_error(checker, maker):
+    prompt = maker.inline(*[pixels(28, 28)] * 8)
+    too_many = msgspec.structs.replace(prompt, features=(*prompt.features, *prompt.features[-1:]))
+    with pytest.raises(InvalidFeature, match="begins before"):
+        checker.check(too_many, items_of(too_many))
+    last = too_many.features[-1]
+    moved = PlaceholderRange(offset=last.placeholder.end, length=last.placeholder.length)
+    longer = msgspec.structs.replace(with_feature(too_many, 8, placeholder=moved), token_ids=prompt.token_ids * 2)
+    with pytest.raises(PromptRejected, match="At most 8 image"):
+        checker.check(longer, items_of(longer))
+
+
+def test_wrong_size_is_no_way_around(checker, prompt):
+    """This family counts tokens by the grid; whatever size is claimed, rows, grid and tokens must still agree."""
+    checker.check(with_feature(prompt, size=MediaSize(width=28, height=28)), items_of(prompt))
+
+
+def test_hash_must_be_usable_as_a_key(checker, prompt):
+    for mm_hash in ("", "x" * 1000):
+        with pytest.raises(InvalidFeature, match="mm_hash"):
+            checker.check(with_feature(prompt, mm_hash=mm_hash), items_of(prompt))
+
+
+def test_check_of_three_photos_takes_less_than_the_budget(checker, maker):
+    prompt = maker.inline(*[pixels(1024, 768, seed=i) for i in range(3)])
+    items = items_of(prompt)
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        checker.check(prompt, items)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.001
+
+
+def test_decoded_item_survives_being_encoded_again(prompt):
+    """What the tests above change are real items: encoding them gives the header that travels."""
+    item = items_of(prompt)[0]
+    assert encode_item(item)[0] == prompt.features[0].header
+
+
+def test_ranges_may_touch():
+    check_ranges(10, [PlaceholderRange(offset=0, length=4), PlaceholderRange(offset=4, length=6)])
+    with pytest.raises(InvalidFeature):
+        check_ranges(10, [PlaceholderRange(offset=0, length=5), PlaceholderRange(offset=4, length=6)])

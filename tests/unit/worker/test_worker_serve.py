@@ -1,0 +1,118 @@
+import asyncio
+import os
+import signal
+
+import msgspec
+import pytest
+
+from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.rpc import Hello, RpcClient, RpcConfig
+from medialane.worker import EXIT_ENGINE_LOST, FakeEngine, FakeParams, WorkerConfig, serve_worker
+from medialane.worker.fake_engine import FAKE_CARD
+
+HELLO = Hello(gateway_id="g", processor=FAKE_CARD.processor)
+RPC = RpcConfig(release_timeout_s=2.0)
+
+
+class Serving:
+    """A worker in this process, and a client of it."""
+
+    def __init__(self, engine, address):
+        config = WorkerConfig(ping_interval_s=0.02, stop_timeout_s=1.0)
+        serving = serve_worker(config, RPC, engine, address, arena_directory="/dev/shm")
+        self.task = asyncio.create_task(serving)
+        self._address = address
+
+    async def connect(self):
+        for _ in range(200):
+            try:
+                return await RpcClient.connect(self._address, HELLO, RPC)
+            except NoWorkerReady:
+                await asyncio.sleep(0.01)
+        raise TimeoutError
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/w"
+
+
+def request(max_tokens=3, token_s=0.0):
+    return EngineRequest("r", ExpandedPrompt([1, 2, 3]), msgspec.json.encode(FakeParams(max_tokens, token_s)))
+
+
+async def test_gateway_gets_its_answer(address):
+    serving = Serving(FakeEngine(), address)
+    client = await serving.connect()
+    assert len([d async for d in client.submit(request())]) == 3
+    await client.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving.task == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_stops_the_worker_when_the_engine_has_let_go(address, number):
+    engine = FakeEngine(release_s=0.05)
+    serving = Serving(engine, address)
+    client = await serving.connect()
+    remote = client.submit(request(10_000, token_s=0.001))
+    await anext(aiter(remote))
+    os.kill(os.getpid(), number)
+    with pytest.raises(WorkerLost):
+        async for _ in remote:
+            pass
+    assert await serving.task == 0
+    assert engine.num_reading == 0
+    assert engine.closed
+    await client.close()
+
+
+async def test_lost_engine_ends_the_worker_with_a_status_of_its_own(address):
+    engine = FakeEngine()
+    serving = Serving(engine, address)
+    client = await serving.connect()
+    remote = client.submit(request(10_000, token_s=0.001))
+    await anext(aiter(remote))
+    engine.die()
+    with pytest.raises(WorkerLost):
+        async for _ in remote:
+            pass
+    assert await serving.task == EXIT_ENGINE_LOST
+    assert engine.closed
+    await client.close()
+
+
+async def test_failed_request_leaves_the_worker_up(address):
+    engine = FakeEngine()
+    serving = Serving(engine, address)
+    client = await serving.connect()
+    engine.die(GenerationFailed("once"))
+    remote = client.submit(request())
+    with pytest.raises(GenerationFailed):
+        async for _ in remote:
+            pass
+    engine.recover()
+    again = client.submit(msgspec.structs.replace(request(), request_id="again"))
+    assert len([d async for d in again]) == 3
+    await client.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving.task == 0
+
+
+async def test_address_that_cannot_be_had_fails_the_start_and_stops_the_engine():
+    engine = FakeEngine()
+    with pytest.raises(StartupFailed):
+        await serve_worker(WorkerConfig(), RPC, engine, "unix:/no/such/folder/w", arena_directory="/dev/shm")
+    assert engine.closed
+
+
+async def test_engine_that_does_not_stop_is_left_after_the_deadline(address):
+    class Stuck(FakeEngine):
+        async def close(self):
+            await asyncio.Event().wait()
+
+    serving = Serving(Stuck(), address)
+    await (await serving.connect()).close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving.task == 0

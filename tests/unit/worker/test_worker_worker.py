@@ -1,0 +1,207 @@
+import asyncio
+import logging
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from medialane.arena import Arena, ArenaConfig, describe, layout
+from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, WorkerLost
+from medialane.core.feature import Feature, HandedFeature, PlaceholderRange
+from medialane.core.media import MediaSize
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourceItem, SourcePrompt
+from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.rpc import ArenaOffer, Hello
+from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
+from medialane.worker.fake_engine import FAKE_CARD
+
+SPEC = TensorSpec("uint8", (6,))
+PLACE = PlaceholderRange(offset=1, length=2)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine):
+    worker = make(engine)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    yield arena
+    arena.close()
+
+
+def make(engine, **config):
+    return Worker(engine, WorkerConfig(**config), arena_directory="/dev/shm")
+
+
+def hello(arena=None, processor=FAKE_CARD.processor):
+    offer = None if arena is None else ArenaOffer(arena.id, arena.nonce)
+    return Hello(gateway_id="g", arena=offer, processor=processor)
+
+
+def feature(tensor, place=PLACE):
+    return HandedFeature("image", "h", b"", (tensor,), MediaSize(), place)
+
+
+def inline(data=b"abcdef"):
+    return feature(InlineTensor(SPEC, data))
+
+
+def request(*features, **params):
+    params = {"max_tokens": 3} | params
+    return EngineRequest("r", ExpandedPrompt([1, 2, 3, 4], features), msgspec.json.encode(FakeParams(**params)))
+
+
+async def answer(worker, sent):
+    async with aclosing(worker.run(sent)) as deltas:
+        return [token async for d in deltas for token in d.completions[0].token_ids]
+
+
+def put(arena, data):
+    """A tensor in the arena, and its lease."""
+    reservation = arena.reserve(layout([SPEC])[1])
+    (tensor,) = describe(reservation.range, [SPEC])
+    arena.view.tensor(tensor, writable=True)[:] = data
+    return tensor, arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
+
+
+async def test_gateway_learns_what_the_worker_serves(worker, engine):
+    welcome = await worker.register(hello())
+    assert welcome.card == engine.card
+    assert welcome.worker_id == worker.worker_id
+    assert not welcome.shm
+
+
+async def test_worker_ids_are_never_the_same(engine):
+    assert make(engine).worker_id != make(engine).worker_id
+
+
+async def test_shared_memory_needs_both_processes(arena, worker, engine):
+    assert (await worker.register(hello(arena))).shm
+    assert engine.arenas == [arena.id]
+    deaf = make(FakeEngine(attaches=False))
+    assert not (await deaf.register(hello(arena))).shm
+    deaf.close()
+
+
+async def test_arena_of_another_host_is_not_shared(worker, engine):
+    offer = ArenaOffer("f" * 32, b"n" * 16)
+    assert not (await worker.register(Hello(gateway_id="g", arena=offer))).shm
+    assert engine.arenas == []
+
+
+async def test_different_processor_settings_are_told(worker, caplog):
+    caplog.set_level(logging.WARNING)
+    await worker.register(hello(processor={"model": "other", "dtype": "x"}))
+    assert ["model is other there and fake here" in m for m in caplog.messages] == [False, True]
+    assert "dtype is x there and None here" in caplog.messages[0]
+
+
+async def test_features_by_value_and_by_descriptor_have_the_same_answer(arena, worker):
+    await worker.register(hello(arena))
+    tensor, lease = put(arena, b"abcdef")
+    expected = await answer(worker, request(inline()))
+    assert await answer(worker, request(feature(tensor))) == expected
+    assert await answer(worker, request(inline(b"abcdeg"))) != expected
+    lease.release()
+
+
+async def test_source_prompt_needs_no_tensors(worker):
+    source = SourcePrompt([1, 2], (SourceItem("image", "h", data=b"x"),))
+    sent = EngineRequest("r", source, msgspec.json.encode(FakeParams(2)))
+    assert len(await answer(worker, sent)) == 2
+
+
+async def test_descriptor_of_an_arena_that_is_not_mapped_is_a_failed_handover(arena, worker):
+    tensor, lease = put(arena, b"abcdef")
+    with pytest.raises(HandoverFailed):
+        await answer(worker, request(feature(tensor)))
+    lease.release()
+
+
+async def test_descriptor_of_a_freed_entry_is_a_failed_handover(arena, worker, engine):
+    await worker.register(hello(arena))
+    tensor, lease = put(arena, b"abcdef")
+    lease.release()
+    arena.evict("k")
+    with pytest.raises(HandoverFailed):
+        await answer(worker, request(feature(tensor)))
+    assert engine.num_reading == 0
+
+
+async def test_malformed_feature_leaves_the_next_request_alone(worker):
+    beyond = feature(InlineTensor(SPEC, b"abcdef"), PlaceholderRange(offset=3, length=9))
+    with pytest.raises(InvalidFeature):
+        await answer(worker, request(beyond))
+    assert len(await answer(worker, request(inline()))) == 3
+
+
+async def test_closing_an_answer_waits_until_the_engine_has_let_go():
+    engine = FakeEngine(release_s=0.03)
+    worker = make(engine)
+    deltas = worker.run(request(inline(), max_tokens=100))
+    await anext(deltas)
+    assert worker.load().num_running == 1
+    await deltas.aclose()
+    assert worker.load().num_running == 0
+
+
+async def test_watch_goes_on_while_the_engine_answers(engine):
+    worker = make(engine, ping_interval_s=0.001)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await worker.watch()
+    assert engine.num_pings > 3
+
+
+async def test_dead_engine_ends_the_watch_at_once(engine):
+    engine.die()
+    with pytest.raises(WorkerLost):
+        await make(engine, ping_interval_s=60.0).watch()
+    assert engine.num_pings == 1
+
+
+async def test_one_silence_is_forgiven_and_two_are_not(engine):
+    worker = make(engine, ping_interval_s=0.05)
+    engine.die(GenerationFailed("silent"))
+    watching = asyncio.create_task(worker.watch())
+    await asyncio.sleep(0.02)
+    engine.recover()
+    await asyncio.sleep(0.1)
+    assert not watching.done()
+    engine.die(GenerationFailed("silent"))
+    with pytest.raises(WorkerLost):
+        await watching
+
+
+async def test_failed_request_makes_the_watch_look_at_once(engine):
+    worker = make(engine, ping_interval_s=60.0)
+    watching = asyncio.create_task(worker.watch())
+    await asyncio.sleep(0.01)
+    engine.die()
+    with pytest.raises(WorkerLost):
+        await answer(worker, request())
+    async with asyncio.timeout(2):
+        with pytest.raises(WorkerLost):
+            await watching
+
+
+async def test_watch_unmaps_arenas_that_are_gone(engine):
+    worker = make(engine, ping_interval_s=0.005)
+    gone = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    await worker.register(hello(gone))
+    gone.close()
+    assert gone.id in Path("/proc/self/maps").read_text()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await worker.watch()
+    assert gone.id not in Path("/proc/self/maps").read_text()
