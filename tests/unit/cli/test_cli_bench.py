@@ -120,6 +120,7 @@ def test_json_into_a_folder_that_is_not_there_fails_before_anything_runs(folder,
 def test_arguments_are_those_of_the_benchmarks_of_this_checkout(folder, monkeypatch):
     write(folder, "fast", 3.0)
     monkeypatch.setattr(bench, "FOLDER", folder)
+    monkeypatch.setattr(bench, "enter_environ", lambda *_, **__: None)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     assert "fast, all" in parser.format_help()

@@ -1,0 +1,324 @@
+"""`medialane bench prepare`: images a second from encoded bytes to a request's features, ours against vLLM's renderer.
+
+Ours, for 1, 2, ... preparers: `Gateway.prepare` with all its parts (hash, copy into the arena, a job in a preparer that
+decodes, runs vLLM's processor and writes the arena, placeholders), as many requests at a time as keep the preparers
+busy. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`; vLLM hashes the bytes,
+too), one request after the other with one torch thread and with as many as there are cores, the better of which is the
+peer; and `at once`, requests together through `render_cmpl_async`, for what vLLM's threads make of two cores.
+
+All images are distinct within a turn, and forgotten after it. Turns alternate, medians count. `CPU ms` is the processor
+time of all processes that worked, an image; `others` is what the rest of the machine took of the cores meanwhile: with
+more than some percent of it the figures are the neighbours'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import uvloop
+from prometheus_client import CollectorRegistry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.renderers import renderer_from_config
+
+from harness import Bar, Options, Report, median, percentile
+from load import cpu_seconds, process_tree
+from medialane.arena import Arena, ArenaConfig
+from medialane.cli.gateway import PROCESSOR_FACTORY
+from medialane.cli.sample_images import sample_jpeg
+from medialane.config import process_environ
+from medialane.core.feature import MediaPrompt
+from medialane.core.media import MediaRef
+from medialane.gateway import FeatureSource, Gateway, GatewayConfig, open_scope
+from medialane.media import Fetcher, MediaConfig
+from medialane.observability.metrics import Metrics
+from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.transfer import TransferConfig
+from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
+from medialane.vllm_bridge.preparation import FactoryConfig, VllmAssembler
+from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+
+ABOUT = "images a second of 1, 2, ... preparers, against vLLM's renderer in one process"
+
+WIDTH, HEIGHT = 1024, 768
+NUM_IMAGES, QUICK_NUM_IMAGES = 40, 8
+ROUNDS, QUICK_ROUNDS = 7, 2
+MOST_PREPARERS = 8
+START_S = 120.0
+SAMPLE_PAUSE_S = 0.05
+MIB = 1 << 20
+
+FLAGS = (*TINY_MODEL_FLAGS, "--mm-processor-cache-gb=0")
+PROMPT = [SPECIAL_TOKENS.index(token) for token in ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")]
+
+#: A job's own pixels: the decoded image, and the patches that the processor makes of it.
+JOB_BYTES = WIDTH * HEIGHT * 3 + 3996 * 1176
+
+#: vLLM's ways: torch threads, and whether requests come together.
+PEERS: dict[str, tuple[int, bool]] = {
+    "vLLM renderer, 1 thread": (1, False),
+    "vLLM renderer, all threads": (len(os.sched_getaffinity(0)), False),
+    "vLLM renderer, at once": (1, True),
+}
+
+
+@dataclass
+class Speed:
+    """The turns of one way."""
+
+    images_per_s: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Memory:
+    """MiB of one preparer: the most that was private while it worked, and its share of everything (PSS) after."""
+
+    private: float = 0.0
+    pss: float = 0.0
+
+
+def run(options: Options) -> Report:
+    model = str(build_tiny_model(cache_folder(process_environ())))
+    with _renderer(model) as renderer:
+        return uvloop.run(_measure(model, *renderer, options))
+
+
+async def _measure(model: str, renderer: Connection, renderer_pid: int, options: Options) -> Report:
+    jpegs = [sample_jpeg(seed, WIDTH, HEIGHT) for seed in range(QUICK_NUM_IMAGES if options.quick else NUM_IMAGES)]
+    speeds: dict[str, Speed] = {}
+    memory: dict[str, list[Memory]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        arena = Arena.create(ArenaConfig(size_bytes=512 * MIB))
+        stack.callback(arena.close)
+        arena.prefault(threading.Event())
+        processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, FLAGS)))
+        fetcher = await stack.enter_async_context(Fetcher(MediaConfig()))
+        ours = {}
+        for count in _counts():
+            pool = await stack.enter_async_context(_pool(model, arena, count))
+            ours[_name(count)] = (count, pool, _gateway(arena, pool, fetcher, processor))
+        for _ in range(1 + (options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS))):
+            for name, (count, pool, gateway) in ours.items():
+                with _watched(arena, pool, memory.setdefault(name, [Memory() for _ in range(count)])):
+                    working = [os.getpid(), *process_tree(os.getpid())[1:]]
+                    async with _timed(speeds.setdefault(name, Speed()), working, renderer_pid, len(jpegs)):
+                        await _prepare_all(gateway, jpegs, 2 * count)
+                arena.clear()
+            for name, way in PEERS.items():
+                async with _timed(speeds.setdefault(name, Speed()), [renderer_pid], None, len(jpegs)):
+                    renderer.send((way, jpegs))
+                    await asyncio.to_thread(renderer.recv)
+        for _, _, gateway in ours.values():
+            gateway.close()
+    return _report(speeds, memory)
+
+
+def _counts() -> list[int]:
+    most = min(MOST_PREPARERS, max(2, len(os.sched_getaffinity(0))))
+    return [count for count in (1, 2, 4, 8) if count <= most]
+
+
+def _name(count: int) -> str:
+    return f"medialane, {count} preparer{'s' if count > 1 else ''}"
+
+
+@contextlib.asynccontextmanager
+async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerPool]:
+    config = PrepareConfig(num_preparers=count)
+    factory_config = msgspec.json.encode(FactoryConfig(model, list(FLAGS)))
+    pool = PreparerPool(
+        config, factory=PROCESSOR_FACTORY, factory_config=factory_config, arena=arena, media=MediaConfig()
+    )
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any) -> Gateway:
+    """The gateway's own parts, but those behind preparation."""
+    nothing: Any = None
+    features = FeatureSource(arena=arena, pool=pool, fetcher=fetcher, media=MediaConfig(), processor_digest="")
+    return Gateway(
+        config=GatewayConfig(stage="features"),
+        transfer=TransferConfig(),
+        features=features,
+        handover=nothing,
+        assembler=VllmAssembler(processor),
+        workers=nothing,
+        router=nothing,
+        metrics=Metrics(CollectorRegistry()),
+    )
+
+
+async def _prepare_all(gateway: Gateway, jpegs: Sequence[bytes], concurrency: int) -> None:
+    todo = iter(jpegs)
+
+    async def client() -> None:
+        for jpeg in todo:
+            with open_scope():
+                ref = MediaRef("image", "messages[0].content[0].image_url", data=jpeg)
+                await gateway.prepare(MediaPrompt([1, *PROMPT, 2], (ref,)))
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(concurrency):
+            clients.create_task(client())
+
+
+@contextlib.asynccontextmanager
+async def _timed(speed: Speed, working: list[int], but: int | None, num_images: int) -> AsyncIterator[None]:
+    """Measure a turn. `working` are the processes that do it, without the tree of `but`."""
+    pids = sorted(set(working) - set(process_tree(but) if but else []))
+    cpu, machine = cpu_seconds(pids), _machine_seconds()
+    started = time.perf_counter()
+    yield
+    wall = time.perf_counter() - started
+    cpu, machine = cpu_seconds(pids) - cpu, _machine_seconds() - machine
+    speed.images_per_s.append(num_images / wall)
+    speed.cpu_ms.append(1000 * cpu / num_images)
+    speed.others.append(max(0.0, machine - cpu) / (wall * len(os.sched_getaffinity(0))))
+
+
+def _machine_seconds() -> float:
+    """What all processes of the machine, and its host's other guests, have taken of the cores (proc(5), stat)."""
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _watched(arena: Arena, pool: PreparerPool, memory: list[Memory]) -> Iterator[None]:
+    """Look at the preparers' memory while they work."""
+    done = threading.Event()
+    pids = sorted(pool.stats().pids)
+
+    def watch() -> None:
+        while not done.wait(SAMPLE_PAUSE_S):
+            for pid, found in zip(pids, memory, strict=True):
+                found.private = max(found.private, _private_bytes(pid, arena.path.name) / MIB)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        for pid, found in zip(pids, memory, strict=True):
+            found.pss = _pss_bytes(pid) / MIB
+
+
+def _private_bytes(pid: int, arena: str) -> int:
+    """Memory that is this process's alone, the arena aside, which is everybody's (proc(5), smaps)."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if " " in name:  # the head of a mapping
+            counts = arena not in line
+        elif counts and name in ("Private_Clean", "Private_Dirty"):
+            total += int(rest.split()[0]) * 1024
+    return total
+
+
+def _pss_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+@contextlib.contextmanager
+def _renderer(model: str) -> Iterator[tuple[Connection, int]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_renderer, args=(model, theirs), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(START_S):
+            raise RuntimeError(f"vLLM's renderer was not ready after {START_S:g} s")
+        ours.recv()
+        assert process.pid is not None
+        yield ours, process.pid
+    finally:
+        process.terminate()
+        process.join(10)
+
+
+def run_renderer(model: str, wishes: Connection) -> None:
+    """Be the process with vLLM's renderer: answer each list of JPEGs when all are rendered."""
+    renderer = renderer_from_config(create_frontend_config(parse_vllm_args(model, FLAGS)))
+    threads = concurrent.futures.ThreadPoolExecutor(8)  # VLLM_MEDIA_LOADING_THREAD_COUNT
+    wishes.send("ready")
+    while True:
+        (num_threads, together), jpegs = wishes.recv()
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # vLLM reads it before each item
+        torch.set_num_threads(num_threads)
+        if together:
+            asyncio.run(_render_together(renderer, threads, jpegs))
+        else:
+            for jpeg in jpegs:
+                renderer.render_cmpl([_request(ImageMediaIO().load_bytes(jpeg))])
+        wishes.send("done")
+
+
+async def _render_together(renderer: Any, threads: concurrent.futures.Executor, jpegs: Sequence[bytes]) -> None:
+    todo = iter(jpegs)
+    loop = asyncio.get_running_loop()
+
+    async def client() -> None:
+        for jpeg in todo:
+            media = await loop.run_in_executor(threads, ImageMediaIO().load_bytes, jpeg)
+            await renderer.render_cmpl_async([_request(media)])
+
+    await asyncio.gather(*(client() for _ in range(4)))
+
+
+def _request(media: Any) -> dict[str, Any]:
+    return {"prompt_token_ids": [1, *PROMPT, 2], "multi_modal_data": {"image": [media]}}
+
+
+def _report(speeds: dict[str, Speed], memory: dict[str, list[Memory]]) -> Report:
+    for speed in speeds.values():  # the first turn did everything for the first time
+        for figures in (speed.images_per_s, speed.cpu_ms, speed.others):
+            del figures[0]
+    rows = [
+        {
+            "way": name,
+            "n": len(speed.images_per_s),
+            "images/s": median(speed.images_per_s),
+            "best": max(speed.images_per_s),
+            "CPU ms": median(speed.cpu_ms),
+            "others": f"{median(speed.others):.0%}",
+        }
+        for name, speed in speeds.items()
+    ]
+    sizes = [
+        {"way": name, "preparer": number, "private at most, MiB": found.private, "PSS, MiB": found.pss}
+        for name, each in memory.items()
+        for number, found in enumerate(each)
+    ]
+    one, two = (median(speeds[_name(count)].images_per_s) for count in (1, 2))
+    peer = max(median(speeds[name].images_per_s) for name, (_, together) in PEERS.items() if not together)
+    most = max(found.private for each in memory.values() for found in each) - JOB_BYTES / MIB
+    bars = [
+        Bar("prepare: 1 preparer over vLLM's renderer", one / peer, 1.0, "at least"),
+        Bar("prepare: 2 preparers over 1", two / one, 1.8, "at least"),
+        Bar("prepare: private memory of a preparer beyond its job's pixels, MB", most * MIB / 1e6, 80, "at most"),
+    ]
+    busy = percentile([share for speed in speeds.values() for share in speed.others], 0.5)
+    notes = [f"The rest of the machine took {busy:.0%} of the cores (median): quiet is below 5%."]
+    return Report("prepare", {f"{WIDTH}x{HEIGHT} JPEGs": rows, "memory of preparers": sizes}, bars, notes)
