@@ -77,7 +77,7 @@ class LocalFiles:
             raise InvalidMediaUrl("the file URL has a control character")
         for root in self._roots:
             if path.startswith(root.rstrip("/") + "/"):
-                return root, path[len(root) :].lstrip("/")
+                return root, path[len(root) :].lstrip("/") or "."
         raise MediaUrlForbidden(_REFUSED)
 
 
@@ -93,11 +93,13 @@ def read_beneath(root: str, path: str, max_bytes: int) -> bytes:
         if error.errno in (errno.ENOENT, errno.EAGAIN):
             raise MediaFetchFailed("the media file does not exist") from error
         raise MediaUrlForbidden(_REFUSED) from error
-    with open(opened, "rb") as file:
-        status = os.fstat(opened)
-        if not stat.S_ISREG(status.st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise MediaUrlForbidden(_REFUSED)
-        data = file.read(max_bytes + 1)
+        with open(opened, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+    finally:
+        os.close(opened)
     if len(data) > max_bytes:
         raise MediaTooLarge(f"the media has more than {max_bytes} bytes")
     if not data:
@@ -117,7 +119,7 @@ def _open_beneath(folder: int, path: str) -> int:
 
 
 def _walk(folder: int, path: str) -> int:
-    *folders, name = [part for part in path.split("/") if part not in ("", ".")] or [""]
+    *folders, name = [part for part in path.split("/") if part not in ("", ".")] or ["."]
     if ".." in (*folders, name):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
     at = os.dup(folder)

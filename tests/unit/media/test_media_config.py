@@ -1,0 +1,34 @@
+import pytest
+
+from medialane.core.errors import StartupFailed, UnsupportedMediaType
+from medialane.media import FetchLimits, MediaConfig
+
+
+def test_defaults_are_valid():
+    MediaConfig().validate()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_body_bytes": 0},
+        {"max_items": -1},
+        {"image_fetch_timeout_s": 0.0},
+        {"max_redirects": -1},
+        {"max_image_pixels": 200_000_000},
+        {"allowed_media_networks": ("10.0.0.0/8", "nonsense")},
+        {"allowed_media_networks": ("10.0.0.1/8",)},
+        {"allowed_media_ports": (80, 0)},
+        {"allowed_local_media_path": "/no/such/folder"},
+    ],
+    ids=str,
+)
+def test_bad_setting_is_named(setting):
+    with pytest.raises(StartupFailed, match=next(iter(setting))):
+        MediaConfig(**setting).validate()
+
+
+def test_limits_by_modality():
+    assert MediaConfig(max_image_bytes=5).fetch_limits("image") == FetchLimits(5, 10.0)
+    with pytest.raises(UnsupportedMediaType):
+        MediaConfig().fetch_limits("video")

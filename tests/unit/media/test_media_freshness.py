@@ -1,0 +1,68 @@
+import pytest
+from multidict import CIMultiDict
+
+from medialane.media.freshness import Freshness, freshness_of
+
+DATE = "Tue, 15 Nov 1994 08:12:31 GMT"
+LATER = "Tue, 15 Nov 1994 08:13:31 GMT"
+
+
+@pytest.mark.parametrize(
+    ("headers", "lifetime_s"),
+    [
+        ({}, None),
+        ({"Cache-Control": "public"}, None),
+        ({"Cache-Control": "max-age=60"}, 60),
+        ({"Cache-Control": "Public, MAX-AGE=60"}, 60),
+        ({"Cache-Control": 'max-age="60"'}, 60),
+        ({"Cache-Control": "max-age=60, s-maxage=5"}, 5),
+        ({"Cache-Control": "max-age=60", "Age": "20"}, 40),
+        ({"Cache-Control": "max-age=60", "Age": "90"}, 0),
+        ({"Cache-Control": "max-age=60", "Age": "x"}, 60),
+        ({"Cache-Control": "max-age=60, no-cache"}, 0),
+        ({"Cache-Control": "max-age=-5"}, 0),
+        ({"Cache-Control": "max-age=abc"}, 0),
+        ({"Cache-Control": "max-age=" + "9" * 5000}, 9_999_999_999),
+        ({"Cache-Control": "max-age"}, 0),
+        ({"Expires": LATER, "Date": DATE}, 60),
+        ({"Expires": DATE, "Date": LATER}, 0),
+        ({"Expires": LATER}, 0),
+        ({"Expires": "0", "Date": DATE}, 0),
+        ({"Expires": LATER, "Date": DATE, "Cache-Control": "max-age=5"}, 5),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_lifetime(headers, lifetime_s):
+    assert freshness_of(CIMultiDict(headers)) == Freshness(lifetime_s=lifetime_s)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Cache-Control": "no-store, max-age=60"},
+        {"Cache-Control": "private, max-age=60"},
+        {"Cache-Control": 'private="x"'},
+        {"Cache-Control": "max-age=60", "Vary": "*"},
+    ],
+    ids=str,
+)
+def test_not_storable(headers):
+    assert not freshness_of(CIMultiDict(headers)).storable
+
+
+def test_all_lines_of_a_header_count():
+    headers = CIMultiDict([("Cache-Control", "max-age=60"), ("cache-control", "no-store")])
+    assert not freshness_of(headers).storable
+
+
+@pytest.mark.parametrize(
+    ("answer", "redirect", "both"),
+    [
+        (Freshness(lifetime_s=60), Freshness(lifetime_s=5), Freshness(lifetime_s=5)),
+        (Freshness(lifetime_s=60), Freshness(), Freshness(lifetime_s=0)),
+        (Freshness(), Freshness(lifetime_s=60), Freshness(lifetime_s=0)),
+        (Freshness(lifetime_s=60), Freshness(storable=False), Freshness(storable=False, lifetime_s=0)),
+    ],
+)
+def test_redirect_limits_what_it_leads_to(answer, redirect, both):
+    assert answer.through(redirect) == both

@@ -1,0 +1,375 @@
+import asyncio
+import socket
+import time
+
+import pytest
+from aiohttp.abc import AbstractResolver
+from http_origin import HttpOrigin, answer
+
+from medialane.core.errors import (
+    EmptyMedia,
+    MediaFetchFailed,
+    MediaFetchTimeout,
+    MediaTooLarge,
+    MediaUrlForbidden,
+    TooManyRedirects,
+    UnsupportedUrlScheme,
+    UpstreamFailed,
+)
+from medialane.media import FetchLimits, MediaConfig
+from medialane.media.freshness import Freshness
+from medialane.media.http_source import HttpSource
+from medialane.media.url_cache import Validators
+
+CONFIG = MediaConfig(
+    allowed_media_networks=("127.0.0.0/8",),
+    connect_timeout_s=1.0,
+    first_byte_timeout_s=0.4,
+    min_rate_grace_s=0.2,
+    min_rate_bytes_per_s=1000.0,
+)
+LIMITS = FetchLimits(max_bytes=100_000, timeout_s=2.0)
+BODY = bytes(range(256)) * 100
+
+
+class Names(AbstractResolver):
+    """A resolver with answers of its own: the next list of addresses for every look-up of a name."""
+
+    def __init__(self, **answers: list[list[str]]) -> None:
+        self._answers = answers
+        self.asked: list[str] = []
+
+    async def resolve(self, host, port=0, family=socket.AF_INET):
+        self.asked.append(host)
+        answers = self._answers[host.replace(".", "_")]
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        return [
+            {
+                "hostname": host,
+                "host": a,
+                "port": port,
+                "family": socket.AF_INET6 if ":" in a else socket.AF_INET,
+                "proto": 0,
+                "flags": socket.AI_NUMERICHOST,
+            }
+            for a in found
+        ]
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+async def source():
+    source = HttpSource(CONFIG)
+    yield source
+    await source.close()
+
+
+@pytest.fixture
+async def canary():
+    """Listens where nothing may be fetched: on an address that is not in the allowed network's config of a test."""
+    async with HttpOrigin() as canary:
+        yield canary
+
+
+async def test_body_and_what_to_ask_with_next_time(source, origin):
+    origin.routes["/a"] = answer(200, BODY, etag='"1"', last_modified="Tue", cache_control="max-age=60")
+    received = await source.get(origin.url("/a"), LIMITS)
+    assert received.data == BODY
+    assert received.freshness == Freshness(lifetime_s=60)
+    assert received.validators == Validators(origin.url("/a"), '"1"', "Tue")
+
+
+async def test_nothing_is_told_about_us(source, origin):
+    origin.routes["/a"] = answer(200, BODY, set_cookie="a=b")
+    await source.get(origin.url("/a"), LIMITS)
+    await source.get(origin.url("/a"), LIMITS)
+    assert set(origin.requests[1].headers) == {"host", "accept", "accept-encoding", "user-agent"}
+    assert origin.requests[1].headers["accept-encoding"] == "identity"
+
+
+async def test_connection_is_used_again(source, origin):
+    origin.routes["/a"] = answer(200, BODY)
+    for _ in range(3):
+        await source.get(origin.url("/a"), LIMITS)
+    assert origin.num_connections == 1
+
+
+async def test_not_modified(source, origin):
+    origin.routes["/a"] = answer(304, cache_control="max-age=5", content_length=None)
+    validators = Validators(origin.url("/a"), '"1"', "Tue")
+    received = await source.get(origin.url("/a"), LIMITS, validators)
+    assert (received.data, received.validators, received.freshness.lifetime_s) == (None, validators, 5)
+    assert origin.requests[0].headers["if-none-match"] == '"1"'
+    assert origin.requests[0].headers["if-modified-since"] == "tue"
+
+
+async def test_validators_are_for_the_url_that_gave_them(source, origin):
+    origin.routes["/a"] = answer(302, location="/b")
+    origin.routes["/b"] = answer(200, BODY, etag='"2"')
+    received = await source.get(origin.url("/a"), LIMITS, Validators(origin.url("/old"), '"1"', None))
+    assert received.validators == Validators(origin.url("/b"), '"2"', None)
+    assert not any("if-none-match" in request.headers for request in origin.requests)
+
+
+async def test_not_modified_without_having_asked_is_a_failure(source, origin):
+    origin.routes["/a"] = answer(304)
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+@pytest.mark.parametrize("status", [201, 204, 206, 300, 400, 401, 403, 404, 410, 451])
+async def test_status_that_is_no_success_is_told(source, origin, status):
+    origin.routes["/a"] = answer(status)
+    with pytest.raises(MediaFetchFailed, match=str(status)):
+        await source.get(origin.url("/a"), LIMITS)
+    assert len(origin.requests) == 1
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_origin_that_fails_is_asked_twice(source, origin, status):
+    origin.routes["/a"] = answer(status, b"no")
+    with pytest.raises(UpstreamFailed, match=str(status)):
+        await source.get(origin.url("/a"), LIMITS)
+    assert len(origin.requests) == 2
+
+
+async def test_second_attempt_may_succeed(source, origin):
+    async def once_busy(request, writer):
+        busy = len(origin.requests) == 1
+        await answer(503 if busy else 200, BODY, retry_after="1")(request, writer)
+
+    origin.routes["/a"] = once_busy
+    started = time.monotonic()
+    assert (await source.get(origin.url("/a"), LIMITS)).data == BODY
+    assert 1.0 <= time.monotonic() - started < 2.0
+
+
+async def test_longer_pause_is_not_waited_for(source, origin):
+    origin.routes["/a"] = answer(503, b"no", retry_after="3")
+    started = time.monotonic()
+    with pytest.raises(UpstreamFailed):
+        await source.get(origin.url("/a"), LIMITS)
+    assert len(origin.requests) == 1
+    assert time.monotonic() - started < 1.0
+
+
+async def test_refused_connection(source):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(MediaFetchFailed) as raised:
+        await source.get(f"http://127.0.0.1:{port}/", LIMITS)
+    assert str(port) not in raised.value.message
+
+
+async def test_unknown_host(source):
+    with pytest.raises(MediaFetchFailed):
+        await source.get("http://no-such-host.invalid/", LIMITS)
+
+
+async def test_no_tls_where_it_is_wanted(source):
+    async def write(reader, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(write, "127.0.0.1", 0) as server:
+        with pytest.raises(MediaFetchFailed):
+            await source.get(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/", LIMITS)
+
+
+async def test_connection_that_is_cut(source, origin):
+    async def cut(request, writer):
+        writer.transport.abort()
+        raise ConnectionError
+
+    origin.routes["/a"] = cut
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/a"), LIMITS)
+    assert len(origin.requests) >= 2
+
+
+async def test_body_that_is_cut(source, origin):
+    async def cut(request, writer):
+        await answer(200, BODY, content_length=str(len(BODY) + 1))(request, writer)
+        raise ConnectionError
+
+    origin.routes["/a"] = cut
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+async def silent(request, writer):
+    await asyncio.sleep(30)
+
+
+async def slow_body(request, writer):
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 90000\r\n\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def slow_headers(request, writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("answering", "limit_s"), [(silent, 1.0), (slow_body, 1.0), (slow_headers, 1.5)], ids=["silent", "body", "headers"]
+)
+async def test_slow_origin_is_given_up(source, origin, answering, limit_s):
+    origin.routes["/a"] = answering
+    started = time.monotonic()
+    with pytest.raises(MediaFetchTimeout):
+        await source.get(origin.url("/a"), FetchLimits(100_000, 1.0))
+    assert time.monotonic() - started < limit_s
+
+
+async def test_declared_size_ends_a_fetch_before_its_body(source, origin):
+    origin.routes["/a"] = answer(200, b"", content_length=str(10_000_000_000))
+    started = time.monotonic()
+    with pytest.raises(MediaTooLarge):
+        await source.get(origin.url("/a"), LIMITS)
+    assert time.monotonic() - started < 0.3
+
+
+async def test_body_without_end_is_cut_off(source, origin):
+    async def endless(request, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"2000\r\n" + bytes(0x2000) + b"\r\n")
+            await writer.drain()
+
+    origin.routes["/a"] = endless
+    with pytest.raises(MediaTooLarge):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+async def test_empty_body(source, origin):
+    origin.routes["/a"] = answer(200)
+    with pytest.raises(EmptyMedia):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+async def test_content_coding_is_refused(source, origin):
+    origin.routes["/a"] = answer(200, BODY, content_encoding="gzip")
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+@pytest.mark.parametrize("headers", ["x: " + "y" * 1_000_000, "\r\n".join(f"x{n}: y" for n in range(10_000)), "junk"])
+async def test_headers_without_measure(source, origin, headers):
+    async def write(request, writer):
+        writer.write(f"HTTP/1.1 200 OK\r\n{headers}\r\ncontent-length: 1\r\n\r\nx".encode())
+        await writer.drain()
+
+    origin.routes["/a"] = write
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+async def test_redirects_are_followed(source, origin):
+    origin.routes["/a"] = answer(301, location="/b", cache_control="max-age=7")
+    origin.routes["/b"] = answer(307, location=origin.url("/c"), cache_control="max-age=9")
+    origin.routes["/c"] = answer(200, BODY, cache_control="max-age=60")
+    received = await source.get(origin.url("/a"), LIMITS)
+    assert received.data == BODY
+    assert received.freshness.lifetime_s == 7
+
+
+async def test_too_many_redirects(source, origin):
+    origin.routes["/a"] = answer(302, location="/a")
+    with pytest.raises(TooManyRedirects):
+        await source.get(origin.url("/a"), LIMITS)
+    assert len(origin.requests) == 4
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "data:image/png;base64,AAAA"])
+async def test_redirect_to_another_scheme(source, origin, location):
+    origin.routes["/a"] = answer(302, location=location)
+    with pytest.raises(UnsupportedUrlScheme):
+        await source.get(origin.url("/a"), LIMITS)
+
+
+async def test_redirect_to_a_forbidden_address_reaches_nobody(origin, canary):
+    source = HttpSource(MediaConfig(allowed_media_networks=("127.0.0.2/32",)), resolver=Names(origin=[["127.0.0.1"]]))
+    guarded = HttpSource(CONFIG, resolver=Names(inside=[["10.0.0.1"]], mixed=[["127.0.0.1", "10.0.0.1"]]))
+    with pytest.raises(MediaUrlForbidden):
+        await source.get(origin.url("/a"), LIMITS)
+    for host in ("inside", "mixed"):
+        origin.routes["/a"] = answer(302, location=canary.url("/", host))
+        with pytest.raises(MediaUrlForbidden):
+            await guarded.get(origin.url("/a"), LIMITS)
+    assert canary.num_connections == 0
+    await source.close()
+    await guarded.close()
+
+
+async def test_name_with_an_address_inside_is_forbidden(origin, canary):
+    names = Names(evil=[["127.0.0.1"]], mixed=[["8.8.8.8", "::1"]])
+    source = HttpSource(MediaConfig(), resolver=names)
+    for host in ("evil", "mixed"):
+        with pytest.raises(MediaUrlForbidden):
+            await source.get(f"http://{host}/", LIMITS)
+    assert names.asked == ["evil", "mixed"]
+    await source.close()
+
+
+async def test_name_that_changes_its_address_is_vetted_each_time(origin, canary):
+    names = Names(rebinding=[["127.0.0.1"], ["127.0.0.5"]])
+    source = HttpSource(MediaConfig(allowed_media_networks=("127.0.0.1/32",)), resolver=names)
+
+    async def once(request, writer):
+        await answer(200, BODY, connection="close")(request, writer)
+        raise ConnectionError
+
+    origin.routes["/a"] = once
+    assert (await source.get(origin.url("/a", "rebinding"), LIMITS)).data == BODY
+    with pytest.raises(MediaUrlForbidden):
+        await source.get(origin.url("/a", "rebinding"), LIMITS)
+    await source.close()
+
+
+async def test_port_of_a_public_name_is_vetted():
+    source = HttpSource(MediaConfig(), resolver=Names(public=[["8.8.8.8"]]))
+    with pytest.raises(MediaUrlForbidden, match="port"):
+        await source.get("http://public:6379/", LIMITS)
+    await source.close()
+
+
+async def test_refusal_is_not_tried_again(origin):
+    names = Names(evil=[["10.0.0.1"]])
+    source = HttpSource(MediaConfig(), resolver=names)
+    with pytest.raises(MediaUrlForbidden):
+        await source.get("http://evil/", LIMITS)
+    assert len(names.asked) == 1
+    await source.close()
+
+
+async def test_cancelled_fetch_closes_its_connection(source, origin):
+    closed = asyncio.Event()
+
+    async def until_closed(request, writer):
+        try:
+            while True:
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            closed.set()
+            raise
+
+    origin.routes["/a"] = until_closed
+    fetching = asyncio.create_task(source.get(origin.url("/a"), LIMITS))
+    await origin.asked()
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    async with asyncio.timeout(2):
+        await closed.wait()
