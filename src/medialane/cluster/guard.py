@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from medialane.cluster import guard_process
+from medialane.cluster import process_group
 
 #: For a process that has nothing left to do but to end.
 _END_S = 10
@@ -24,7 +24,7 @@ class Guard:
         reader, self._pipe = os.pipe()
         # -I -S: no site-packages, no startup files; this takes 10 ms and 8 MB.
         self._process = subprocess.Popen(  # noqa: S603 - our own script, no shell
-            [sys.executable, "-I", "-S", str(Path(guard_process.__file__))],
+            [sys.executable, "-I", "-S", str(Path(process_group.__file__))],
             stdin=reader,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C of the terminal is not for it

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from medialane.cluster.process_group import CLEANUP_S, kill_users, members, send
+
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
@@ -73,21 +75,25 @@ class PartProcess:
     async def wait(self) -> int:
         """Wait until the process has ended and its group is gone. Returns the exit status, -N for signal N."""
         await self._ended.wait()
-        self.kill()
-        status = self._process.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_GROUP_END_S):
-                while self._group_lives():  # noqa: ASYNC110 - strangers to us: nobody tells
-                    await asyncio.sleep(_POLL_S)
-        return status
+        try:
+            self.kill()
+            await self._empty(CLEANUP_S)
+        finally:
+            if self._process.returncode is None:
+                send(self.pid, signal.SIGKILL)
+        await self._empty(_GROUP_END_S)
+        return self._reap()
 
     def terminate(self) -> None:
         """Ask the first process to stop; what it started is its own business for now."""
-        self._signal(signal.SIGTERM, os.kill)
+        if self._process.returncode is None:  # not reaped: the number is still its own
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the whole group."""
-        self._signal(signal.SIGKILL, os.killpg)
+        """Kill the whole group, but for what cleans up after it; `wait` sees to that."""
+        if self._process.returncode is None:
+            kill_users(self.pid)
 
     async def stop(self, timeout_s: float) -> int:
         """Ask, wait for `timeout_s`, kill. Returns the exit status. Cancelled, it kills at once."""
@@ -101,21 +107,24 @@ class PartProcess:
             self.kill()
         return await self.wait()
 
-    def _signal(self, number: int, send: Callable[[int, int], None]) -> None:
-        if self._process.returncode is None:  # not reaped: the number is still its own
-            with suppress(ProcessLookupError):
-                send(self.pid, number)
-
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
         self._lifetime_s = time.monotonic() - self._started_at
         self._ended.set()
 
-    def _group_lives(self) -> bool:
+    async def _empty(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while members(self.pid):  # noqa: ASYNC110 - they are strangers to us: nobody tells
+                    await asyncio.sleep(_POLL_S)
+
+    def _reap(self) -> int:
+        status = self._process.wait()
         with suppress(ChildProcessError):  # as process 1 of a container we inherit orphans, and must reap them
-            os.waitpid(-self.pid, os.WNOHANG)
-        return any(_group_and_state(entry) == (self.pid, True) for entry in os.listdir("/proc") if entry.isdigit())
+            while os.waitpid(-self.pid, os.WNOHANG) != (0, 0):
+                pass
+        return status
 
 
 def describe_exit(status: int) -> str:
@@ -126,16 +135,6 @@ def describe_exit(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
-
-
-def _group_and_state(pid: str) -> tuple[int, bool] | None:
-    """Group of a process, and whether it is more than a zombie. None when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, _parent, group, *_ = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(group), state not in (b"Z", b"X")
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

@@ -49,13 +49,14 @@ class Supervisor:
         Raises StartupFailed when one ends, or is not ready in time. What runs then, runs until `stop`.
         """
         self._runner = asyncio.create_task(self._run(), name="supervisor")
-        everybody = asyncio.gather(*(k.been_ready.wait() for k in self._keepers.values()))
+        everybody = asyncio.create_task(self._everybody_ready(), name="everybody ready")
         try:
             done, _ = await asyncio.wait((everybody, self._failure, self._runner), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             everybody.cancel()
+            await asyncio.wait((everybody,))
         self._house.all_ready.set()
 
     async def stop(self) -> None:
@@ -69,9 +70,8 @@ class Supervisor:
         finally:
             self.kill()
             self._house.guard.close()
-            if self._failure.done():
+            if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # seen: whoever stops may have learnt of it in another way
-            self._failure.cancel()
 
     def kill(self) -> None:
         """Kill everything now; `stop` still has to be awaited."""
@@ -89,6 +89,10 @@ class Supervisor:
         finally:
             reading.cancel()
             await asyncio.wait((reading,))
+
+    async def _everybody_ready(self) -> None:
+        for keeper in self._keepers.values():
+            await keeper.been_ready.wait()
 
     async def _read_logs(self) -> None:
         while True:
