@@ -162,11 +162,6 @@ async def test_source_without_its_placeholder_or_with_too_many_items_is_rejected
         await answer(vllm_engine, msgspec.structs.replace(prompt, items=prompt.items * 9), [])
 
 
-async def test_source_may_ask_for_more_tokens_than_are_left(vllm_engine, maker):
-    prompt = source(maker, pixels(30, 30), "a" * 64)
-    assert len(await answer(vllm_engine, prompt, [], max_tokens=100_000, ignore_eos=True, stop_token_ids=None)) > 8000
-
-
 def changed(prompt, **fields):
     """An inline prompt whose first item has other tensors: header and bytes agree with each other."""
     item = decode_item(prompt.features[0].header, bytes_of(prompt)[0])

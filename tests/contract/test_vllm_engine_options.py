@@ -1,9 +1,11 @@
 """vLLM's flags in a worker: what users ask for reaches vLLM, what a worker depends on is not theirs to change."""
 
 import pytest
+from vllm.sampling_params import SamplingParams
 
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.engine_options import engine_args
+from medialane.vllm_bridge.engine_request import clamp
 
 
 def test_flags_that_a_worker_cannot_follow_are_refused(tiny_model, monkeypatch):
@@ -26,3 +28,13 @@ def test_what_a_worker_depends_on_is_set(tiny_model):
 def test_flag_that_vllm_does_not_know_is_named(tiny_model):
     with pytest.raises(StartupFailed, match="--no-such-flag"):
         engine_args(str(tiny_model), ["--no-such-flag"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_prompt_tokens", "granted"), [(50, 10, 50), (500, 10, 90), (None, 10, None), (50, 100, 50)]
+)
+def test_answer_may_fill_what_the_expanded_prompt_leaves(asked, num_prompt_tokens, granted):
+    """Where nothing is left, vLLM refuses the prompt with its own message."""
+    params = SamplingParams(max_tokens=asked, min_tokens=asked or 0)
+    clamp(params, {"prompt_token_ids": [1] * num_prompt_tokens}, 100)
+    assert (params.max_tokens, params.min_tokens) == (granted, granted or 0)

@@ -1,6 +1,7 @@
 """The private seams of vLLM that let EngineCore read tensors out of arenas: they say which upgrade broke what."""
 
 import inspect
+import os
 
 import msgspec
 import pytest
@@ -23,8 +24,9 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.tensor import TensorSpec
 from medialane.vllm_bridge import arena_decoder
-from medialane.vllm_bridge.arena_decoder import META, ArenaDecoder, install
+from medialane.vllm_bridge.arena_decoder import META, ArenaDecoder
 from medialane.vllm_bridge.arena_encoder import ArenaConsumer
+from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.plugin import register
 
 SPEC = TensorSpec("float32", (100, 50))
@@ -35,7 +37,7 @@ def arena():
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
     yield arena
     arena.close()
-    arena_decoder._RESOLVER.attach("0" * 32, "/dev/shm", "")  # lets go of arenas whose file is gone
+    arena_decoder.RESOLVER.attach("0" * 32, "/dev/shm", "")  # lets go of arenas whose file is gone
 
 
 @pytest.fixture
@@ -125,11 +127,11 @@ def test_arena_whose_file_is_gone_is_unmapped_with_the_next_one(engine, entry, a
     other = Arena.create(ArenaConfig(size_bytes=16 << 20))
     try:
         attach(engine, other)
-        assert {arena.id, other.id} <= set(arena_decoder._RESOLVER._views)
+        assert {arena.id, other.id} <= set(arena_decoder.RESOLVER._views)
     finally:
         other.close()
     attach(engine, arena)
-    assert other.id not in arena_decoder._RESOLVER._views
+    assert other.id not in arena_decoder.RESOLVER._views
 
 
 def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):
@@ -200,6 +202,10 @@ def test_provider_of_vllm_keeps_its_own_tensors():
     assert decoder._provide("float32", (2,), {"k": 3}).tolist() == [3, 3]
     with pytest.raises(ValueError, match="out of band"):
         ArenaDecoder()._provide("float32", (2,), {"k": 3})
+
+
+def test_engine_core_of_another_parent_is_not_tied(engine):
+    assert not engine.medialane_die_with(1 if os.getppid() != 1 else 2)
 
 
 def test_refusals_are_bounded():

@@ -3,16 +3,14 @@
 Theory of operation. A worker's front end sends requests to its EngineCore as msgpack; where a tensor lies in an arena
 that EngineCore has mapped, `arena_encoder` puts `{"medialane": [arena, entry offset, entry nbytes, generation, tensor
 offset]}` in its place. EngineCore's input thread decodes requests with `MsgpackDecoder`, a name that it looks up in
-its module when it starts: `install` puts a subclass there that resolves such a descriptor.
+its module when it starts: `engine_core` puts a subclass there that resolves such a descriptor.
 
 An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
 what it cannot resolve becomes an empty tensor, and the request is marked. A marked request is refused one step
 later, in `preprocess_add_request`, whose exceptions vLLM does catch: it fails alone, before it is scheduled, and
 nothing is computed or cached from what is not there.
 
-`medialane_attach` and `medialane_refused` are added to EngineCore for the front end to call as utilities. Everything
-here leans on private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; where they are
-missing, attaching fails and features travel in the message instead.
+Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; `engine_core` puts us there.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ import logging
 from typing import Any
 
 import torch
-from vllm.v1.engine import EngineCoreRequest, core
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, OOBTensorProvider
 
 from medialane.arena import ArenaView
-from medialane.core.errors import HandoverFailed, InvalidFeature
+from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.vllm_bridge.features import tensor_over
 
@@ -90,7 +88,7 @@ class ArenaResolver:
 
 
 #: One per process: decoders are made by vLLM, which has no place for an argument of ours.
-_RESOLVER = ArenaResolver()
+RESOLVER = ArenaResolver()
 
 
 class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
@@ -107,7 +105,7 @@ class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
         self._faulted = False
         found = super().decode(bufs)
         if self._faulted and isinstance(found, EngineCoreRequest):
-            found.mm_features = _Refused()
+            found.mm_features = Unreadable()
         return found
 
     def _provide(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
@@ -116,36 +114,10 @@ class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
                 raise ValueError("a tensor came out of band, by a way that this engine does not know")
             found: torch.Tensor = self._inner(dtype, shape, meta)
             return found
-        resolved = _RESOLVER.resolve(dtype, shape, meta)
+        resolved = RESOLVER.resolve(dtype, shape, meta)
         self._faulted = self._faulted or resolved is None
         return torch.empty(0) if resolved is None else resolved
 
 
-class _Refused:
+class Unreadable:
     """Stands in `EngineCoreRequest.mm_features` for features that could not be read."""
-
-
-def install() -> None:
-    """Change this process's EngineCore. Idempotent."""
-    if core.MsgpackDecoder is ArenaDecoder:
-        return
-    core.MsgpackDecoder = ArenaDecoder
-    inner = core.EngineCore.preprocess_add_request
-
-    def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
-        if isinstance(request.mm_features, _Refused):
-            _RESOLVER.refuse(request.external_req_id or request.request_id)
-            raise InvalidFeature("the features could not be read from the arena")
-        return inner(self, request)
-
-    core.EngineCore.preprocess_add_request = preprocess_add_request
-    core.EngineCore.medialane_attach = _attach
-    core.EngineCore.medialane_refused = _refused
-
-
-def _attach(_engine: Any, arena: str, directory: str, nonce: str) -> bool:
-    return _RESOLVER.attach(arena, directory, nonce)
-
-
-def _refused(_engine: Any, request_id: str) -> bool:
-    return _RESOLVER.has_refused(request_id)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -36,8 +37,8 @@ from medialane.core.errors import (
 )
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
 from medialane.core.tensor import TensorDescriptor
-from medialane.vllm_bridge.arena_decoder import install
 from medialane.vllm_bridge.arena_encoder import ArenaConsumer
+from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.engine_request import RequestReader, clamp
@@ -111,6 +112,7 @@ class VllmEngine:
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
         self._closed = False
+        self._tied = False
         self._arenas: set[str] = set()
         self._consumer = ArenaConsumer(llm.engine_core.encoder.oob_tensor_consumer)
         llm.engine_core.encoder.oob_tensor_consumer = self._consumer
@@ -159,6 +161,9 @@ class VllmEngine:
         if self._llm.errored or self._num_releases_unknown:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
+        if not self._tied:
+            self._tied = True
+            await self._tie(timeout_s)
 
     async def close(self) -> None:
         """Stop EngineCore and its children. Idempotent."""
@@ -227,6 +232,15 @@ class VllmEngine:
             if self._llm.errored:
                 raise WorkerLost("the worker's engine has died")
             await asyncio.wait({call}, timeout=ALIVE_CHECK_S)
+
+    async def _tie(self, timeout_s: float) -> None:
+        """Have every EngineCore end when this process does, however it does."""
+        try:
+            tied = all(await self._ask("medialane_die_with", os.getpid(), timeout_s=timeout_s))
+        except GenerationFailed:
+            tied = False
+        if not tied:
+            logger.warning("the engine's processes may survive this one, when it is killed")
 
     async def _check_refused(self, request_id: str) -> None:
         """A request with arena tensors ended in an error: raise HandoverFailed if EngineCore could not read them."""

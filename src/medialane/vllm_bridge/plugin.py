@@ -12,6 +12,6 @@ import sys
 def register() -> None:
     """Teach this process's EngineCore to read tensors out of arenas. Idempotent."""
     if "vllm.v1.engine.core" in sys.modules:
-        from medialane.vllm_bridge.arena_decoder import install
+        from medialane.vllm_bridge.engine_core import install
 
         install()

@@ -61,6 +61,10 @@ def request(*features, **params):
     return EngineRequest("r", ExpandedPrompt([1, 2, 3, 4], features), msgspec.json.encode(FakeParams(**params)))
 
 
+def mapped():
+    return Path("/proc/self/maps").read_text()
+
+
 async def answer(worker, sent):
     async with aclosing(worker.run(sent)) as deltas:
         return [token async for d in deltas for token in d.completions[0].token_ids]
@@ -200,8 +204,8 @@ async def test_watch_unmaps_arenas_that_are_gone(engine):
     gone = Arena.create(ArenaConfig(size_bytes=16 << 20))
     await worker.register(hello(gone))
     gone.close()
-    assert gone.id in Path("/proc/self/maps").read_text()
+    assert gone.id in mapped()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await worker.watch()
-    assert gone.id not in Path("/proc/self/maps").read_text()
+    assert gone.id not in mapped()
