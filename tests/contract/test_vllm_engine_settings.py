@@ -1,0 +1,53 @@
+"""Processor settings: equal where features mean the same, different where they do not."""
+
+import pytest
+
+from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.settings import processor_settings
+
+
+@pytest.fixture(scope="module")
+def settings_of(tiny_model):
+    from vllm.renderers import renderer_from_config
+
+    def of(*flags):
+        config = create_frontend_config(parse_vllm_args(str(tiny_model), flags))
+        renderer = renderer_from_config(config)
+        try:
+            return processor_settings(config.model_config, renderer)
+        finally:
+            renderer.shutdown()
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def settings(settings_of):
+    return settings_of()
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="session")
+async def test_gateway_without_weights_and_worker_with_them_agree(vllm_engine, settings):
+    assert vllm_engine.card.processor == settings
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--no-mm-device-do-normalize", {"device_normalize"}),
+        ("--dtype=float32", {"dtype"}),
+        ('--mm-processor-kwargs={"size":{"longest_edge":100352,"shortest_edge":3136}}', {"processor_kwargs"}),
+    ],
+)
+def test_setting_that_changes_features_is_seen(settings_of, settings, flag, names):
+    found = settings_of(flag)
+    assert {name for name in settings | found if settings.get(name) != found.get(name)} >= names
+
+
+def test_setting_that_changes_no_feature_is_not_seen(settings_of, settings):
+    assert settings_of("--max-model-len=1234", "--enforce-eager") == settings
+
+
+def test_no_path_of_this_machine_is_told(settings, tiny_model):
+    assert str(tiny_model.parent) not in "".join(settings.values())

@@ -1,0 +1,94 @@
+import msgspec
+import pytest
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.metrics.stats import RequestStateStats
+
+from medialane.core.request import OutputDelta
+from medialane.vllm_bridge.outputs import to_delta, to_request_output
+
+POSITION = {7: Logprob(-0.5, 1, "a"), 3: Logprob(float("-inf"), 900, None)}
+
+
+def flat(*positions):
+    found = FlatLogprobs()
+    found.extend(positions)
+    return found
+
+
+def completion(index=0, **changes):
+    fields = {"text": "a", "token_ids": [7], "cumulative_logprob": -0.5, "logprobs": [POSITION]} | changes
+    return CompletionOutput(index=index, **fields)
+
+
+def output(*completions, **changes):
+    fields = {
+        "request_id": "theirs",
+        "prompt": "hi",
+        "prompt_token_ids": [1, 2],
+        "prompt_logprobs": [None, {2: Logprob(-1.0, 2, "b")}],
+        "outputs": list(completions),
+        "finished": False,
+        "num_cached_tokens": 16,
+        "num_cache_creation_tokens": 4,
+    }
+    return RequestOutput(**(fields | changes))
+
+
+def travelled(found):
+    """The output after both conversions, with the wire in between."""
+    wire = msgspec.msgpack.encode(to_delta(found, with_prompt=True))
+    delta = msgspec.msgpack.decode(wire, type=OutputDelta)
+    return to_request_output(delta, request_id="ours", prompt="hi", prompt_token_ids=delta.prompt_token_ids)
+
+
+def test_output_survives_the_way_to_the_gateway():
+    original = output(completion(), finished=True)
+    found = travelled(original)
+    assert found.request_id == "ours"
+    assert found.prompt == "hi"
+    for name in ("prompt_token_ids", "prompt_logprobs", "finished", "num_cached_tokens", "num_cache_creation_tokens"):
+        assert getattr(found, name) == getattr(original, name), name
+    assert found.outputs == original.outputs
+
+
+@pytest.mark.parametrize(("finish", "stop"), [("stop", "END"), ("stop", 151645), ("length", None), ("error", None)])
+def test_reasons_survive(finish, stop):
+    (found,) = travelled(output(completion(finish_reason=finish, stop_reason=stop))).outputs
+    assert (found.finish_reason, found.stop_reason) == (finish, stop)
+
+
+def test_several_completions_keep_their_index():
+    assert [c.index for c in travelled(output(completion(1), completion(0))).outputs] == [1, 0]
+
+
+def test_sampled_token_stays_first_among_the_candidates():
+    (found,) = travelled(output(completion())).outputs
+    assert list(found.logprobs[0]) == [7, 3]
+
+
+def test_flat_logprobs_become_dicts():
+    (found,) = travelled(output(completion(logprobs=flat(POSITION, POSITION)))).outputs
+    assert found.logprobs == [POSITION, POSITION]
+
+
+def test_output_without_logprobs_has_none():
+    found = travelled(output(completion(logprobs=None, cumulative_logprob=None), prompt_logprobs=None))
+    assert found.prompt_logprobs is None
+    assert found.outputs[0].logprobs is None
+
+
+def test_prompt_goes_with_the_first_step_only():
+    assert to_delta(output(completion()), with_prompt=True).prompt_token_ids == [1, 2]
+    assert to_delta(output(completion()), with_prompt=False).prompt_token_ids is None
+
+
+def test_engine_times_are_taken_from_its_own_clock():
+    stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5)
+    times = to_delta(output(completion(), metrics=stats), with_prompt=True).times
+    assert (times.queue_s, times.prefill_s) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])
+def test_unknown_times_are_left_out(metrics):
+    assert to_delta(output(completion(), metrics=metrics), with_prompt=True).times is None
