@@ -29,6 +29,7 @@ from medialane.gateway import (
     ScopeMiddleware,
     WorkerLink,
     WorkerPool,
+    current_scope,
     error_body,
     error_headers,
 )
@@ -115,8 +116,8 @@ async def _serve(
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=Middleware(IntakeMiddleware, config=config.media, metrics=metrics),
-            answer=lambda error: _answer(error, metrics),
+            inner=Middleware(IntakeMiddleware, config=config.media),
+            answer=_answer,
         )
         await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s)
 
@@ -203,6 +204,6 @@ async def _connected(links: WorkerPool) -> AsyncIterator[None]:
         await asyncio.wait([running])
 
 
-def _answer(error: MedialaneError, metrics: Metrics) -> Response:
-    metrics.count_error(error.code)
+def _answer(error: MedialaneError) -> Response:
+    current_scope().fail(error)
     return Response(error_body(error), error.status, error_headers(error), "application/json")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
 from medialane.core.errors import ArenaFull, MedialaneError
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
-from medialane.core.hashing import feature_key
+from medialane.core.hashing import content_hash, feature_key
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.media.sniff import sniff
@@ -32,38 +34,54 @@ class FeatureSource:
 
     async def lease(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Lease[Feature]:
         """The feature of `ref`. The caller owns the lease. Errors name the reference's field of the request."""
-        fetched = await self._fetch(ref, timeline)
-        key = self._key(fetched, ref, options)
-        if (lease := self._arena.lookup(key)) is not None:
-            timeline.num_hits += 1
-            return lease
-        timeline.num_misses += 1
         try:
-            return await self._prepared(ref, fetched, options, key, timeline)
+            found = await self._lookup(ref, options, timeline)
+            if isinstance(found, Lease):
+                timeline.num_hits += 1
+                return found
+            timeline.num_misses += 1
+            return await self._prepared(ref, found, options, timeline)
         except MedialaneError as error:
             raise error.at(ref.param) from error
 
-    async def key(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> str:
-        """What identifies the feature of `ref`, without making it."""
-        return self._key(await self._fetch(ref, timeline), ref, options)
+    async def load(self, ref: MediaRef, timeline: StageTimeline) -> MediaRef:
+        """`ref` with the bytes that it stands for now. Errors name its field of the request."""
+        if ref.data is not None:
+            return ref
+        try:
+            content = await self._fetch(ref, timeline, need_data=True)
+        except MedialaneError as error:
+            raise error.at(ref.param) from error
+        return msgspec.structs.replace(ref, url=None, data=bytes(content.data or b""))
 
-    async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> bytes:
-        """The reference's encoded bytes, for a worker that shall process them itself."""
-        return bytes((await self._fetch(ref, timeline, need_data=True)).data or b"")
+    def key(self, ref: MediaRef, options: bytes) -> str:
+        """What identifies the feature of a loaded reference, without making it."""
+        return self._key(content_hash(ref.data or b""), ref, options)
 
-    def _key(self, fetched: Fetched, ref: MediaRef, options: bytes) -> str:
-        return feature_key(processor=self._digest, content=fetched.content_hash, options=options, salt=ref.salt)
+    def _key(self, content: str, ref: MediaRef, options: bytes) -> str:
+        return feature_key(processor=self._digest, content=content, options=options, salt=ref.salt)
+
+    async def _lookup(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Lease[Feature] | Fetched:
+        """A lease if the arena has the feature, else the content with its bytes.
+
+        A URL whose content is known by its hash alone may have other content by the time that its bytes are fetched:
+        then that is what is looked up, and what the feature is made of and named after.
+        """
+        fetched = await self._fetch(ref, timeline)
+        lease = self._arena.lookup(self._key(fetched.content_hash, ref, options))
+        if lease is None and fetched.data is None:
+            fetched = await self._fetch(ref, timeline, need_data=True)
+            lease = self._arena.lookup(self._key(fetched.content_hash, ref, options))
+        return fetched if lease is None else lease
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
-        try:
-            with timeline.measure("fetch"):
-                return await self._fetcher.fetch(ref, need_data=need_data)
-        except MedialaneError as error:
-            raise error.at(ref.param) from error
+        with timeline.measure("fetch"):
+            return await self._fetcher.fetch(ref, need_data=need_data)
 
     async def _prepared(
-        self, ref: MediaRef, fetched: Fetched, options: bytes, key: str, timeline: StageTimeline
+        self, ref: MediaRef, fetched: Fetched, options: bytes, timeline: StageTimeline
     ) -> Lease[Feature]:
+        key = self._key(fetched.content_hash, ref, options)
         for _ in range(_TRIES):
             await self._flights.do(key, lambda: self._prepare(ref, fetched, options, key, timeline))
             if (lease := self._arena.lookup(key)) is not None:
@@ -73,9 +91,7 @@ class FeatureSource:
     async def _prepare(
         self, ref: MediaRef, fetched: Fetched, options: bytes, key: str, timeline: StageTimeline
     ) -> None:
-        """Publish the feature of `key`. A URL whose content was known by its hash alone is fetched now."""
-        if fetched.data is None:
-            fetched = await self._fetch(ref, timeline, need_data=True)
+        """Publish the feature of `key`."""
         with self._store(ref, fetched) as encoded:
             prepared = await self._pool.prepare_item(encoded, options, key, timeline)
             timeline.copied_bytes += encoded.value.num_bytes + prepared.value.nbytes

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from medialane.arena import Lease
-from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, NoWorkerReady
+from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, MedialaneError, NoWorkerReady
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import Endpoint, EngineRequest, OutputDelta, Prompt, RoutingDecision
+from medialane.gateway.admission import Admission
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.handover import Handover
@@ -24,7 +26,12 @@ from medialane.gateway.scope import RequestScope, current_scope
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import AssembledPrompt, Assembler
+from medialane.rpc import RemoteRequest
 from medialane.transfer import TransferConfig, Way, ways
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Router(Protocol):
@@ -59,6 +66,7 @@ class Gateway:
         self._num_sent = 0
         # A worker has several gateways, and clients may choose request ids: ours say who sent it, and which attempt.
         self._sender = secrets.token_hex(4)
+        self._admission = Admission(config.max_requests)
         # Placeholder expansion is pure Python over token lists: one thread keeps it off the event loop.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="assemble")
 
@@ -72,9 +80,10 @@ class Gateway:
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
         """Make features of the prompt's items and expand its placeholders. The request's scope holds the leases."""
         scope = current_scope()
+        scope.take(self._admission.enter())
         if self._config.stage == "url":
             return await self._leave_to_worker(prompt, scope)
-        features = await self._lease_all(prompt, scope)
+        features = await _side_by_side([self._lease(ref, prompt.options, scope) for ref in prompt.items])
         with scope.timeline.measure("assemble"):
             assembled = await self._assemble(prompt, features)
         return PreparedPrompt(
@@ -93,6 +102,20 @@ class Gateway:
         Raises MedialaneError.
         """
         scope = current_scope()
+        try:
+            async with aclosing(self._answer(request, prepared, scope)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except MedialaneError as error:
+            scope.fail(error)  # a stream that has begun ends with an error that no status tells
+            raise
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
+    ) -> AsyncGenerator[OutputDelta, None]:
         with scope.timeline.measure("route"):
             link = self._route()
             tries = self._ways(link, prepared)
@@ -104,35 +127,24 @@ class Gateway:
                         started = True
                         yield delta
             except (HandoverFailed, InvalidFeature) as error:
+                logger.warning("handing over to %s by %s failed: %s", link.address, way, error.message)
                 if started or way is tries[-1]:
-                    raise
+                    raise GenerationFailed("the request's media could not be handed over to a worker") from error
                 self._metrics.count_fallback(str(way), error.code)
             else:
                 return
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
     async def _leave_to_worker(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
         """Stage `url`: the content is fetched here all the same, under our guard; the worker does the rest."""
-        keys = [await self._features.key(ref, prompt.options, scope.timeline) for ref in prompt.items]
-        return PreparedPrompt(prompt.token_ids, (), tuple(keys), prompt)
+        items = await _side_by_side([self._features.load(ref, scope.timeline) for ref in prompt.items])
+        keys = tuple(self._features.key(ref, prompt.options) for ref in items)
+        return PreparedPrompt(prompt.token_ids, (), keys, msgspec.structs.replace(prompt, items=items))
 
-    async def _lease_all(self, prompt: MediaPrompt, scope: RequestScope) -> tuple[Feature, ...]:
-        """Lease every item's feature, side by side. The first failure cancels the others and is the one raised."""
-
-        async def lease(index: int) -> Feature:
-            taken: Lease[Feature] = await self._features.lease(prompt.items[index], prompt.options, scope.timeline)
-            scope.take(taken)
-            scope.features[taken.value.mm_hash] = taken
-            return taken.value
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(lease(i)) for i in range(len(prompt.items))]
-        except* MedialaneError as failed:
-            raise _first(failed) from None
-        return tuple(task.result() for task in running)
+    async def _lease(self, ref: MediaRef, options: bytes, scope: RequestScope) -> Feature:
+        lease = await self._features.lease(ref, options, scope.timeline)
+        scope.take(lease)
+        scope.features[lease.value.mm_hash] = lease
+        return lease.value
 
     async def _assemble(self, prompt: MediaPrompt, features: tuple[Feature, ...]) -> AssembledPrompt:
         loop = asyncio.get_running_loop()
@@ -171,6 +183,8 @@ class Gateway:
             request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
             sent = msgspec.structs.replace(request, request_id=request_id, prompt=prompt)
             remote = link.submit(sent, leases)
+        # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
+        scope.take(_Aborting(remote))
         sent_at = time.perf_counter()
         try:
             async for delta in remote:
@@ -182,6 +196,26 @@ class Gateway:
                 yield delta
         finally:
             remote.abort()
+
+
+class _Aborting:
+    """A request under way as a resource of its scope."""
+
+    def __init__(self, remote: RemoteRequest) -> None:
+        self._remote = remote
+
+    def release(self) -> None:
+        self._remote.abort()
+
+
+async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """All results in order. The first failure cancels the others and is the one raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except* MedialaneError as failed:
+        raise _first(failed) from None
+    return tuple(task.result() for task in running)
 
 
 def _first(failed: BaseExceptionGroup[MedialaneError]) -> MedialaneError:

@@ -26,23 +26,30 @@ class Handover:
     ) -> tuple[Prompt, list[Lease[Feature]]]:
         """The prompt for `way`, and leases on the entries that the worker reads. Raises HandoverFailed."""
         if way.stage == "url":
+            if prepared.features and len(token_ids) != len(prepared.token_ids):
+                raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
             return await self._source(prepared, scope), []
         return self._expanded(way, token_ids, prepared, scope)
 
     async def _source(self, prepared: PreparedPrompt, scope: RequestScope) -> SourcePrompt:
+        """The items by value. Each is known by what is sent: a URL may have other content than when it was prepared."""
+        source = prepared.source
         items, total = [], 0
-        for ref, mm_hash in zip(prepared.source.items, prepared.mm_hashes, strict=True):
-            data = await self._features.encoded(ref, scope.timeline)
-            total += len(data)
-            items.append(SourceItem(ref.modality, mm_hash, data=data))
-        if total > self._max_inline_bytes:
-            raise HandoverFailed(f"{total} bytes of media are more than {self._max_inline_bytes} bytes in a message")
+        for ref in source.items:
+            loaded = await self._features.load(ref, scope.timeline)
+            total += len(loaded.data or b"")
+            if total > self._max_inline_bytes:
+                raise HandoverFailed(f"the media are more than {self._max_inline_bytes} bytes in a message")
+            items.append(SourceItem(ref.modality, self._features.key(loaded, source.options), data=loaded.data))
         scope.timeline.copied_bytes += total
-        return SourcePrompt(prepared.source.token_ids, tuple(items), prepared.source.options)
+        return SourcePrompt(source.token_ids, tuple(items), source.options)
 
     def _expanded(
         self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
     ) -> tuple[ExpandedPrompt, list[Lease[Feature]]]:
+        total = sum(placed.feature.nbytes for placed in prepared.features)
+        if way.transport == "inline" and total > self._max_inline_bytes:
+            raise HandoverFailed(f"{total} bytes of features are more than {self._max_inline_bytes} bytes in a message")
         transport = self._transports[way.transport or "shm"]
         handed = []
         for placed in prepared.features:
@@ -53,13 +60,11 @@ class Handover:
                     feature.modality, feature.mm_hash, feature.header, tensors, feature.size, placed.placeholder
                 )
             )
+        expanded = ExpandedPrompt(token_ids, tuple(handed), prepared.source.options)
         if way.transport == "shm":
-            return ExpandedPrompt(token_ids, tuple(handed)), self._pin(prepared, scope)
-        total = sum(placed.feature.nbytes for placed in prepared.features)
-        if total > self._max_inline_bytes:
-            raise HandoverFailed(f"{total} bytes of features are more than {self._max_inline_bytes} bytes in a message")
+            return expanded, self._pin(prepared, scope)
         scope.timeline.copied_bytes += total
-        return ExpandedPrompt(token_ids, tuple(handed)), []
+        return expanded, []
 
     def _pin(self, prepared: PreparedPrompt, scope: RequestScope) -> list[Lease[Feature]]:
         """A second lease on every entry, for the worker: it may outlive the request's scope."""

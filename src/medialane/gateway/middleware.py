@@ -51,32 +51,51 @@ class ScopeMiddleware:
             try:
                 await self._app(scope, receive, send_timed)
             finally:
-                self._metrics.observe(request.timeline)
+                if scope["method"] == "POST":  # health checks and scrapes are none of the requests whose times we show
+                    self._metrics.observe(request.timeline)
+                if request.error_code is not None:
+                    self._metrics.count_error(request.error_code)
 
 
 class IntakeMiddleware:
-    """Reads JSON bodies within their bound, and gives the app the body without its media."""
+    """Gives the app JSON bodies without their media. Every body is read within its bound.
 
-    def __init__(self, app: App, config: MediaConfig, metrics: Metrics) -> None:
+    A client that leaves while it sends ends the request: the app never sees a part of a body.
+    """
+
+    def __init__(self, app: App, config: MediaConfig) -> None:
         self._app = app
         self._config = config
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_json(scope):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = current_scope()
+        limit = self._config.max_body_bytes
+        may_have_media = scope["method"] == "POST" and _is_json(scope)
         try:
-            with request.timeline.measure("lift"):
-                body = await _read_body(scope, receive, self._config.max_body_bytes)
-                intake = lift(body, self._config)
+            _check_declared(scope, limit)
+            # What was read must not live in this frame, which lasts as long as the answer.
+            body = await self._lift(receive) if may_have_media else None
         except MedialaneError as error:
-            self._metrics.count_error(error.code)
+            current_scope().fail(error)
             await send_error(send, error)
             return
+        if not may_have_media:
+            await self._app(scope, _bounded(receive, limit), send)
+        elif body is not None:
+            await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
+
+    async def _lift(self, receive: Receive) -> bytes | None:
+        """The body without its media, which the request's scope holds now. None if the client has left."""
+        body = await _read_body(receive, self._config.max_body_bytes)
+        if body is None:
+            return None
+        request = current_scope()
+        with request.timeline.measure("lift"):
+            intake = lift(body, self._config)
         request.refs = intake.refs
-        await self._app(_with_length(scope, len(intake.body)), _replay(intake.body, receive), send)
+        return intake.body
 
 
 async def send_error(send: Send, error: MedialaneError) -> None:
@@ -107,25 +126,43 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytearray | bytes:
-    """The whole body. Raises BodyTooLarge before more than `limit` bytes are held."""
+def _check_declared(scope: Scope, limit: int) -> None:
+    """Raise BodyTooLarge for a length that is too large as it is declared, before anything is read."""
     declared = _header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the request body has {int(declared)} bytes, more than {limit}")
+
+
+async def _read_body(receive: Receive, limit: int) -> bytearray | None:
+    """The whole body, None if the client leaves first. Raises BodyTooLarge before more than `limit` bytes are held."""
+    receive = _bounded(receive, limit)
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return b""
+            return None
         body += message.get("body", b"")
-        if len(body) > limit:
-            raise BodyTooLarge(f"the request body has more than {limit} bytes")
         if not message.get("more_body", False):
             return body
 
 
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """A receive that raises BodyTooLarge once the body has more than `limit` bytes."""
+    num_received = 0
+
+    async def bounded() -> Message:
+        nonlocal num_received
+        message = await receive()
+        num_received += len(message.get("body", b""))
+        if num_received > limit:
+            raise BodyTooLarge(f"the request body has more than {limit} bytes")
+        return message
+
+    return bounded
+
+
 def _with_length(scope: Scope, length: int) -> Scope:
-    headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
 
 

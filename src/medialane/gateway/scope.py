@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 from medialane.arena import Lease
-from medialane.core.errors import InvalidMediaUrl
+from medialane.core.errors import InvalidMediaUrl, MedialaneError
 from medialane.core.feature import Feature
 from medialane.core.media import MediaRef
 from medialane.observability.timeline import StageTimeline
@@ -29,13 +29,15 @@ class Releasable(Protocol):
 class RequestScope:
     """What one request holds. Resources are released in the reverse order of taking.
 
-    `features` are the leases that it took on features, by mm_hash; they are among the resources.
+    `features` are the leases that it took on features, by mm_hash; they are among the resources. `error_code` tells
+    which error the request was answered with, if any.
     """
 
     def __init__(self) -> None:
         self.timeline = StageTimeline()
         self.refs: tuple[MediaRef, ...] = ()
         self.features: dict[str, Lease[Feature]] = {}
+        self.error_code: str | None = None
         self._stack = ExitStack()
         self._closed = False
 
@@ -53,9 +55,17 @@ class RequestScope:
             raise InvalidMediaUrl("the media URL did not come through the gateway's intake")
         return self.refs[int(number)]
 
+    def fail(self, error: MedialaneError) -> None:
+        """Remember that the request is answered with `error`. The first one counts: others follow from it."""
+        self.error_code = self.error_code or error.code
+
     def close(self) -> None:
+        """Release everything. Idempotent. Media that came inside the request are let go of: whatever still runs in
+        the request's context keeps the scope itself."""
         if not self._closed:
             self._closed = True
+            self.refs = ()
+            self.features = {}
             self._stack.close()
 
 

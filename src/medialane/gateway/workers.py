@@ -32,7 +32,6 @@ class WorkerLink:
         self._metrics = metrics
         self._client: RpcClient | None = None
         self._holds: dict[str, Sequence[Releasable]] = {}
-        self._changed = asyncio.Event()
         self.refusal: MedialaneError | None = None
 
     @property
@@ -73,7 +72,11 @@ class WorkerLink:
                 lease.release()
             raise WorkerLost("the worker's connection was lost before the request was sent")
         self._holds[request.request_id] = leases
-        return self._client.submit(request, on_released=self._release)
+        try:
+            return self._client.submit(request, on_released=self._release)
+        except BaseException:  # what cannot be encoded was not sent
+            self._release(request.request_id)
+            raise
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -117,10 +120,8 @@ class WorkerLink:
         client = self._client
         if client is None:
             return
-        try:
-            await client.wait_closed()
-        finally:
-            self._client = None
+        await client.wait_closed()  # cancelled here, the connection is left to `_close`
+        self._client = None
         self._metrics.count_worker_lost(self.address)
         logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._holds))
 

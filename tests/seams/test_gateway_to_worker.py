@@ -1,0 +1,482 @@
+"""From a prompt with media to an engine's answer: gateway and worker over a real socket, arena and preparers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from contextlib import aclosing
+
+import msgspec
+import pytest
+from gateway_parts import FakeWorker, Parts, eventually, png, prompt, ref, request
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.errors import (
+    ArenaFull,
+    GenerationFailed,
+    HandoverFailed,
+    InvalidFeature,
+    InvalidImage,
+    InvalidRequest,
+    NoWorkerReady,
+    PreparerCrashed,
+    PreparersBusy,
+    WorkerLost,
+)
+from medialane.core.feature import MediaPrompt
+from medialane.core.hashing import content_hash
+from medialane.core.media import MediaRef
+from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.transfer import TransferConfig
+
+FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
+    yield arena
+    stats = arena.stats()
+    arena.close()
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+
+
+@pytest.fixture
+async def preparers(arena):
+    pool = PreparerPool(
+        PrepareConfig(num_preparers=2, start_timeout_s=15),
+        factory="medialane.prepare.fake:build_processor",
+        factory_config=b"{}",
+        arena=arena,
+        media=MediaConfig(),
+    )
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+async def make_worker(arena):
+    """Workers whose requests are kept in `seen`; closed at the end."""
+    workers = []
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+
+        async def make(**engine):
+            worker = FakeWorker(f"{folder}/{len(workers)}.sock", directory=str(arena.path.parent), **engine)
+            workers.append(worker)
+            await worker.start()
+            return worker
+
+        yield make
+        for worker in workers:
+            await worker.close()
+    gc.collect()  # a cancelled request's traceback holds its frames, and they views of the arena
+
+
+@pytest.fixture
+async def worker(make_worker):
+    return await make_worker()
+
+
+def spy(worker, errors=()):
+    """The requests that reach the engine; the first of them fail with `errors`."""
+    seen, errors, generate = [], list(errors), worker.engine.generate
+
+    async def spied(request, tensors):
+        seen.append(request)
+        if errors:
+            raise errors.pop(0)
+        async with aclosing(generate(request, tensors)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    worker.engine.generate = spied
+    return seen
+
+
+async def test_features_arrive_in_prompt_order_and_the_second_time_from_the_cache(arena, preparers, worker):
+    images = [png(300, 200, 1), png(30, 30, 2), png(90, 60, 3)]
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as first:
+            tokens = await parts.answer(prompt(*images))
+        with open_scope() as second:
+            assert await parts.answer(prompt(*images)) == tokens
+        assert (first.timeline.cache, second.timeline.cache) == ("miss", "hit")
+        assert second.timeline.copied_bytes == 0
+        assert {"fetch", "decode", "process", "assemble", "route", "handover", "first_token"} <= set(
+            first.timeline.seconds
+        )
+        assert preparers.stats().num_done == 3
+    features = seen[0].prompt.features
+    assert [(f.size.width, f.size.height) for f in features] == [(300, 200), (30, 30), (90, 60)]
+    assert [f.placeholder.offset for f in features] == sorted(f.placeholder.offset for f in features)
+    assert [f.mm_hash for f in features] == [f.mm_hash for f in seen[1].prompt.features]
+
+
+async def test_two_requests_for_one_new_image_prepare_it_once(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+
+        async def one(number):
+            with open_scope():
+                return await parts.answer(prompt(png(), options=b'{"sleep_s": 0.1}'), f"r{number}")
+
+        answers = await asyncio.gather(*[one(n) for n in range(4)])
+        assert len({tuple(answer) for answer in answers}) == 1
+        assert preparers.stats().num_done == 1
+
+
+async def test_one_image_twice_in_a_request_is_one_entry_in_two_places(arena, preparers, worker):
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            await parts.answer(prompt(png(), png()))
+        assert arena.stats().num_entries == 1
+    first, second = seen[0].prompt.features
+    assert first.mm_hash == second.mm_hash
+    assert first.placeholder.offset != second.placeholder.offset
+
+
+async def test_tenants_and_options_do_not_share_features(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        for media in (prompt(png()), prompt(png(), salt="tenant"), prompt(png(), options=b'{"scale":2}')):
+            with open_scope() as scope:
+                await parts.answer(media)
+            assert scope.timeline.cache == "miss"
+
+
+async def test_leases_of_scope_and_worker_end_when_the_answer_is_complete(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            await parts.answer(prompt(png(), png(seed=1)))
+        await eventually(lambda: parts.num_held == 0)
+        assert arena.stats().num_leases == 0
+        assert arena.stats().num_entries == 2  # cached
+
+
+async def test_worker_keeps_its_lease_until_the_engine_has_let_go(arena, preparers, make_worker):
+    worker = await make_worker(release_s=0.2)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            wanted = request("r", prepared.token_ids, max_tokens=1000, token_s=0.01)
+            async with aclosing(parts.gateway.generate(wanted, prepared)) as deltas:
+                await anext(deltas)
+        assert arena.stats().num_leases == 1  # the scope's has ended, the worker's has not
+        assert worker.engine.num_reading == 1
+        await eventually(lambda: parts.num_held == 0)
+        assert worker.engine.num_reading == 0
+        assert arena.stats().num_leases == 0
+
+
+async def test_answer_that_is_dropped_unclosed_is_aborted_by_its_scope(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            deltas = parts.gateway.generate(request("r", prepared.token_ids, max_tokens=1000, token_s=0.01), prepared)
+            await anext(deltas)
+        await eventually(lambda: parts.num_held == 0)
+        assert worker.engine.num_reading == 0
+        with pytest.raises(GenerationFailed):
+            await anext(deltas)
+
+
+async def test_client_that_leaves_while_it_waits_aborts_at_the_worker(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+
+        async def one():
+            with open_scope():
+                await parts.answer(prompt(png()), max_tokens=1000, token_s=0.01)
+
+        client = asyncio.create_task(one())
+        await eventually(lambda: worker.engine.num_reading == 1)
+        client.cancel()
+        await asyncio.wait([client])
+        assert client.cancelled()
+        await eventually(lambda: worker.engine.num_reading == 0 and parts.num_held == 0)
+
+
+async def test_client_that_leaves_while_its_image_is_prepared_leaves_no_lease(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+
+        async def one():
+            with open_scope():
+                await parts.gateway.prepare(prompt(png(), png(seed=1), options=b'{"sleep_s": 0.1}'))
+
+        client = asyncio.create_task(one())
+        await eventually(lambda: preparers.stats().num_busy == 2)
+        client.cancel()
+        await asyncio.wait([client])
+        await eventually(lambda: preparers.stats().num_busy == 0)
+        assert arena.stats().num_leases == 0
+
+
+async def test_worker_that_dies_fails_its_requests_and_gives_back_what_it_held(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope:
+            prepared = await parts.gateway.prepare(prompt(png()))
+            wanted = request("r", prepared.token_ids, max_tokens=1000, token_s=0.01)
+            deltas = parts.gateway.generate(wanted, prepared)
+            await anext(deltas)
+            await worker.close()
+            with pytest.raises(WorkerLost):
+                async for _ in deltas:
+                    pass
+            assert scope.error_code == "worker_lost"
+        await eventually(lambda: parts.num_held == 0)
+        with open_scope(), pytest.raises(NoWorkerReady) as refused:
+            await parts.answer(prompt(png()))
+        assert refused.value.retry_after_s
+        await worker.start()
+        await eventually(lambda: parts.links.num_ready == 1)
+        with open_scope():
+            assert await parts.answer(prompt(png()))
+
+
+async def test_lost_connection_holds_leases_until_the_worker_has_registered_again(arena, preparers, make_worker):
+    worker = await make_worker(release_s=0.3)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            deltas = parts.gateway.generate(request("r", prepared.token_ids, max_tokens=1000, token_s=0.01), prepared)
+            await anext(deltas)
+            worker.drop_connections()
+            with pytest.raises(WorkerLost):
+                async for _ in deltas:
+                    pass
+        assert parts.num_held == 1
+        assert worker.engine.num_reading == 1
+        await eventually(lambda: parts.num_held == 0)
+        assert worker.engine.num_reading == 0
+        assert parts.links.num_ready == 1
+        assert arena.stats().num_leases == 0
+
+
+async def test_closing_the_links_hangs_up(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        (link,) = parts.links.links.values()
+        client = link.client
+    assert client.closed.is_set()
+    assert link.client is None
+
+
+async def test_request_that_cannot_be_encoded_leaves_no_lease(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            wanted = request("r", prepared.token_ids)
+            with pytest.raises(OverflowError):
+                await parts.generate(msgspec.structs.replace(wanted, priority=1 << 70), prepared)
+        assert parts.num_held == 0
+
+
+@pytest.mark.parametrize("error", [HandoverFailed, InvalidFeature])
+async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(arena, preparers, worker, error):
+    seen = spy(worker, [error("the tensors are gone"), error("again")])
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope:
+            assert await parts.answer(prompt(png()))
+        assert scope.error_code is None
+        for way in ("features/shm", "features/inline"):
+            assert parts.count("medialane_fallbacks_total", way=way, reason=error.code) == 1
+        await eventually(lambda: parts.num_held == 0)
+    kinds = [type(r.prompt) for r in seen]
+    assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]
+    assert seen[2].prompt.items[0].data == png()
+    assert len({r.request_id for r in seen}) == 3
+
+
+async def test_last_way_that_fails_is_a_failed_generation(arena, preparers, worker):
+    spy(worker, [HandoverFailed("/dev/shm/medialane-secret")] * 3)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope, pytest.raises(GenerationFailed) as failed:
+            await parts.answer(prompt(png()))
+        assert "secret" not in failed.value.message
+        assert scope.error_code == "generation_failed"
+
+
+async def test_hand_over_that_fails_after_the_first_token_is_not_repeated(arena, preparers, worker):
+    generate = worker.engine.generate
+    num_calls = 0
+
+    async def failing(request, tensors):
+        nonlocal num_calls
+        num_calls += 1
+        async with aclosing(generate(request, tensors)) as deltas:
+            yield await anext(deltas)
+        raise HandoverFailed("too late")
+
+    worker.engine.generate = failing
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope(), pytest.raises(GenerationFailed):
+            await parts.answer(prompt(png()))
+    assert num_calls == 1
+
+
+async def test_worker_without_our_shared_memory_gets_the_bytes(arena, preparers, make_worker):
+    worker = await make_worker(attaches=False)
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope:
+            await parts.answer(prompt(png()))
+            assert arena.stats().num_leases == 1  # the scope's own
+        assert scope.timeline.copied_bytes > sum(len(t.data) for t in seen[0].prompt.features[0].tensors)
+
+
+async def test_worker_with_another_processor_processes_itself(arena, preparers, make_worker):
+    card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
+    worker = await make_worker(card=card)
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            await parts.answer(prompt(png()))
+    assert isinstance(seen[0].prompt, SourcePrompt)
+
+
+async def test_ways_that_the_operator_rules_out_are_a_clear_error(arena, preparers, make_worker):
+    worker = await make_worker(attaches=False)
+    config = GatewayConfig(stage="features", **FAST)
+    async with Parts(arena, preparers, [worker], config=config, transfer=TransferConfig(transport="shm")) as parts:
+        with open_scope(), pytest.raises(NoWorkerReady, match="--transport"):
+            await parts.answer(prompt(png()))
+
+
+async def test_features_too_large_for_a_message_go_as_the_encoded_image(arena, preparers, make_worker):
+    worker = await make_worker(attaches=False)
+    seen = spy(worker)
+    limit = len(png()) + 1  # the features are float32
+    async with Parts(arena, preparers, [worker], transfer=TransferConfig(max_inline_bytes=limit)) as parts:
+        with open_scope():
+            await parts.answer(prompt(png()))
+        with open_scope(), pytest.raises(GenerationFailed):
+            await parts.answer(prompt(png(), png()))
+    assert [type(r.prompt) for r in seen] == [SourcePrompt]
+
+
+async def test_prompt_that_was_truncated_is_never_left_to_the_worker(arena, preparers, worker):
+    seen = spy(worker, [HandoverFailed("no")] * 2)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            with pytest.raises(GenerationFailed):
+                await parts.generate(request("r", prepared.token_ids[1:]), prepared)
+    assert all(isinstance(r.prompt, ExpandedPrompt) for r in seen)
+
+
+async def test_stage_url_sends_the_fetched_bytes_and_prepares_nothing(arena, preparers, worker):
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage="url", **FAST)) as parts:
+        parts.fetcher.contents["http://host/a.png"] = png()
+        item = MediaRef("image", "messages[0].content[0].image_url", url="http://host/a.png")
+        with open_scope():
+            await parts.answer(MediaPrompt([1, 7], (item,)))
+        assert parts.fetcher.num_fetches == 1
+        assert preparers.stats().num_done == 0
+    (sent,) = seen[0].prompt.items
+    assert sent.data == png()
+
+
+async def test_content_that_changed_behind_its_url_is_never_known_by_the_old_hash(arena, preparers, worker):
+    url, old, new = "http://host/a.png", png(seed=1), png(seed=2)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            expected = [await parts.answer(prompt(old), "a"), await parts.answer(prompt(new), "b")]
+        arena.clear()
+        parts.fetcher.contents[url] = new
+        parts.fetcher.fresh[url] = content_hash(old)  # as its cache headers promised
+        item = MediaRef("image", "messages[0].content[0].image_url", url=url)
+        with open_scope():
+            assert await parts.answer(MediaPrompt([1, 2, 7], (item,)), "c") == expected[1]
+        with open_scope():
+            assert await parts.answer(prompt(old), "d") == expected[0]
+
+
+async def test_content_that_changed_before_the_worker_gets_it_goes_by_its_own_hash(arena, preparers, worker):
+    seen = spy(worker, [HandoverFailed("no")] * 2)
+    url = "http://host/a.png"
+    async with Parts(arena, preparers, [worker]) as parts:
+        parts.fetcher.contents[url] = png(seed=1)
+        item = MediaRef("image", "messages[0].content[0].image_url", url=url)
+        with open_scope():
+            prepared = await parts.gateway.prepare(MediaPrompt([1, 7], (item,)))
+            parts.fetcher.contents[url] = png(seed=2)
+            await parts.generate(request("r", prepared.token_ids), prepared)
+    assert seen[2].prompt.items[0].data == png(seed=2)
+    assert seen[2].prompt.items[0].mm_hash != prepared.mm_hashes[0]
+
+
+async def test_one_bad_image_of_three_fails_the_request_and_names_its_field(arena, preparers, worker):
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope(), pytest.raises(InvalidRequest) as failed:
+            await parts.answer(prompt(png(seed=1), b"not an image at all", png(seed=2)))
+        assert failed.value.param == "messages[0].content[1].image_url"
+        await eventually(lambda: preparers.stats().num_busy == 0)
+        assert arena.stats().num_leases == 0
+        with open_scope():
+            assert await parts.answer(prompt(png(seed=1)))
+    assert len(seen) == 1
+
+
+async def test_processors_refusal_reaches_everyone_who_waits_with_his_own_field(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        refused = prompt(png(), options=b'{"fault": "reject", "sleep_s": 0.05}')
+        other = MediaPrompt(refused.token_ids, (ref(png(), 9),), refused.options)
+
+        async def one(media):
+            with open_scope(), pytest.raises(InvalidImage) as failed:
+                await parts.gateway.prepare(media)
+            return failed.value.param
+
+        found = await asyncio.gather(one(refused), one(other))
+        assert found == ["messages[0].content[0].image_url", "messages[0].content[9].image_url"]
+
+
+async def test_preparer_killed_at_work_fails_its_request_alone(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+
+        async def one(media):
+            with open_scope():
+                return await parts.answer(media, media.items[0].param)
+
+        slow = prompt(png(seed=1), options=b'{"sleep_s": 0.2}')
+        crashing = MediaPrompt(slow.token_ids, (ref(png(seed=2), 1),), b'{"fault": "kill"}')
+        fine, crashed = await asyncio.gather(one(slow), one(crashing), return_exceptions=True)
+        assert isinstance(crashed, PreparerCrashed)
+        assert isinstance(fine, list)
+        await eventually(lambda: parts.num_held == 0)
+
+
+async def test_images_larger_than_the_arena_are_refused(arena, preparers, worker):
+    held = arena.keep(arena.reserve(30 << 20), None)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope(), pytest.raises(ArenaFull) as full:
+            await parts.answer(prompt(png(600, 600)))
+        assert full.value.status == 503
+        assert full.value.retry_after_s
+        held.release()
+        with open_scope():
+            assert await parts.answer(prompt(png(600, 600)))
+
+
+async def test_request_over_the_limit_is_refused_and_admitted_when_another_has_ended(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(max_requests=1, **FAST)) as parts:
+        with open_scope():
+            await parts.gateway.prepare(prompt(png()))
+            with pytest.raises(PreparersBusy) as refused:
+                await parts.gateway.prepare(prompt(png()))
+            assert refused.value.retry_after_s
+        with open_scope():
+            assert await parts.answer(prompt(png()))
+
+
+async def test_text_needs_neither_preparers_nor_leases(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope:
+            assert await parts.generate(request("r", [1, 2, 3]), None)
+        assert scope.timeline.cache == "none"
+        assert preparers.stats().num_done == 0
