@@ -71,12 +71,12 @@ class Frontend:
         inner: Middleware,
         answer: Callable[[MedialaneError], Response],
     ) -> Any:
-        """The ASGI app. `outer` sees every request first and last, `inner` stands behind vLLM's own middleware."""
+        """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
+        vLLM's own middleware."""
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
         app = build_app(self.args, TASKS, self.config.model_config)
-        app.user_middleware.insert(0, outer)
         app.user_middleware.append(inner)
 
         async def answer_bridged(_request: Request, error: BridgedError) -> Response:
@@ -88,7 +88,7 @@ class Frontend:
         app.add_exception_handler(BridgedError, answer_bridged)
         app.add_exception_handler(MedialaneError, answer_ours)
         # vLLM's SageMaker bootstrap has built the stack already, without ours.
-        app.middleware_stack = app.build_middleware_stack()
+        app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
         return app
 

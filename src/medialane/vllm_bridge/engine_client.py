@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from medialane.core.errors import InvalidRequest, MedialaneError
+from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.outputs import to_request_output
@@ -63,6 +63,11 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     def dead_error(self) -> BaseException:
         error: BaseException = EngineDeadError()
         return error
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse before a stream has begun: afterwards an error has no status of its own. Raises BridgedError."""
+        if not self._story.ready:
+            raise BridgedError(NoWorkerReady("no worker is ready to take requests", retry_after_s=5))
 
     async def get_supported_tasks(self) -> Any:
         return self._tasks
@@ -112,7 +117,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     def _encode(self, value: Any) -> bytes:
         try:
             (encoded,) = self._encoder.encode(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise BridgedError(InvalidRequest("a sampling parameter cannot be sent to a worker")) from error
         return bytes(encoded)
 

@@ -88,7 +88,7 @@ class VllmAssembler:
             by_modality.setdefault(feature.modality, []).append(feature)
         try:
             applied = self._apply(token_ids, by_modality, kwargs)
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:  # vLLM asserts that each item has its placeholder in the prompt
             raise PromptRejected(str(error)) from error
         ranges = {
             modality: iter([_range(found) for found in applied["mm_placeholders"][modality]])

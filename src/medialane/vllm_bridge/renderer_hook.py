@@ -9,7 +9,7 @@ renderer instance; `tests/contract/test_renderer_hook.py` pins both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.inputs import mm_input, tokens_input
@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import InvalidRequest, UnknownMediaUuid
+from medialane.core.errors import InvalidRequest, UnknownMediaUuid, UnsupportedMediaType
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
@@ -35,10 +35,19 @@ def install(renderer: BaseRenderer, story: Story) -> None:
     """Send this renderer's media through `story`."""
 
     class Connector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
-        """Leaves fetching to the gateway: a URL in the body is already a reference."""
+        """Leaves fetching to the gateway: a URL in the body is already a reference.
 
-        async def fetch_image_async(self, image_url: str, *, image_mode: str = "RGB") -> Any:
+        vLLM's own fetching, which every other method of its connector comes down to, would go round our guard.
+        """
+
+        async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
             return story.resolve(image_url)
+
+        def load_from_url(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+            raise UnsupportedMediaType("this gateway takes images only")
+
+        async def load_from_url_async(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+            raise UnsupportedMediaType("this gateway takes images only")
 
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
 
@@ -92,5 +101,5 @@ def _ref(modality: Modality | str, item: Any) -> MediaRef:
     if isinstance(item, MediaRef):
         return item
     if item is None:
-        raise UnknownMediaUuid(f"an {modality} given by uuid alone is not supported: send its URL or data as well")
+        raise UnknownMediaUuid(f"{modality} given by uuid alone is not supported: send its URL or data as well")
     raise InvalidRequest(f"{modality} given as embeddings or raw objects is not supported by this gateway")
