@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,15 @@ from rich.table import Table
 #: Without a terminal: how often a part that is still starting is mentioned again.
 _REMIND_S = 15.0
 _MAX_STATUS = 90
+#: vLLM's `(EngineCore pid=7) INFO 11-21 03:54:41 [core.py:133] ` and our `2026-11-21 03:54:54 INFO medialane.worker: `.
+_LOG_PREFIX = re.compile(
+    r"""(\([\w ]+\ pid=\d+\)\s*)?                                     # process
+        [\d:, -]* (DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+            # time, level
+        (\d\d-\d\d\ [\d:]+\ )?                                       # vLLM's time
+        (\[[\w./]+:\d+\] | [\w.]+(\ \[[^]]*\])?:)?\s*               # place, request
+    """,
+    re.VERBOSE,
+)
 
 
 @dataclass
@@ -28,11 +38,20 @@ class _State:
         return f"{self.seconds if self.seconds is not None else time.monotonic() - self.since:4.0f} s"
 
     def status(self) -> str:
-        return (
-            f"{self.phase}: {self.last_line[-_MAX_STATUS:]}"
-            if self.phase == "starting" and self.last_line
-            else self.phase
-        )
+        if self.phase != "starting" or not self.last_line:
+            return self.phase
+        return brief(self.last_line)
+
+
+def brief(line: str) -> str:
+    """What a log line says, without who says it and when."""
+    text = " ".join(_after_prefix(line).split())
+    return text if len(text) <= _MAX_STATUS else text[: _MAX_STATUS - 3] + "..."
+
+
+def _after_prefix(line: str) -> str:
+    found = _LOG_PREFIX.match(line)
+    return line if found is None else line[found.end() :]
 
 
 class Progress:

@@ -1,8 +1,9 @@
 import io
 
+import pytest
 from rich.console import Console
 
-from medialane.cli.progress import Progress
+from medialane.cli.progress import Progress, brief
 
 
 def make(*, terminal, verbose=False):
@@ -41,3 +42,17 @@ def test_verbose_output_has_every_line_with_its_part():
     progress, stream = make(terminal=False, verbose=True)
     progress.printed("gateway", ["one [red]", "two"])
     assert stream.getvalue().splitlines() == ["[gateway] one [red]", "[gateway] two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("(EngineCore pid=7) INFO 11-21 03:54:41 [core.py:133] Loading  weights", "Loading weights"),
+        ("2026-11-21 03:54:54 INFO medialane.worker.serve: worker c9 listens", "worker c9 listens"),
+        ("INFO:     Waiting for application startup.", "Waiting for application startup."),
+        ("Downloading: 12%", "Downloading: 12%"),
+        ("x" * 100, "x" * 87 + "..."),
+    ],
+)
+def test_status_is_what_a_log_line_says(line, said):
+    assert brief(line) == said
