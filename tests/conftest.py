@@ -19,7 +19,7 @@ import pytest
 SHARED_MEMORY = Path("/dev/shm")
 BLOCKED_S = 0.5
 SETTLE_S = 0.2
-VLLM_TIMEOUT_S = 300
+VLLM_TIMEOUT_S = 600
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,151 @@
+"""medialane's own commands in subprocesses, started as a user starts them, and the processes below them."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from inspect import isawaitable
+from pathlib import Path
+
+import aiohttp
+from process_tree import arenas_of, command_of, descendants
+
+START_S = 400
+STOP_S = 90
+_LOG_LINES = 40
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class MedialaneProcess:
+    """One `medialane` command that serves HTTP. Made by `spawn`, ended by `stop`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, model: str, log: Path) -> None:
+        self.process = process
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.model = model
+        self.log = log
+
+    @classmethod
+    def spawn(
+        cls,
+        command: str,
+        model: str,
+        flags: Sequence[str],
+        vllm_flags: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        log: Path,
+    ) -> "MedialaneProcess":
+        """Start `medialane command MODEL --port ... FLAGS -- VLLM_FLAGS`; returns before it is ready."""
+        port = _free_port()
+        argv = [sys.executable, "-m", "medialane", command, model, "--port", str(port), *flags, "--", *vllm_flags]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                argv,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent,
+            )
+        return cls(process, port, model, log)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_ready(self) -> None:
+        """Block until it answers. Raises AssertionError with the end of its log."""
+        asyncio.run(self.answers(START_S))
+
+    async def answers(self, timeout_s: float = START_S) -> None:
+        """Wait until /health says that a worker takes requests. Raises AssertionError with the end of its log."""
+        await until(self._is_healthy, f"{self.base_url} answers", timeout_s, more=self.tail)
+
+    def stop(self) -> int:
+        """Ask it to stop and wait; killed after STOP_S. Returns the exit status. Idempotent."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+    def gateway_pid(self) -> int:
+        """The gateway's process: a child of `serve`, or this very one."""
+        return self._only("medialane gateway") if "medialane serve" in command_of(self.pid) else self.pid
+
+    def worker_pid(self, address: str) -> int:
+        """The first process of the worker that listens at `address`."""
+        return self._only(f"medialane worker {self.model} --listen {address}")
+
+    def preparer_pids(self) -> list[int]:
+        """The forked preparers: children of the gateway's fork server."""
+        (forkserver,) = (p for p in _children_running(self.gateway_pid(), "forkserver") if descendants(p))
+        return descendants(forkserver)
+
+    def arenas(self) -> set[Path]:
+        return arenas_of(self.gateway_pid())
+
+    def _only(self, command: str) -> int:
+        (found,) = _children_running(self.pid, command)
+        return found
+
+    async def _is_healthy(self) -> bool:
+        assert self.process.poll() is None, f"it ended with status {self.process.returncode}:\n{self.tail()}"
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+                session.get(f"{self.base_url}/health") as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+async def until(
+    condition: Callable[[], bool | Awaitable[bool]],
+    what: str,
+    timeout_s: float = 60,
+    *,
+    more: Callable[[], object] = lambda: "",
+) -> None:
+    """Wait for `condition`, asking often. Raises AssertionError, to which `more` adds what is known."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        holds = condition()
+        if await holds if isawaitable(holds) else holds:
+            return
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{more()}"
+        await asyncio.sleep(_POLL_S)
+
+
+def kill(pid: int) -> None:
+    """kill -9 of this one process."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def _children_running(pid: int, command: str) -> list[int]:
+    return [child for child in descendants(pid) if command in command_of(child)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

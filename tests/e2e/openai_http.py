@@ -1,0 +1,198 @@
+"""OpenAI requests as JSON, sent as they are: bodies, their parts, and a client that shows everything of an answer."""
+
+import base64
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from medialane.cli.sample_images import sample_jpeg
+
+CHAT = "/v1/chat/completions"
+MAX_TOKENS = 10
+_TIMEOUT = aiohttp.ClientTimeout(total=180)
+
+#: What differs between two servers that give the same answer: names, dates, and what their caches knew.
+_VOLATILE = frozenset(
+    (
+        "id",
+        "created",
+        "created_at",
+        "completed_at",
+        "system_fingerprint",
+        "prompt_tokens_details",
+        "input_tokens_details",
+    )
+)
+
+
+@cache
+def photo(seed: int, width: int = 512, height: int = 384) -> bytes:
+    return sample_jpeg(seed, width, height)
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def data_url(data: bytes, media_type: str = "image/jpeg") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def picture(seed: int, width: int = 512, height: int = 384) -> dict[str, Any]:
+    """The photo of `seed` as a part of a message."""
+    return image(data_url(photo(seed, width, height)))
+
+
+def chat(*content: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A greedy chat completion that shows its token ids."""
+    return {
+        "messages": [{"role": "user", "content": list(content)}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+        **options,
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole HTTP answer. `events` are those of a stream, without its end mark."""
+
+    status: int
+    json: Any
+    headers: dict[str, str]
+    events: list[Any]
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids of the first choice."""
+        choices = [event["choices"] for event in self.events] or [self.json["choices"]]
+        return [token for found in choices for choice in found[:1] for token in choice.get("token_ids") or ()]
+
+    @property
+    def content(self) -> str:
+        if not self.events:
+            return self.json["choices"][0]["message"]["content"]
+        deltas = [choice["delta"] for event in self.events for choice in event["choices"][:1]]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error in OpenAI's form, of an answer or at the end of a stream."""
+        found = self.events[-1] if self.events else self.json
+        assert set(found["error"]) >= {"message", "type", "param", "code"}, found
+        return found["error"]
+
+    @property
+    def cache(self) -> str:
+        return re.search(r'cache;desc="(\w+)"', self.headers["server-timing"])[1]
+
+    @property
+    def copied_bytes(self) -> int:
+        return int(re.search(r'copied;desc="(\d+)"', self.headers["server-timing"])[1])
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Milliseconds by stage."""
+        return {k: float(v) for k, v in re.findall(r"(\w+);dur=([\d.]+)", self.headers["server-timing"])}
+
+
+class OpenAiHttp:
+    """A server by its address without /v1, and the model that its requests name."""
+
+    def __init__(self, base_url: str, model: str, *, api_key: str = "") -> None:
+        self.base_url = base_url
+        self.model = model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def post(self, body: Any, path: str = CHAT) -> Answer:
+        """Send `body`, and read all of the answer, whatever it is. The model is filled in, bytes are sent as such."""
+        async with self.opened(body, path) as response:
+            raw = await response.text()
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            if response.content_type == "text/event-stream":
+                return Answer(response.status, None, headers, list(map(json.loads, _events(raw))))
+            is_json = response.content_type == "application/json" and raw
+            return Answer(response.status, json.loads(raw) if is_json else raw, headers, [])
+
+    async def get(self, path: str) -> Answer:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session,
+            session.get(self.base_url + path) as response,
+        ):
+            return Answer(response.status, await response.json(), dict(response.headers), [])
+
+    async def succeed(self, body: Any, path: str = CHAT) -> Answer:
+        """`post`, and the answer must be a good one."""
+        answer = await self.post(body, path)
+        assert answer.status == 200, answer.json
+        assert not any("error" in event for event in answer.events), answer.events
+        return answer
+
+    @asynccontextmanager
+    async def opened(self, body: Any, path: str = CHAT) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer while it comes. Leaving before its end hangs up."""
+        data = body if isinstance(body, bytes) else json.dumps({"model": self.model, **body}).encode()
+        headers = {**self._headers, "Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT, headers=headers) as session,
+            session.post(self.base_url + path, data=data) as response,
+        ):
+            yield response
+
+    async def metrics(self) -> "MetricsPage":
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session,
+            session.get(self.base_url + "/metrics") as response,
+        ):
+            return MetricsPage(await response.text())
+
+
+class MetricsPage:
+    """One scrape of /metrics."""
+
+    def __init__(self, page: str) -> None:
+        self._samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples that have these labels; 0 if there are none."""
+        return sum(s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items())
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        return {s.labels[label]: s.value for s in self._samples if s.name == name}
+
+
+def _events(raw: str) -> list[str]:
+    found = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data: ")]
+    assert found[-1] == "[DONE]", f"the stream broke off: {found[-2:]}"
+    return found[:-1]
+
+
+def assert_same(ours: Any, plain: Any, at: str = "answer") -> None:
+    """Two JSON values are equal but for what is volatile, and for rounding."""
+    assert type(ours) is type(plain), f"{at}: {ours!r} instead of {plain!r}"
+    if isinstance(ours, dict):
+        kept = [{k: v for k, v in found.items() if k not in _VOLATILE} for found in (ours, plain)]
+        assert kept[0].keys() == kept[1].keys(), f"{at}: {ours} instead of {plain}"
+        for key in kept[0]:
+            assert_same(kept[0][key], kept[1][key], f"{at}.{key}")
+    elif isinstance(ours, list):
+        assert len(ours) == len(plain), f"{at}: {ours} instead of {plain}"
+        for number, (one, other) in enumerate(zip(ours, plain, strict=True)):
+            assert_same(one, other, f"{at}[{number}]")
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(plain, abs=0.05), at
+    else:
+        assert ours == plain, f"{at}: {ours!r} instead of {plain!r}"

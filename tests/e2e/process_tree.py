@@ -1,0 +1,55 @@
+"""Processes as /proc shows them: who started whom, what they run, which arenas they have mapped."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def command_of(pid: int) -> str:
+    """The command line, or what the process calls itself; "" when it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of `pid`, their children, and so on, in the order of their ids."""
+    children: dict[int, list[int]] = {}
+    for child, fields in _stats():
+        children.setdefault(int(fields[1]), []).append(child)
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return sorted(found)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    return any(found == pid and fields[0] not in "ZX" for found, fields in _stats())
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that the process has taken itself; 0 when it is gone."""
+    return next((sum(map(int, fields[11:13])) / _CLOCK_TICKS for found, fields in _stats() if found == pid), 0.0)
+
+
+def arenas_of(pid: int) -> set[Path]:
+    """The arena files that the process has mapped, removed ones left out."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if line.endswith(".arena")}
+        return {Path(path) for path in paths if Path(path).name.startswith("medialane-")}
+    return set()
+
+
+def _stats() -> Iterator[tuple[int, list[str]]]:
+    """(pid, fields of /proc/pid/stat from the state on) of every process."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with suppress(OSError):  # gone since the listing
+                yield int(entry.name), Path(entry.path, "stat").read_text().rpartition(")")[2].split()

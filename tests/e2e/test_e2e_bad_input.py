@@ -1,0 +1,202 @@
+"""Bad input is told in OpenAI's form, with the field at fault, and harms nobody: the next request is answered."""
+
+import asyncio
+import base64
+import json
+import re
+import socket
+import zlib
+
+import pytest
+from openai_http import CHAT, assert_same, chat, data_url, image, photo, picture, text
+from picture_server import picture_server
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("What is in the picture?")
+#: The second part of the first message, where these tests put what is wrong.
+FIELD = "messages[0].content[1].image_url"
+
+
+def png_bomb(width: int = 60_000, height: int = 60_000) -> bytes:
+    """A PNG of a few bytes that says it has billions of pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
+        + chunk(b"IEND", b"")
+    )
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def broken_base64() -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(photo(60)).decode()[:-40] + "*" * 40
+
+
+URLS = {
+    "not base64": (broken_base64, 400, "invalid_base64"),
+    "base64 that says nothing": (lambda: "data:image/jpeg;base64,", 400, "empty_media"),
+    "data URL without base64": (lambda: "data:image/jpeg,abc", 400, "invalid_data_url"),
+    "truncated JPEG": (lambda: data_url(photo(60)[:5000]), 400, "invalid_image"),
+    "text as an image": (lambda: data_url(b"This is no picture." * 10), 415, "unsupported_media_type"),
+    "PNG bomb": (lambda: data_url(png_bomb(), "image/png"), 413, "image_too_large"),
+    "unreachable host": (lambda: f"http://127.0.0.1:{closed_port()}/photo.jpg", 400, "media_fetch_failed"),
+    "unknown host": (lambda: "http://nowhere.invalid/photo.jpg", 400, "media_fetch_failed"),
+    "private address": (lambda: "http://10.0.0.1/photo.jpg", 400, "media_url_forbidden"),
+    "unknown scheme": (lambda: "ftp://example.com/photo.jpg", 400, "unsupported_url_scheme"),
+    "file outside the allowed folder": (lambda: "file:///etc/hostname", 400, "media_url_forbidden"),
+    "our own scheme": (lambda: "medialane:0", 400, "invalid_media_url"),
+    "no URL at all": (lambda: "photo.jpg", 400, "invalid_media_url"),
+}
+
+
+@pytest.mark.parametrize("name", URLS)
+async def test_bad_image_is_told_with_its_field(ours, name):
+    make, status, code = URLS[name]
+    answer = await ours.post(chat(ASK, image(make())))
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, FIELD), answer.json
+    assert "/tmp" not in answer.error["message"]
+    assert (await ours.succeed(chat(picture(61), ASK))).ids
+
+
+async def test_url_that_is_not_found_is_told_with_its_field(ours):
+    async with picture_server({}) as server:
+        answer = await ours.post(chat(ASK, image(server.url("missing.jpg"))))
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "media_fetch_failed", FIELD)
+    assert (await ours.succeed(chat(ASK))).ids
+
+
+async def test_one_bad_image_of_three_fails_the_request_and_leaves_no_lease(ours):
+    answer = await ours.post(chat(picture(62), image(data_url(photo(60)[:5000])), picture(63)))
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_image", FIELD)
+    assert (await ours.metrics()).value("medialane_arena_leases") == 0
+
+
+async def test_bad_image_of_a_stream_is_told_by_the_status(ours):
+    answer = await ours.post(chat(ASK, image(data_url(photo(60)[:5000])), stream=True))
+    assert (answer.status, answer.error["code"]) == (400, "invalid_image")
+
+
+async def test_more_images_than_the_model_takes_is_told_as_plain_vllm_tells_it(ours, plain):
+    body = chat(*[picture(64, 64, 64)] * 9)
+    answer, right = await ours.post(body), await plain.post(body)
+    assert answer.status == right.status == 400
+    assert "8 image" in answer.error["message"]
+    assert_same(answer.json, right.json)
+    assert (await ours.succeed(chat(picture(61), ASK))).ids
+
+
+async def test_more_images_than_a_request_may_have_is_told_with_its_field(ours):
+    answer = await ours.post(chat(*[picture(64, 64, 64)] * 17))
+    assert (answer.status, answer.error["code"]) == (400, "too_many_media_items")
+    assert answer.error["param"] == "messages[0].content[16].image_url"
+
+
+@pytest.mark.parametrize(
+    "content", [[text("word " * 9000)], [picture(65), text("word " * 9000)]], ids=["text", "image"]
+)
+async def test_prompt_that_is_too_long_is_told_as_plain_vllm_tells_it(ours, plain, content):
+    answer, right = await ours.post(chat(*content)), await plain.post(chat(*content))
+    assert answer.status == right.status == 400
+    assert_same(answer.json, right.json)
+    assert (await ours.succeed(chat(ASK))).ids
+
+
+async def test_image_that_takes_more_tokens_than_the_model_has_is_told(ours, plain):
+    """Its text alone would fit: only the expanded placeholder does not."""
+    body = chat(picture(66, 3600, 2600), ASK)
+    answer, right = await ours.post(body), await plain.post(body)
+    assert answer.status == right.status == 400
+    assert answer.error["code"] == right.error["code"]
+    assert (await ours.succeed(chat(ASK))).ids
+
+
+BODIES = {
+    "not JSON": b'{"messages": [',
+    "not an object": b"[1, 2, 3]",
+    "nothing": b"",
+    "not UTF-8": b'{"model": "\xff"}',
+    "no messages": b'{"max_tokens": 3}',
+    "nested without end": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_bad_body_is_told_as_plain_vllm_tells_it(ours, plain, name):
+    answer, right = await ours.post(BODIES[name]), await plain.post(BODIES[name])
+    assert answer.status == right.status
+    assert answer.status in (400, 422)
+    assert_same(answer.json, right.json)
+    assert (await ours.succeed(chat(ASK))).ids
+
+
+PARAMETERS = {
+    "unknown model": {"model": "no-such-model"},
+    "temperature below zero": {"temperature": -1},
+    "max_tokens that is no number": {"max_tokens": "many"},
+    "too many logprobs": {"logprobs": True, "top_logprobs": 1000},
+    "processor options that nobody trusts": {"mm_processor_kwargs": {"max_pixels": 100_000}},
+    "stop that is too deep": {"stop": [["a"]]},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_bad_parameter_is_told_as_plain_vllm_tells_it(ours, plain, name):
+    body = {**chat(picture(61), ASK), **PARAMETERS[name]}
+    answer, right = await ours.post(body), await plain.post(body)
+    assert answer.status == right.status
+    assert 400 <= answer.status < 500
+    assert_same(answer.json, right.json)
+    assert (await ours.succeed(chat(ASK))).ids
+
+
+async def test_media_that_nobody_takes_yet_is_told_with_its_field(ours):
+    part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    answer = await ours.post(chat(ASK, part))
+    assert answer.status in (400, 415)
+    assert answer.error["param"] == "messages[0].content[1].video_url"
+
+
+async def test_key_is_asked_for_before_the_body_is_read(gateways):
+    """Headers that announce 50 MB of body, and none of it: the answer comes all the same."""
+    status, _ = await announced(gateways["features/shm"], 50_000_000)
+    assert status == 401
+
+
+async def test_key_opens(gateways):
+    with_key = gateways["features/shm"]
+    without = type(with_key)(with_key.base_url, with_key.model)
+    wrong = type(with_key)(with_key.base_url, with_key.model, api_key="guessed")
+    assert [(await client.post(chat(ASK))).status for client in (without, wrong)] == [401, 401]
+    assert (await with_key.succeed(chat(ASK))).ids
+
+
+async def test_body_over_the_limit_is_refused_by_its_announcement(ours):
+    status, body = await announced(ours, 65 << 20)
+    assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
+
+
+async def announced(client, num_bytes: int) -> tuple[int, bytes]:
+    """Status and body of the answer to headers that announce a body which never comes."""
+    host, _, port = client.base_url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        headers = ("Host: " + host, "Content-Type: application/json", f"Content-Length: {num_bytes}")
+        writer.write("\r\n".join([f"POST {CHAT} HTTP/1.1", *headers, "", ""]).encode())
+        async with asyncio.timeout(20):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            (length,) = re.findall(r"content-length: (\d+)", head)
+            return int(head.split()[1]), await reader.readexactly(int(length))
+    finally:
+        writer.close()
+        await writer.wait_closed()

@@ -1,0 +1,112 @@
+"""What was processed once is not processed again: seen in Server-Timing, in /metrics and in vLLM's prefix cache."""
+
+import asyncio
+
+import pytest
+from medialane_process import until
+from openai_http import chat, image, photo, picture, text
+from picture_server import picture_server
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("What is in the picture?")
+
+
+async def test_repeated_image_is_neither_decoded_nor_processed_nor_copied(ours):
+    first = await ours.succeed(chat(picture(20), ASK))
+    assert first.cache == "miss"
+    assert {"decode", "process"} <= first.stages.keys()
+    again = await ours.succeed(chat(picture(20), text("Another question.")))
+    assert again.cache == "hit"
+    assert again.copied_bytes == 0
+    assert not {"decode", "process"} & again.stages.keys()
+
+
+async def test_same_image_as_data_and_by_url_is_one_entry(ours):
+    entries = "medialane_arena_entries"
+    before = (await ours.metrics()).value(entries)
+    by_data = await ours.succeed(chat(picture(21), ASK))
+    async with picture_server({"a": photo(21), "b": photo(21)}, cache_control="max-age=60") as server:
+        by_url = await ours.succeed(chat(image(server.url("a")), ASK))
+        elsewhere = await ours.succeed(chat(image(server.url("b")), ASK))
+        fetched_again = await ours.succeed(chat(image(server.url("a")), ASK))
+        assert server.num_requests == {"a": 1, "b": 1}
+    assert [found.cache for found in (by_data, by_url, elsewhere, fetched_again)] == ["miss", "hit", "hit", "hit"]
+    assert by_data.ids == by_url.ids == elsewhere.ids == fetched_again.ids
+    assert (await ours.metrics()).value(entries) == before + 1
+
+
+async def test_new_and_known_images_in_one_request_are_mixed(ours):
+    await ours.succeed(chat(picture(22), ASK))
+    assert (await ours.succeed(chat(picture(22), picture(23), ASK))).cache == "mixed"
+
+
+async def test_text_needs_no_cache(ours):
+    assert (await ours.succeed(chat(ASK))).cache == "none"
+
+
+async def test_one_image_in_many_requests_at_once_is_processed_once(ours):
+    jobs = "medialane_preparer_jobs_total"
+    before = (await ours.metrics()).value(jobs, outcome="done")
+    answers = await asyncio.gather(*(ours.succeed(chat(picture(24), ASK)) for _ in range(4)))
+    assert len({tuple(answer.ids) for answer in answers}) == 1
+    assert (await ours.metrics()).value(jobs, outcome="done") == before + 1
+
+
+async def test_repeated_prompt_is_found_in_vllms_prefix_cache(ours):
+    """One request more than there are workers: one of them sees it twice, whichever way they are chosen."""
+    answers = [await ours.succeed(chat(picture(25), ASK)) for _ in range(3)]
+    cached = [(answer.json["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers]
+    assert cached[0] == 0
+    assert max(cached) > 0
+    assert len({tuple(answer.ids) for answer in answers}) == 1
+
+
+async def test_cache_salt_separates_entries(ours):
+    await ours.succeed(chat(picture(26), ASK, cache_salt="one tenant"))
+    assert (await ours.succeed(chat(picture(26), ASK, cache_salt="another"))).cache == "miss"
+    assert (await ours.succeed(chat(picture(26), ASK, cache_salt="one tenant"))).cache == "hit"
+
+
+async def test_metrics_show_stages_caches_arena_and_processes(ours):
+    await ours.succeed(chat(picture(27), ASK))
+    page = await ours.metrics()
+    for stage in ("lift", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
+        assert page.value("medialane_stage_seconds_count", stage=stage) > 0, stage
+    assert page.value("medialane_cache_lookups_total", kind="feature", outcome="miss") > 0
+    assert page.value("medialane_arena_bytes", kind="size") == pytest.approx(256 << 20, rel=0.01)
+    assert page.value("medialane_arena_bytes", kind="cached") > 0
+    assert page.value("medialane_preparers", state="alive") == 2
+    assert list(page.by("medialane_worker_in_flight", "worker").values()) == [0, 0]
+    assert page.value("medialane_worker_state", state="ready") == 2
+    assert page.value("medialane_fallbacks_total") == 0
+
+
+async def test_client_that_hangs_up_leaves_no_lease_and_no_running_request(ours):
+    body = chat(picture(28), text("Tell a long story."), max_tokens=7000, ignore_eos=True, stream=True)
+    async with ours.opened(body) as response:
+        await response.content.readline()
+        page = await ours.metrics()
+        assert page.value("medialane_arena_leases") > 0
+        assert page.value("medialane_worker_in_flight") == 1
+
+    async def is_idle() -> bool:
+        page = await ours.metrics()
+        held = ("medialane_arena_leases", "medialane_worker_in_flight", "medialane_worker_running")
+        return all(page.value(name) == 0 for name in held)
+
+    await until(is_idle, "the request's lease and its engine's work have ended", 20)
+    assert (await ours.succeed(chat(picture(28), ASK))).cache == "hit"
+
+
+async def test_client_that_hangs_up_before_the_answer_begins_leaves_nothing(ours):
+    body = chat(picture(29), text("Tell a long story."), max_tokens=7000, ignore_eos=True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5), ours.opened(body):
+            pass
+
+    async def is_idle() -> bool:
+        page = await ours.metrics()
+        return page.value("medialane_arena_leases") == page.value("medialane_worker_in_flight") == 0
+
+    await until(is_idle, "the request has ended", 20)

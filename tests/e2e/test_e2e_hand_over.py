@@ -1,0 +1,86 @@
+"""Every stage and transport gives the same answers, over the same two workers, and goes the way that was asked for."""
+
+import pytest
+from openai_http import assert_same, chat, data_url, image, photo, picture, text
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("Describe the picture.")
+WAYS = ("features/shm", "features/inline", "url", "apart")
+
+BODIES = {
+    "text": chat(text("Say something about pictures.")),
+    "one image": chat(picture(80), ASK),
+    "three images": chat(picture(80), text("and"), picture(81, 1024, 768), picture(82, 200, 300), ASK),
+    "two choices with logprobs": chat(picture(80), ASK, n=2, temperature=0.8, seed=7, logprobs=True, top_logprobs=2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BODIES)
+async def test_answer_equals_plain_vllms(gateways, plain, way, name):
+    answer, right = await gateways[way].succeed(BODIES[name]), await plain.succeed(BODIES[name])
+    assert answer.ids
+    assert_same(answer.json, right.json)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
+    answers = [
+        await gateways[way].succeed({**BODIES["one image"], "stream": stream}) for stream in (False, True, False)
+    ]
+    right = await plain.succeed(BODIES["one image"])
+    assert [answer.ids for answer in answers] == [right.ids] * 3
+
+
+async def test_shared_memory_copies_nothing_for_a_known_image(gateways):
+    client = gateways["features/shm"]
+    await client.succeed(chat(picture(83), ASK))
+    again = await client.succeed(chat(picture(83), ASK))
+    assert (again.cache, again.copied_bytes) == ("hit", 0)
+    assert (await client.metrics()).value("medialane_fallbacks_total") == 0
+
+
+async def test_inline_carries_features_in_the_message(gateways):
+    client = gateways["features/inline"]
+    await client.succeed(chat(picture(83), ASK))
+    again = await client.succeed(chat(picture(83), ASK))
+    assert again.cache == "hit"
+    assert again.copied_bytes > 512 * 384 * 3  # the patches of all pixels
+    assert (await client.metrics()).value("medialane_fallbacks_total") == 0
+
+
+async def test_url_carries_the_encoded_image_and_prepares_nothing(gateways):
+    client = gateways["url"]
+    answer = await client.succeed(chat(picture(84), ASK))
+    assert answer.copied_bytes == len(photo(84))
+    page = await client.metrics()
+    assert page.value("medialane_preparers", state="alive") == 0
+    assert page.value("medialane_arena_entries") == 0
+
+
+async def test_without_common_memory_small_features_travel_inline_and_large_ones_as_their_image(gateways):
+    client = gateways["apart"]
+    small = await client.succeed(chat(picture(85, 112, 112), ASK))
+    assert small.copied_bytes < 1 << 20
+    before = (await client.metrics()).value("medialane_fallbacks_total", way="features/inline")
+    large = await client.succeed(chat(picture(86, 1024, 768), ASK))
+    assert large.ids
+    page = await client.metrics()
+    assert page.value("medialane_fallbacks_total", way="features/inline", reason="handover_failed") == before + 1
+    assert page.value("medialane_fallbacks_total", way="features/shm") == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_bad_image_is_told_with_its_field(gateways, way):
+    answer = await gateways[way].post(chat(ASK, image(data_url(photo(80)[:5000]))))
+    assert (answer.status, answer.error["code"]) == (400, "invalid_image")
+    assert answer.error["param"] == "messages[0].content[1].image_url"
+    assert (await gateways[way].succeed(BODIES["one image"])).ids
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_nothing_is_held_when_nothing_runs(gateways, way):
+    page = await gateways[way].metrics()
+    assert page.value("medialane_arena_leases") == 0
+    assert sum(page.by("medialane_worker_in_flight", "worker").values()) == 0

@@ -1,0 +1,313 @@
+"""Features that contradict themselves, sent straight to a worker: refused before EngineCore, whose end they would be.
+
+Every time, a good request on the same connection is answered right afterwards.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import pytest_asyncio
+import torch
+from openai_http import chat, photo, picture, text
+from PIL import Image as PILImage
+
+from medialane.arena import Arena, ArenaConfig, describe, layout
+from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
+from medialane.core.feature import Feature, HandedFeature, PlaceholderRange
+from medialane.core.media import Image, MediaSize
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
+from medialane.rpc import ArenaOffer, Hello, RpcClient, RpcConfig
+
+pytestmark = pytest.mark.vllm
+
+IMAGE_PAD = 6
+BODY = chat(picture(120), text("Describe the picture."))
+TWO = chat(picture(120), picture(121), text("Compare the pictures."))
+
+
+@pytest.fixture(scope="module")
+def processor(serve):
+    """The processor that preparers run."""
+    from medialane.vllm_bridge.preparation import FactoryConfig, build_processor
+
+    return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
+
+
+def pixels(seed):
+    import io
+
+    import numpy as np
+
+    return np.asarray(PILImage.open(io.BytesIO(photo(seed))).convert("RGB"))
+
+
+@dataclass
+class Sender:
+    """A gateway of the tests' own, at one worker, with one processed image in its arena."""
+
+    client: RpcClient
+    arena: Arena
+    processor: object
+
+    def item(self, seed=120):
+        return self.processor.process(Image(pixels(seed)), b"{}")
+
+    def feature(self, item, place, way, key=None):
+        """`item` as it travels."""
+        tensors = self.stored(item) if way == "shm" else inline(item)
+        return HandedFeature("image", key or secrets.token_hex(32), item.header, tensors, item.size, place)
+
+    def stored(self, item) -> tuple[TensorDescriptor, ...]:
+        """The tensors, put into the arena, where they stay."""
+        reservation = self.arena.reserve(layout(item.specs)[1])
+        tensors = describe(reservation.range, item.specs)
+        for tensor, data in zip(tensors, item.buffers, strict=True):
+            self.arena.view.tensor(tensor, writable=True)[:] = data
+        key = secrets.token_hex(32)
+        self.arena.publish(reservation, key, Feature("image", key, item.header, tensors, item.size)).release()
+        return tensors
+
+    async def answer(self, prompt) -> list[int]:
+        """The token ids that the worker answers. Raises what it refuses with."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        params = SamplingParams(
+            temperature=0, max_tokens=BODY["max_tokens"], ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        (encoded,) = MsgpackEncoder().encode(params)
+        remote = self.client.submit(EngineRequest(secrets.token_hex(8), prompt, bytes(encoded)))
+        found = [token async for delta in remote for token in delta.completions[0].token_ids]
+        assert await remote.released()
+        return found
+
+
+def inline(item):
+    return tuple(InlineTensor(spec, bytes(data)) for spec, data in zip(item.specs, item.buffers, strict=True))
+
+
+@pytest_asyncio.fixture
+async def sender(worker_addresses, processor):
+    arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
+    config = RpcConfig()
+    first = await RpcClient.connect(worker_addresses[0], Hello(gateway_id=secrets.token_hex(16)), config)
+    await first.close()
+    hello = Hello(
+        gateway_id=secrets.token_hex(16),
+        arena=ArenaOffer(arena.id, arena.nonce),
+        processor=first.welcome.card.processor,
+    )
+    client = await RpcClient.connect(worker_addresses[0], hello, config)
+    assert client.welcome.shm
+    yield Sender(client, arena, processor)
+    await client.close()
+    arena.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def right(plain):
+    """Plain vLLM's answers: (expanded prompt, answer) for one image and for two."""
+    answers = [await plain.succeed({**body, "ignore_eos": True}) for body in (BODY, TWO)]
+    return [(answer.json["prompt_token_ids"], answer.ids) for answer in answers]
+
+
+def places(token_ids) -> list[PlaceholderRange]:
+    """The runs of image tokens."""
+    found, start = [], None
+    for position, token in enumerate([*token_ids, 0]):
+        if token == IMAGE_PAD and start is None:
+            start = position
+        elif token != IMAGE_PAD and start is not None:
+            found.append(PlaceholderRange(start, position - start))
+            start = None
+    return found
+
+
+@pytest.mark.parametrize("way", ["shm", "inline"])
+async def test_good_features_get_plain_vllms_answer(sender, right, way):
+    (ids, answer), (ids_of_two, answer_of_two) = right
+    (place,) = places(ids)
+    assert await sender.answer(ExpandedPrompt(ids, (sender.feature(sender.item(), place, way),))) == answer
+    features = [sender.feature(sender.item(120 + i), p, way) for i, p in enumerate(places(ids_of_two))]
+    assert await sender.answer(ExpandedPrompt(ids_of_two, tuple(features))) == answer_of_two
+
+
+def longer(feature, _ids):
+    place = feature.placeholder
+    return msgspec.structs.replace(feature, placeholder=PlaceholderRange(place.offset, place.length + 1))
+
+
+def shorter(feature, _ids):
+    place = feature.placeholder
+    return msgspec.structs.replace(feature, placeholder=PlaceholderRange(place.offset, place.length - 1))
+
+
+def shifted(feature, _ids):
+    place = feature.placeholder
+    return msgspec.structs.replace(feature, placeholder=PlaceholderRange(place.offset + 1, place.length))
+
+
+def at_the_end(feature, ids):
+    return msgspec.structs.replace(feature, placeholder=PlaceholderRange(len(ids) - 2, feature.placeholder.length))
+
+
+def beyond_the_prompt(feature, ids):
+    return msgspec.structs.replace(feature, placeholder=PlaceholderRange(len(ids) + 5, feature.placeholder.length))
+
+
+def with_marks(feature, _ids):
+    place = feature.placeholder
+    marks = b"\1" * (place.length - 1) + b"\0"
+    return msgspec.structs.replace(feature, placeholder=PlaceholderRange(place.offset, place.length, marks))
+
+
+def of_another_size(feature, _ids):
+    return msgspec.structs.replace(feature, size=MediaSize(width=28, height=28), header=b"\x80")
+
+
+def without_tensors(feature, _ids):
+    return msgspec.structs.replace(feature, tensors=())
+
+
+def with_garbage_as_header(feature, _ids):
+    return msgspec.structs.replace(feature, header=b"\xc1 garbage")
+
+
+def with_a_hash_without_end(feature, _ids):
+    return msgspec.structs.replace(feature, mm_hash="f" * 100_000)
+
+
+def of_a_modality_that_it_is_not(feature, _ids):
+    return msgspec.structs.replace(feature, modality="audio")
+
+
+MALFORMED = (
+    longer,
+    shorter,
+    shifted,
+    at_the_end,
+    beyond_the_prompt,
+    with_marks,
+    of_another_size,
+    without_tensors,
+    with_garbage_as_header,
+    with_a_hash_without_end,
+    of_a_modality_that_it_is_not,
+)
+
+
+@pytest.mark.parametrize("way", ["shm", "inline"])
+@pytest.mark.parametrize("malform", MALFORMED)
+async def test_feature_that_does_not_fit_its_prompt_is_refused(sender, right, way, malform):
+    ids, answer = right[0]
+    (place,) = places(ids)
+    good = sender.feature(sender.item(), place, way)
+    with pytest.raises(InvalidFeature):
+        await sender.answer(ExpandedPrompt(ids, (malform(good, ids),)))
+    assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
+
+
+def with_field(item, name, change):
+    """The processed item with one field changed, and everything around it still in agreement."""
+    from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
+
+    from medialane.vllm_bridge.features import decode_item, encode_item
+
+    fields = dict(decode_item(item.header, item.buffers).items())
+    elem = fields[name]
+    fields[name] = MultiModalFieldElem(data=change(elem.data), field=elem.field)
+    header, specs, buffers = encode_item(MultiModalKwargsItem(fields))
+    return type(item)(header=header, specs=specs, buffers=buffers, size=item.size)
+
+
+CHANGES = {
+    "fewer rows than the grid says": ("pixel_values", lambda t: t[:-4]),
+    "more rows than the grid says": ("pixel_values", lambda t: torch.cat([t, t[:4]])),
+    "narrower rows": ("pixel_values", lambda t: t[:, :-2]),
+    "rows of another rank": ("pixel_values", lambda t: t[None]),
+    "another dtype": ("pixel_values", lambda t: t.to(torch.float64)),
+    "a grid of another size": ("image_grid_thw", lambda t: t + torch.tensor([0, 2, 0])),
+    "a grid of as many rows": ("image_grid_thw", lambda t: t * torch.tensor([2, 1, 1])),
+    "a grid of zeros": ("image_grid_thw", lambda t: t * 0),
+    "a grid below zero": ("image_grid_thw", lambda t: -t),
+    "a grid without end": ("image_grid_thw", lambda t: t * 1_000_000_000),
+    "a grid of two numbers": ("image_grid_thw", lambda t: t[..., :2]),
+    "a grid of fractions": ("image_grid_thw", lambda t: t.to(torch.float32)),
+}
+
+
+@pytest.mark.parametrize("way", ["shm", "inline"])
+@pytest.mark.parametrize("name", CHANGES)
+async def test_feature_that_contradicts_itself_is_refused(sender, right, way, name):
+    ids, answer = right[0]
+    (place,) = places(ids)
+    item = sender.item()
+    with pytest.raises(InvalidFeature):
+        await sender.answer(ExpandedPrompt(ids, (sender.feature(with_field(item, *CHANGES[name]), place, way),)))
+    assert await sender.answer(ExpandedPrompt(ids, (sender.feature(item, place, way),))) == answer
+
+
+async def test_tensor_of_another_shape_than_the_header_says_is_refused(sender, right):
+    ids, answer = right[0]
+    (place,) = places(ids)
+    good = sender.feature(sender.item(), place, "shm")
+    (tensor,) = good.tensors
+    rows, width = tensor.spec.shape
+    smaller = TensorDescriptor(TensorSpec(tensor.spec.dtype, (rows - 4, width)), tensor.range, tensor.offset)
+    with pytest.raises(InvalidFeature):
+        await sender.answer(ExpandedPrompt(ids, (msgspec.structs.replace(good, tensors=(smaller,)),)))
+    assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arena": "0" * 32},
+        {"generation": 999_999},
+        {"offset": 1 << 40},
+        {"offset": 64},
+        {"arena": "../../../etc/passwd"},
+    ],
+    ids=str,
+)
+async def test_descriptor_that_leads_nowhere_is_no_hand_over(sender, right, change):
+    ids, answer = right[0]
+    (place,) = places(ids)
+    good = sender.feature(sender.item(), place, "shm")
+    (tensor,) = good.tensors
+    astray = TensorDescriptor(tensor.spec, msgspec.structs.replace(tensor.range, **change), tensor.offset)
+    with pytest.raises(HandoverFailed):
+        await sender.answer(ExpandedPrompt(ids, (msgspec.structs.replace(good, tensors=(astray,)),)))
+    assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
+
+
+async def test_features_in_the_wrong_order_or_on_one_place_are_refused(sender, right):
+    ids, answer = right[1]
+    first, second = (sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids)))
+    on_one = msgspec.structs.replace(second, placeholder=first.placeholder)
+    for wrong in ((second, first), (first, on_one), (first, first)):
+        with pytest.raises(InvalidFeature):
+            await sender.answer(ExpandedPrompt(ids, wrong))
+    assert await sender.answer(ExpandedPrompt(ids, (first, second))) == answer
+
+
+async def test_a_feature_too_few_or_too_many_is_refused(sender, right):
+    ids, answer = right[1]
+    first, second = (sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids)))
+    extra = msgspec.structs.replace(second, placeholder=PlaceholderRange(len(ids) - 3, 2))
+    with pytest.raises(InvalidFeature):
+        await sender.answer(ExpandedPrompt(ids, (first, second, extra)))
+    assert await sender.answer(ExpandedPrompt(ids, (first, second))) == answer
+
+
+async def test_prompt_with_ids_that_the_model_does_not_have_is_refused(sender, right):
+    ids, answer = right[0]
+    (place,) = places(ids)
+    good = sender.feature(sender.item(), place, "inline")
+    with pytest.raises(MedialaneError) as refused:
+        await sender.answer(ExpandedPrompt([*ids, 10_000_000], (good,)))
+    assert isinstance(refused.value, PromptRejected | InvalidFeature)
+    assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer

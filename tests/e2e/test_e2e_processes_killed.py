@@ -1,0 +1,181 @@
+"""kill -9 of any process: its requests fail at once and clearly, the others go on, and what was lost comes back.
+
+After this file `serve` is as whole as before it, except for what its caches knew.
+"""
+
+import asyncio
+import io
+import time
+
+import pytest
+from medialane_process import kill, until
+from openai_http import Answer, chat, data_url, image, picture, text
+from PIL import Image
+from process_tree import cpu_s, descendants, is_alive
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("Describe the picture.")
+STORY = text("Tell a long story.")
+AT_ONCE_S = 10
+
+
+def huge_jpeg(shade: int) -> bytes:
+    """45 million pixels, which keep a preparer busy for a second or more."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (9000, 5000), (shade, 90, 200)).save(buffer, "JPEG", progressive=True)
+    return buffer.getvalue()
+
+
+async def busy_one(pids: list[int], before: dict[int, float]) -> int:
+    """The process that has begun to work since `before`."""
+
+    def working() -> list[int]:
+        return [pid for pid in pids if cpu_s(pid) - before[pid] > 0.1]
+
+    await until(lambda: bool(working()), "a preparer works", 30)
+    return working()[0]
+
+
+async def idle(ours) -> bool:
+    page = await ours.metrics()
+    held = ("medialane_arena_leases", "medialane_worker_in_flight")
+    return all(page.value(name) == 0 for name in held)
+
+
+async def ready_workers(ours) -> float:
+    return (await ours.metrics()).value("medialane_worker_state", state="ready")
+
+
+async def test_killed_preparer_fails_its_request_alone_and_is_replaced(serve, ours):
+    pids = serve.preparer_pids()
+    assert len(pids) == 2
+    restarts = (await ours.metrics()).value("medialane_preparer_restarts_total")
+    before = {pid: cpu_s(pid) for pid in pids}
+    doomed = asyncio.create_task(ours.post(chat(ASK, image(data_url(huge_jpeg(10))))))
+    victim = await busy_one(pids, before)
+    other = asyncio.create_task(ours.succeed(chat(picture(160), ASK)))
+    kill(victim)
+    failed = await doomed
+    assert (failed.status, failed.error["code"]) == (500, "media_decoder_crashed")
+    assert failed.error["param"] == "messages[0].content[1].image_url"
+    assert (await other).ids
+    assert (await ours.succeed(chat(picture(161), ASK))).ids
+
+    async def replaced() -> bool:
+        page = await ours.metrics()
+        return page.value("medialane_preparers", state="alive") == 2
+
+    await until(replaced, "there are two preparers again", 30)
+    assert (await ours.metrics()).value("medialane_preparer_restarts_total") == restarts + 1
+    assert victim not in serve.preparer_pids()
+    assert len(serve.preparer_pids()) == 2
+    await until(lambda: idle(ours), "nothing of the failed request is held", 20)
+
+
+async def test_killed_fork_server_is_replaced(serve, ours):
+    old = serve.preparer_pids()
+    (forkserver,) = {pid for pid in descendants(serve.gateway_pid()) if set(descendants(pid)) == set(old)}
+    kill(forkserver)
+    await until(lambda: not any(map(is_alive, [forkserver, *old])), "its preparers end with it", 30)
+    assert (await ours.succeed(chat(STORY))).ids
+
+    async def prepares() -> bool:
+        return (await ours.post(chat(picture(162), ASK))).status == 200
+
+    await until(prepares, "images are prepared again", 120)
+    assert len(serve.preparer_pids()) == 2
+
+
+async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ours, plain, worker_addresses):
+    right = (await plain.succeed(chat(picture(163), ASK))).ids
+    long = {"max_tokens": 7000, "ignore_eos": True}
+    whole = asyncio.create_task(ours.post(chat(picture(163), STORY, **long)))
+    await until(lambda: in_flight(ours, 1), "the first request runs")
+    (address,) = [a for a, n in (await load(ours)).items() if n == 1]
+    streams = [asyncio.create_task(broken_off(ours, chat(picture(163), STORY, **long, stream=True))) for _ in range(3)]
+    await until(lambda: in_flight(ours, 4), "all requests run")
+    num_doomed_streams = (await load(ours))[address] - 1
+    killed = serve.worker_pid(address)
+    engines = descendants(killed)
+    kill(killed)
+    killed_at = time.monotonic()
+    failed = await whole
+    assert time.monotonic() - killed_at < AT_ONCE_S
+    assert (failed.status, failed.error["code"]) == (503, "worker_lost")
+    assert (await ours.succeed(chat(picture(163), ASK))).ids == right
+    ends = await asyncio.gather(*streams)
+    assert [end for end in ends if end is not None] == ["worker_lost"] * int(num_doomed_streams)
+    await until(lambda: not any(map(is_alive, engines)), "its engine has ended with it", 60)
+    await comes_back(ours, 2)
+    assert serve.worker_pid(address) != killed
+    answers = await asyncio.gather(*(ours.succeed(chat(picture(163), ASK)) for _ in range(4)))
+    assert [answer.ids for answer in answers] == [right] * 4
+    await until(lambda: idle(ours), "nothing is held", 20)
+
+
+async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours, plain, worker_addresses):
+    right = (await plain.succeed(chat(picture(164), ASK))).ids
+    request = asyncio.create_task(ours.post(chat(picture(164), STORY, max_tokens=7000, ignore_eos=True)))
+    await until(lambda: in_flight(ours, 1), "the request runs")
+    (address,) = [a for a, n in (await load(ours)).items() if n == 1]
+    killed = serve.worker_pid(address)
+    for engine in descendants(killed):
+        kill(engine)
+    failed = await request
+    assert failed.status in (500, 502, 503)
+    assert failed.error["code"] in ("worker_lost", "generation_failed")
+    assert (await ours.succeed(chat(picture(164), ASK))).ids == right
+    await until(lambda: not is_alive(killed), "the worker ends without its engine", 60)
+    await comes_back(ours, 2)
+    answers = await asyncio.gather(*(ours.succeed(chat(picture(164), ASK)) for _ in range(4)))
+    assert [answer.ids for answer in answers] == [right] * 4
+
+
+async def test_killed_gateway_comes_back_and_leaves_no_arena(serve, ours, plain):
+    right = (await plain.succeed(chat(picture(165), ASK))).ids
+    old, arenas = serve.gateway_pid(), serve.arenas()
+    below = descendants(old)
+    assert len(arenas) == 1
+    request = asyncio.create_task(
+        broken_off(ours, chat(picture(165), STORY, max_tokens=7000, ignore_eos=True, stream=True))
+    )
+    await until(lambda: in_flight(ours, 1), "the request runs")
+    kill(old)
+    assert await request == "connection lost"
+    await until(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
+    await serve.answers()
+    assert serve.gateway_pid() != old
+    assert not any(path.exists() for path in arenas)
+    await comes_back(ours, 2)
+    answer = await ours.succeed(chat(picture(165), ASK))
+    assert (answer.cache, answer.ids) == ("miss", right)
+    again = [await ours.succeed(chat(picture(165), ASK)) for _ in range(2)]
+    assert [(found.cache, found.copied_bytes, found.ids) for found in again] == [("hit", 0, right)] * 2
+    await until(lambda: idle(ours), "nothing is held", 20)
+
+
+async def load(ours) -> dict[str, float]:
+    return (await ours.metrics()).by("medialane_worker_in_flight", "worker")
+
+
+async def in_flight(ours, number: int) -> bool:
+    return sum((await load(ours)).values()) == number
+
+
+async def comes_back(ours, num_workers: int) -> None:
+    async def there() -> bool:
+        return await ready_workers(ours) == num_workers
+
+    await until(there, "all workers are ready again", 240)
+
+
+async def broken_off(ours, body) -> str | None:
+    """How a stream broke off, None if it did not."""
+    import aiohttp
+
+    try:
+        answer: Answer = await ours.post(body)
+    except aiohttp.ClientError:
+        return "connection lost"
+    return answer.error["code"] if "error" in answer.events[-1] else None

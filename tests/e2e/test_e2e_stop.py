@@ -1,0 +1,21 @@
+"""SIGTERM ends everything; it comes last, since it ends what the other tests share."""
+
+import pytest
+from medialane_process import until
+from openai_http import chat, picture, text
+from process_tree import arenas_of, descendants, is_alive
+
+pytestmark = pytest.mark.vllm
+
+
+async def test_sigterm_leaves_no_process_no_arena_and_no_socket(serve, ours, runtime_directory):
+    await ours.succeed(chat(picture(200), text("Describe the picture.")))
+    everyone = descendants(serve.pid)
+    assert len(everyone) >= 2 * 2 + 1 + 1 + 2  # workers and engines, the gateway, its fork server and preparers
+    arenas = set().union(*map(arenas_of, everyone))
+    assert arenas
+    assert list(runtime_directory.iterdir())
+    assert serve.stop() == 0, serve.tail()
+    await until(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
+    assert not [path for path in arenas if path.exists()]
+    assert not list(runtime_directory.iterdir())
