@@ -65,6 +65,13 @@ def test_jpeg(mode, orientation, size):
     assert_exact(encode(picture(mode, size), "JPEG", orientation))
 
 
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+@pytest.mark.parametrize("size", [(1001, 601), (601, 1001)], ids=str)
+def test_large_jpeg(size, orientation):
+    """Quarter turns of large pictures are our own, of small ones Pillow's."""
+    assert_exact(encode(picture("RGB", size), "JPEG", orientation))
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 @pytest.mark.parametrize("quality", [5, 60, 95, 100])
@@ -155,7 +162,7 @@ def test_damaged_exif(damage, orientation):
     position = 8 + damage % (len(raw) - 8)
     raw[position] ^= 0xFF
     out = BytesIO()
-    picture("RGB", (40, 24)).save(out, "JPEG", exif=bytes(raw))
+    picture("RGB", (1040, 624)).save(out, "JPEG", exif=bytes(raw))
     assert_exact(out.getvalue())
 
 
