@@ -81,6 +81,40 @@ def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembl
     assert [(p.offset, p.length, p.is_embed) for p in assembled.placeholders] == ranges
 
 
+@pytest.mark.parametrize("size", [*SIZES, (4, 40), (40, 4), (3, 300), (300, 3)], ids=str)
+def test_pixels_given_as_a_tensor_have_the_tensors_of_the_whole_request(renderer, size):
+    processor = VllmProcessor(renderer.get_mm_processor())
+    processor.warm_up()
+    assert processor._takes_tensors  # this model's image processor is torch-based: the fast way is taken
+    array = pixels(*size)
+    assert_same(
+        processor.process(Image(array), b"{}"), whole(renderer, prompt(renderer, 1), [array])["mm_kwargs"]["image"][0]
+    )
+
+
+def test_processor_that_gives_something_else_for_tensors_gets_pillow_images(renderer):
+    class Different(VllmProcessor):
+        def _process(self, media, options, *, as_tensor):
+            if as_tensor:
+                media = Image(255 - media.pixels)
+            return super()._process(media, options, as_tensor=as_tensor)
+
+    class Failing(VllmProcessor):
+        def _process(self, media, options, *, as_tensor):
+            if as_tensor:
+                raise AttributeError("'Tensor' object has no attribute 'convert'")
+            return super()._process(media, options, as_tensor=False)
+
+    for kind in (Different, Failing):
+        processor = kind(renderer.get_mm_processor())
+        processor.warm_up()
+        assert not processor._takes_tensors
+        array = pixels(200, 100)
+        expected = whole(renderer, prompt(renderer, 1), [array])
+        assert_same(processor.process(Image(array), b"{}"), expected["mm_kwargs"]["image"][0])
+
+
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
 def test_processor_options_reach_the_processor(renderer, processor):
     array = pixels(800, 600)
     options = {"max_pixels": 200 * 200}

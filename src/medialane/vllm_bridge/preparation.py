@@ -49,20 +49,48 @@ def build_processor(config: bytes) -> VllmProcessor:
     return processor
 
 
+#: Sizes of the images on which `warm_up` compares two ways of giving pixels to the model's processor.
+_TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
+
+#: A picture with a side of up to so many pixels could be taken for one with its channels there.
+_MOST_CHANNELS = 4
+
+
 class VllmProcessor:
-    """The heavy half: one decoded item to tensors."""
+    """The heavy half: one decoded item to tensors.
+
+    vLLM gives Hugging Face's processor a Pillow image, which torch-based ones copy three times before they have a
+    tensor. After `warm_up` such a processor gets a tensor over our pixels instead, with the very strides that it would
+    have made, if its results are the same for some pictures; every other one gets Pillow images.
+    """
 
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
+        self._takes_tensors = False
 
     def warm_up(self) -> None:
-        """Run once, so that forked children inherit imported modules and filled caches."""
+        """Run some pictures, so that forked children inherit imported modules and filled caches."""
         if "image" in self._processor.info.get_supported_mm_limits():
-            self.process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")
+            self._takes_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
 
     def process(self, media: Image, options: bytes) -> ProcessedItem:
+        return self._process(
+            media, options, as_tensor=self._takes_tensors and min(media.pixels.shape[:2]) > _MOST_CHANNELS
+        )
+
+    def _is_same_for_tensors(self, width: int, height: int) -> bool:
+        noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        wanted = self._process(Image(noise), b"{}", as_tensor=False)
+        try:
+            found = self._process(Image(noise), b"{}", as_tensor=True)
+        except (AttributeError, InvalidImage, LookupError, RuntimeError):  # a processor that wants Pillow's methods
+            return False
+        return (wanted.header, wanted.specs, wanted.buffers) == (found.header, found.specs, found.buffers)
+
+    def _process(self, media: Image, options: bytes, *, as_tensor: bool) -> ProcessedItem:
         kwargs = decode_options(options)
-        items = self._processor.info.parse_mm_data({"image": [PILImage.fromarray(media.pixels)]})
+        picture = torch.from_numpy(media.pixels).permute(2, 0, 1) if as_tensor else PILImage.fromarray(media.pixels)
+        items = self._processor.info.parse_mm_data({"image": [picture]})
         try:
             with torch.inference_mode():
                 data = self._processor._apply_hf_processor_main(mm_items=items, hf_kwargs=kwargs)
