@@ -1,0 +1,74 @@
+"""A gateway's story without a gateway: it records what vLLM's app asks of it, and answers with fixed tokens."""
+
+import asyncio
+
+from medialane.core.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.media import MediaSize
+from medialane.core.request import CompletionDelta, OutputDelta
+from medialane.gateway import current_scope
+
+#: Tokens that one image takes in a prompt that the fake expanded.
+NUM_EMBEDS = 5
+
+
+class FakeStory:
+    """`error_at` tells where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
+
+    def __init__(self, image_token: int) -> None:
+        self.image_token = image_token
+        self.reset()
+
+    def reset(self) -> None:
+        self.ready = True
+        self.error = None
+        self.error_at = ""
+        self.token_s = 0.0
+        self.tokens = [11, 12, 13]
+        self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
+        self.num_ended = 0
+
+    def resolve(self, url):
+        return current_scope().resolve(url)
+
+    async def prepare(self, prompt):
+        self.scopes.append(current_scope())
+        self.prompts.append(prompt)
+        self._fail_at("prepare")
+        return self._expand(prompt)
+
+    async def generate(self, request, prepared):
+        self.scopes.append(current_scope())
+        self.requests.append(request)
+        self.prepared.append(prepared)
+        try:
+            self._fail_at("generate")
+            for number, token in enumerate(self.tokens):
+                last = number == len(self.tokens) - 1
+                completion = CompletionDelta(0, f"<{token}>", [token], finish_reason="stop" if last else None)
+                yield OutputDelta(
+                    request.request_id,
+                    [completion],
+                    finished=last,
+                    prompt_token_ids=None if number else request.prompt.token_ids,
+                )
+                await asyncio.sleep(self.token_s)
+                self._fail_at("stream")
+        finally:
+            self.num_ended += 1
+
+    def _fail_at(self, place):
+        if self.error_at == place:
+            raise self.error
+
+    def _expand(self, prompt):
+        token_ids, features, items = [], [], iter(prompt.items)
+        for token in prompt.token_ids:
+            if token != self.image_token:
+                token_ids.append(token)
+                continue
+            item = next(items)
+            feature = Feature(item.modality, f"{len(features):064x}", b"", (), MediaSize(width=28, height=28))
+            features.append(PlacedFeature(feature, PlaceholderRange(len(token_ids), NUM_EMBEDS)))
+            token_ids += [token] * NUM_EMBEDS
+        hashes = tuple(placed.feature.mm_hash for placed in features)
+        return PreparedPrompt(token_ids, tuple(features), hashes, prompt)

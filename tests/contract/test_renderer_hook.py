@@ -1,0 +1,357 @@
+"""vLLM's whole OpenAI app over our engine client and renderer hook: the seams, the errors, the middleware."""
+
+import asyncio
+import base64
+import inspect
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+from fake_story import NUM_EMBEDS, FakeStory
+from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from vllm.engine.protocol import EngineClient
+from vllm.multimodal.media import MediaConnector
+
+from medialane.core.errors import ArenaFull, InvalidImage, UnsupportedMediaType, WorkerLost
+from medialane.core.feature import PlaceholderRange
+from medialane.gateway import IntakeMiddleware, ScopeMiddleware, current_scope, error_body, error_headers
+from medialane.media import MediaConfig
+from medialane.observability.metrics import Metrics
+from medialane.vllm_bridge.app import Frontend
+from medialane.vllm_bridge.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.renderer_hook import CONNECTOR
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(120),
+    # Of vLLM's own making: it reads the field whether a request has it or not.
+    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
+]
+
+VLLM_ARGS = [
+    "--max-model-len=8192",
+    "--enforce-eager",
+    "--skip-mm-profiling",
+    '--limit-mm-per-prompt={"image":8,"video":1}',
+    "--trust-request-mm-kwargs",
+    "--api-key=secret",
+]
+
+DATA = b"what a client sent, base64 on its way " * 50
+DATA_URL = "data:image/png;base64," + base64.b64encode(DATA).decode()
+KEY = {"authorization": "Bearer secret"}
+
+
+def _answer(error):
+    current_scope().fail(error)
+    return Response(error_body(error), error.status, error_headers(error), "application/json")
+
+
+class Server:
+    def __init__(self, app, story, registry, model):
+        self.app, self.story, self.registry, self.model = app, story, registry, model
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=KEY)
+
+    def body(self, *parts, **options):
+        content = [{"type": "text", "text": "look"}, *parts]
+        return {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": 8} | options
+
+    async def chat(self, *parts, **options):
+        return await self.client.post("/v1/chat/completions", json=self.body(*parts, **options))
+
+    def num_errors(self, code):
+        return self.registry.get_sample_value("medialane_request_errors_total", {"code": code}) or 0
+
+
+def image(url=DATA_URL, **more):
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def module_server(tiny_model):
+    frontend = Frontend(str(tiny_model), VLLM_ARGS)
+    story = FakeStory(frontend.config.model_config.hf_config.image_token_id)
+    registry = CollectorRegistry()
+    app = await frontend.app(
+        story,
+        outer=Middleware(ScopeMiddleware, metrics=Metrics(registry)),
+        inner=Middleware(IntakeMiddleware, config=MediaConfig()),
+        answer=_answer,
+    )
+
+    @app.get("/unforeseen")
+    async def unforeseen():
+        raise ZeroDivisionError
+
+    server = Server(app, story, registry, str(tiny_model))
+    yield server
+    await server.client.aclose()
+    frontend.renderer.shutdown()
+
+
+@pytest.fixture
+def server(module_server, monkeypatch):
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
+    module_server.story.reset()
+    return module_server
+
+
+async def test_image_reaches_the_gateway_as_the_reference_that_intake_made(server):
+    response = await server.chat(image(), image("http://host.example/b.png"), mm_processor_kwargs={"a": 1})
+    assert response.status_code == 200, response.text
+    (prompt,) = server.story.prompts
+    assert [(i.data, i.url) for i in prompt.items] == [(DATA, None), (None, "http://host.example/b.png")]
+    assert prompt.items[1].param == "messages[0].content[2].image_url"
+    assert prompt.token_ids.count(server.story.image_token) == 2
+    assert prompt.options == b'{"a":1}'
+
+
+async def test_what_the_gateway_prepared_reaches_generate_and_the_answer_the_client(server):
+    server.story.tokens = [11]
+    response = await server.chat(image())
+    (request,), (prepared,) = server.story.requests, server.story.prepared
+    assert request.prompt.token_ids == prepared.token_ids
+    assert [placed.feature.mm_hash for placed in prepared.features] == [f"{0:064x}"]
+    answer = response.json()
+    assert answer["choices"][0]["message"]["content"] == "<11>"
+    assert answer["usage"]["prompt_tokens"] == len(prepared.token_ids)
+
+
+async def test_text_is_not_prepared(server):
+    assert (await server.chat()).status_code == 200
+    assert server.story.prompts == []
+    assert server.story.prepared == [None]
+
+
+async def test_stream_runs_in_the_scope_that_prepared_it(server):
+    response = await server.chat(image(), stream=True)
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    texts = [json.loads(e)["choices"][0]["delta"].get("content") for e in events[:-1]]
+    assert [t for t in texts if t] == ["<11>", "<12>", "<13>"]
+    assert len(server.story.scopes) == 2
+    assert server.story.scopes[0] is server.story.scopes[1]
+
+
+async def test_scope_lets_go_of_the_requests_media_at_its_end(server):
+    await server.chat(image())
+    assert server.story.scopes[0].refs == ()
+
+
+async def test_truncation_moves_placeholders(server):
+    whole = await server.chat({"type": "text", "text": "word " * 50}, image())
+    assert whole.status_code == 200
+    length = len(server.story.requests[0].prompt.token_ids)
+    cut = await server.chat(
+        {"type": "text", "text": "word " * 50}, image(), truncate_prompt_tokens=length - 30, truncation_side="left"
+    )
+    assert cut.status_code == 200, cut.text
+    request, prepared = server.story.requests[1], server.story.prepared[1]
+    assert len(request.prompt.token_ids) == length - 30
+    (placed,) = prepared.features
+    assert placed.placeholder.length == NUM_EMBEDS
+    span = request.prompt.token_ids[placed.placeholder.offset : placed.placeholder.end]
+    assert span == [server.story.image_token] * NUM_EMBEDS
+
+
+async def test_truncation_that_would_cut_an_image_is_refused(server):
+    images = [image()] * 8
+    await server.chat(*images)
+    unexpanded = len(server.story.prompts[0].token_ids)
+    response = await server.chat(*images, truncate_prompt_tokens=unexpanded, truncation_side="left")
+    assert response.status_code == 400
+    assert "truncate_prompt_tokens" in response.text
+    assert len(server.story.requests) == 1
+
+
+async def test_tokenize_counts_expanded_images(server):
+    response = await server.client.post("/tokenize", json=server.body(image()))
+    assert response.status_code == 200, response.text
+    assert response.json()["tokens"].count(server.story.image_token) == NUM_EMBEDS
+
+
+@pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "data:video/mp4;base64,AAAA"])
+async def test_video_is_refused_and_never_fetched_by_vllm(server, url):
+    response = await server.chat({"type": "video_url", "video_url": {"url": url}})
+    assert response.status_code == 415
+    assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+async def test_every_other_fetch_of_vllms_connector_comes_down_to_what_we_close(server):
+    from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+    connector = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR, media_io_kwargs={})
+    closed = ["fetch_image", "fetch_audio", "fetch_video", "fetch_audio_async", "fetch_video_async"]
+    for name in closed:
+        with pytest.raises(UnsupportedMediaType):
+            await _awaited(getattr(connector, name), "http://169.254.169.254/")
+    public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
+    embeddings = {n for n in public if "_embedding" in n}  # decode what is in the request, fetch nothing
+    assert public - embeddings == {*closed, "fetch_image_async", "load_from_url", "load_from_url_async"}
+
+
+async def _awaited(fetch, url):
+    found = fetch(url)
+    return await found if inspect.isawaitable(found) else found
+
+
+async def test_media_that_did_not_come_through_intake_are_refused(server):
+    nested = [[{"role": "user", "content": [image("http://169.254.169.254/")]}]]
+    body = {"model": server.model, "messages": nested}
+    response = await server.client.post("/v1/chat/completions/batch", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_media_url"
+
+
+async def test_image_by_uuid_alone_is_refused(server):
+    response = await server.chat({"type": "image_url", "image_url": None, "uuid": "mine"})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "unknown_media_uuid"
+
+
+async def test_media_io_options_of_a_request_are_refused(server):
+    response = await server.chat(image(), media_io_kwargs={"image": {"image_mode": None}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "media_io_kwargs"
+
+
+async def test_error_while_preparing_is_answered_as_openai_does(server):
+    server.story.error, server.story.error_at = InvalidImage("broken", param="messages[0].content[1]"), "prepare"
+    response = await server.chat(image())
+    assert response.status_code == 400
+    assert response.json() == {
+        "error": {
+            "message": "broken",
+            "type": "invalid_request_error",
+            "param": "messages[0].content[1]",
+            "code": "invalid_image",
+        }
+    }
+    assert "total;dur=" in response.headers["server-timing"]
+    assert server.num_errors("invalid_image") == 1
+
+
+async def test_error_while_generating_keeps_status_and_retry_after(server):
+    server.story.error, server.story.error_at = ArenaFull("no room", retry_after_s=7), "generate"
+    response = await server.chat(image())
+    assert (response.status_code, response.headers["retry-after"]) == (503, "7")
+    assert response.json()["error"]["code"] == "arena_full"
+    assert server.num_errors("arena_full") == 1
+
+
+async def test_error_within_a_stream_is_its_last_event(server):
+    server.story.error, server.story.error_at = WorkerLost("the worker was lost"), "stream"
+    response = await server.chat(stream=True)
+    assert response.status_code == 200
+    events = [line for line in response.text.splitlines() if line]
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == "the worker was lost"
+    assert events[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_without_a_worker_no_answer_begins(server, stream):
+    server.story.ready = False
+    response = await server.chat(stream=stream)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["code"] == "no_worker_ready"
+    assert (await server.client.get("/health")).status_code == 503
+    server.story.ready = True
+    assert (await server.client.get("/health")).status_code == 200
+
+
+async def test_parameter_that_cannot_be_sent_is_the_clients_error(server):
+    response = await server.chat(vllm_xargs={"a": 1 << 80})
+    assert response.status_code == 400
+    assert server.story.requests == []
+
+
+@pytest.mark.parametrize("path", ["/unforeseen", "/nowhere", "/v1/models"])
+async def test_every_answer_tells_its_times(server, path):
+    response = await server.client.get(path)
+    assert response.headers["server-timing"].count("total;dur=") == 1
+
+
+async def test_body_of_an_unauthenticated_client_is_not_read(server):
+    sent = []
+
+    async def receive():
+        raise AssertionError("the body was read")
+
+    async def send(message):
+        sent.append(message)
+
+    await server.app(_scope(headers=[(b"content-type", b"application/json")]), receive, send)
+    assert sent[0]["status"] == 401
+    assert b"server-timing" in dict(sent[0]["headers"])
+
+
+async def test_client_that_leaves_a_stream_closes_the_story(server):
+    server.story.token_s, server.story.tokens = 0.01, [11] * 1000
+    left = asyncio.Event()
+    num_sent = 0
+    body = json.dumps(server.body(image(), stream=True)).encode()
+    pending = [{"type": "http.request", "body": body[:500], "more_body": True}]
+    pending.append({"type": "http.request", "body": body[500:], "more_body": False})
+
+    async def receive():
+        if pending:
+            return pending.pop(0)
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 4:
+            left.set()
+
+    headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer secret")]
+    async with asyncio.timeout(10):
+        await server.app(_scope(headers=headers), receive, send)
+        while not server.story.num_ended:  # noqa: ASYNC110 - the loop's hook closes what vLLM drops
+            await asyncio.sleep(0.005)
+    assert server.story.scopes[0].refs == ()
+
+
+def _scope(headers):
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("client", 1),
+        "server": ("gateway", 80),
+        "state": {},
+    }
+
+
+async def test_engine_client_fills_vllms_protocol():
+    assert RoutedEngineClient.__abstractmethods__ == frozenset()
+    for name in EngineClient.__abstractmethods__ | {"check_admission", "get_supported_tasks"}:
+        theirs = inspect.getattr_static(EngineClient, name)
+        if isinstance(theirs, property):
+            assert isinstance(inspect.getattr_static(RoutedEngineClient, name), property)
+    theirs, ours = (inspect.signature(c.generate).parameters for c in (EngineClient, RoutedEngineClient))
+    assert list(ours) == list(theirs)
+    assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()]
+
+
+async def test_placeholders_have_the_range_that_vllm_reads(server):
+    import torch
+
+    from medialane.vllm_bridge.renderer_hook import to_vllm_range
+
+    found = to_vllm_range(PlaceholderRange(3, 4, is_embed=b"\1\0\1\1"))
+    assert (found.offset, found.length) == (3, 4)
+    assert torch.equal(found.is_embed, torch.tensor([True, False, True, True]))
+    assert to_vllm_range(PlaceholderRange(3, 4)).is_embed is None
