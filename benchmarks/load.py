@@ -50,7 +50,7 @@ def image_request(model: str, url: str, text: str = "What is in the picture?") -
 
 
 async def send(base_url: str, bodies: Sequence[bytes], *, concurrency: int, pids: Callable[[], list[int]]) -> Answered:
-    """Send all bodies, `concurrency` at a time, and account for them. Raises RuntimeError for an answer that is none."""
+    """Send all bodies, `concurrency` at a time, and account for them. Raises RuntimeError for a wrong answer."""
     answered = Answered()
     todo = iter(bodies)
     headers = {"content-type": "application/json"}

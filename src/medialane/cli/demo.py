@@ -222,13 +222,16 @@ def _token_ids(message: Any) -> list[int]:
 
 
 def _show(console: Console, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
-    table = Table("request", *_STAGES, "cache", "bytes copied", title="milliseconds by stage (Server-Timing)")
-    for question, answer in zip(questions, answers, strict=True):
-        durations = dict(re.findall(r"(\w+);dur=([\d.]+)", answer.server_timing))
-        described = dict(re.findall(r'(\w+);desc="([^"]*)"', answer.server_timing))
-        stages = [f"{float(durations[s]):.1f}" if s in durations else "" for s in _STAGES]
-        table.add_row(question.name, *stages, described.get("cache", ""), f"{int(described.get('copied', 0)):,}")
+    """A column a request, a row a stage: as wide as a terminal is, however many stages there are."""
+    table = Table("ms by stage (Server-Timing)", *(q.name for q in questions))
+    durations = [dict(re.findall(r"(\w+);dur=([\d.]+)", a.server_timing)) for a in answers]
+    described = [dict(re.findall(r'(\w+);desc="([^"]*)"', a.server_timing)) for a in answers]
+    for stage in _STAGES:
+        table.add_row(stage, *(f"{float(found[stage]):.1f}" if stage in found else "" for found in durations))
+    table.add_row("cache", *(found.get("cache", "") for found in described))
+    table.add_row("bytes copied", *(f"{int(found.get('copied', 0)):,}" for found in described))
     console.print(table)
+    console.print("In a stream, what is known when its headers go out is shown.")
 
 
 def _compare(console: Console, questions: Sequence[Question], ours: Sequence[Answer], theirs: Sequence[Answer]) -> int:

@@ -1,0 +1,167 @@
+"""The whole thing against plain vLLM: same flags, same engine, one worker, in turns in one run.
+
+Both servers are up the whole time and idle while the other is asked. On a machine where engine and everything else
+share the cores the measure is cost: requests per second of a closed loop, and the CPU time of all of a server's
+processes per request. Each case is measured in turns, A B A B ...; a figure is the median over the turns, a ratio that
+of the medians. vLLM's engine process polls while it waits: its CPU time grows with wall time, on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import aiohttp
+
+from harness import Bar, Options, Report, median, percentile
+from load import Answered, data_url, image_request, process_tree, send
+from medialane.cli.plain_vllm import plain_vllm
+from medialane.cli.sample_images import sample_jpeg
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+
+NAME = "serve"
+ABOUT = "requests with images through medialane and through plain vLLM: requests/s, TTFT, CPU per request"
+
+SIZES = ((512, 384), (1024, 768))
+#: One thread per engine: with two, on two cores, the engine's threads wait for each other while a server works.
+ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    name: str
+    base_url: str
+    pids: Callable[[], list[int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    size: tuple[int, int]
+    repeated: bool
+    concurrency: int
+
+    @property
+    def name(self) -> str:
+        kind = "repeated" if self.repeated else "new"
+        return f"{self.size[0]}x{self.size[1]} {kind} c={self.concurrency}"
+
+    def num_requests(self, *, quick: bool) -> int:
+        full = {(True, 1): 60, (True, 8): 160, (False, 1): 12, (False, 8): 24}[self.repeated, self.concurrency]
+        return max(8, full // 4) if quick else full
+
+
+CASES = [Case(size, repeated, c) for size in SIZES for repeated in (True, False) for c in (1, 8)]
+
+
+def run(options: Options) -> Report:
+    return asyncio.run(_run(options))
+
+
+async def _run(options: Options) -> Report:
+    model = str(build_tiny_model(cache_folder(os.environ)))
+    report = Report(NAME)
+    environ = {**os.environ, **ENVIRON}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "plain.log"
+        async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log) as plain, _medialane(model) as ours:
+            theirs = Server("plain vLLM", plain.base_url, lambda: process_tree(plain.process_id))
+            for case in CASES:
+                await _measure(report, case, (ours, theirs), model, options)
+    return report
+
+
+async def _measure(report: Report, case: Case, servers: tuple[Server, Server], model: str, options: Options) -> None:
+    """One row per server, the bars of this case."""
+    rounds: dict[str, list[Answered]] = {server.name: [] for server in servers}
+    for turn in range(options.rounds or (2 if options.quick else 5)):
+        bodies = _bodies(case, model, quick=options.quick)
+        for server in servers if turn % 2 == 0 else servers[::-1]:
+            if case.repeated:
+                await send(server.base_url, bodies[:2], concurrency=1, pids=server.pids)
+            answered = await send(server.base_url, bodies, concurrency=case.concurrency, pids=server.pids)
+            rounds[server.name].append(answered)
+    rows = {name: _row(case, name, found) for name, found in rounds.items()}
+    report.tables.setdefault("serve", []).extend(rows.values())
+    ours, theirs = (rows[server.name] for server in servers)
+    report.bars += _bars(case, ours, theirs)
+
+
+#: Seeds of new pictures: none is ever used twice in a run.
+_SEEDS = count(1000)
+
+
+def _bodies(case: Case, model: str, *, quick: bool) -> list[bytes]:
+    num = case.num_requests(quick=quick)
+    if case.repeated:
+        return [image_request(model, data_url(sample_jpeg(1, *case.size)))] * num
+    return [image_request(model, data_url(sample_jpeg(next(_SEEDS), *case.size))) for _ in range(num)]
+
+
+def _row(case: Case, server: str, found: list[Answered]) -> dict[str, object]:
+    return {
+        "case": case.name,
+        "server": server,
+        "req/s": median(a.requests_per_s for a in found),
+        "ttft_p50_ms": 1000 * median(median(a.ttft_s) for a in found),
+        "ttft_p99_ms": 1000 * median(percentile(a.ttft_s, 0.99) for a in found),
+        "cpu_ms/req": median(a.cpu_ms_per_request for a in found),
+    }
+
+
+def _bars(case: Case, ours: dict[str, object], theirs: dict[str, object]) -> list[Bar]:
+    def ratio(key: str) -> float:
+        return float(str(ours[key])) / float(str(theirs[key]))
+
+    bars = [Bar(f"{case.name}: CPU per request / plain", ratio("cpu_ms/req"), 1.1, "at most")]
+    if case.concurrency == 8:
+        bars.append(Bar(f"{case.name}: req/s / plain", ratio("req/s"), 1.0, "at least"))
+    if case.repeated and case.concurrency == 8:
+        bars.append(Bar(f"{case.name}: TTFT p50 / plain", ratio("ttft_p50_ms"), 1.0, "at most"))
+    return bars
+
+
+@asynccontextmanager
+async def _medialane(model: str) -> AsyncIterator[Server]:
+    """`medialane serve` with one worker and one preparer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "1", "--preparers", "1"]
+    command += ["--port", str(port), "--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
+    environ = {**os.environ, **ENVIRON}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - it returns at once
+    try:
+        await _ready(process, f"http://127.0.0.1:{port}/health")
+        yield Server("medialane", f"http://127.0.0.1:{port}/v1", lambda: process_tree(process.pid))
+    finally:
+        process.send_signal(signal.SIGINT)
+        await asyncio.to_thread(process.wait, 60)
+
+
+async def _ready(process: subprocess.Popen[bytes], url: str) -> None:
+    async with asyncio.timeout(300), aiohttp.ClientSession() as session:
+        while process.poll() is None:
+            try:
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+    raise RuntimeError("medialane serve ended before it was ready")
