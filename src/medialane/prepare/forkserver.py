@@ -150,7 +150,10 @@ class Forkserver:
 
 def receive_request(control: socket.socket) -> tuple[ControlRequest | None, list[int]]:
     """The next request and the descriptors that came with it (they are not inherited); None at the channel's end."""
-    packet, fds, flags, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        packet, fds, flags, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return None, []  # the gateway ended with reports of ours unread
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise ValueError("a control packet was cut")
     return (decode_control_request(packet) if packet else None), fds
