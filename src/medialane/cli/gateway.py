@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -71,18 +72,17 @@ def bind(host: str, port: int) -> socket.socket:
 async def _run(
     config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str], sock: socket.socket
 ) -> None:
-    stop = asyncio.Event()
+    stop, started = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(_serve(config, model, vllm_args, workers, sock, stop))
+    serving = asyncio.create_task(_serve(config, model, vllm_args, workers, sock, stop, started))
     stopping = asyncio.create_task(stop.wait())
-    try:
-        # A signal during start-up ends it; once serving, `_serve` itself watches `stop` and drains.
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        async with asyncio.timeout(config.gateway.drain_timeout_s + 15):
-            await serving
-    finally:
-        stopping.cancel()
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not started.is_set():
+        serving.cancel()  # a signal during start-up ends it; once started, `_serve` drains
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
 
 
 async def _serve(
@@ -92,10 +92,11 @@ async def _serve(
     workers: Sequence[str],
     sock: socket.socket,
     stop: asyncio.Event,
+    started: asyncio.Event,
 ) -> None:
     metrics = Metrics()
     async with AsyncExitStack() as stack:
-        arena = await stack.enter_async_context(_arena(config))
+        arena, prefaulted = await stack.enter_async_context(_arena(config))
         pool = PreparerPool(
             config.prepare,
             factory=PROCESSOR_FACTORY,
@@ -105,6 +106,7 @@ async def _serve(
         )
         stack.push_async_callback(pool.close)
         frontend = await _load(pool, model, vllm_args, needs_preparers=config.gateway.stage != "url")
+        config = await _fit(config, frontend, pool)
         fetcher = await stack.enter_async_context(Fetcher(config.media))
         links = _links(config, frontend, arena, workers, metrics)
         gateway = _gateway(config, frontend, arena, pool, fetcher, links, metrics)
@@ -119,6 +121,8 @@ async def _serve(
             inner=Middleware(IntakeMiddleware, config=config.media),
             answer=_answer,
         )
+        await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
+        started.set()
         await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s)
 
 
@@ -135,9 +139,20 @@ async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str], *, nee
     return loading.result()
 
 
+async def _fit(config: Config, frontend: Frontend, pool: PreparerPool) -> Config:
+    """The configuration that this model allows: where its items cannot be processed one by one, workers do it whole."""
+    if frontend.supports_split:
+        return config
+    if frontend.takes_media and config.gateway.stage == "features":
+        raise StartupFailed("this model's media cannot be processed one by one: use --stage auto or url")
+    logger.info("this model's media, if it takes any, are left to the workers (stage url)")
+    await pool.close()
+    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
+
+
 @asynccontextmanager
-async def _arena(config: Config) -> AsyncIterator[Arena]:
-    """The arena, its pages being made in the background. Removed at the end."""
+async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
+    """The arena, removed at the end, and the task that makes its pages meanwhile."""
     config.arena.validate()
     for dead in reap(config.arena.directory):
         logger.info("removed the arena of a dead gateway: %s", dead.path)
@@ -145,7 +160,7 @@ async def _arena(config: Config) -> AsyncIterator[Arena]:
     stop = threading.Event()
     prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop))
     try:
-        yield arena
+        yield arena, prefault
     finally:
         stop.set()
         await asyncio.wait([prefault])

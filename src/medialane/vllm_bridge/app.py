@@ -21,7 +21,9 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
 
-from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.errors import MedialaneError, PromptRejected, StartupFailed
+from medialane.core.feature import Feature
+from medialane.prepare.processor import AssembledPrompt, Assembler
 from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
@@ -60,8 +62,9 @@ class Frontend:
         """Whether items of this model may be processed one by one; else only stage `url` is right."""
         return self.takes_media and supports_split(self.renderer.get_mm_processor())
 
-    def assembler(self) -> VllmAssembler:
-        return VllmAssembler(self.renderer.get_mm_processor())
+    def assembler(self) -> Assembler:
+        """What expands prompts; one that refuses to, where `supports_split` is false."""
+        return VllmAssembler(self.renderer.get_mm_processor()) if self.supports_split else _NoAssembler()
 
     async def app(
         self,
@@ -114,6 +117,13 @@ class Frontend:
         server.should_exit = True
         stopping.cancel()
         await serving
+
+
+class _NoAssembler:
+    """Stands where no prompt is ever assembled: stage `url`, or a model without media."""
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        raise PromptRejected("this model's prompts are not assembled by the gateway")
 
 
 def _import_plugins(args: Namespace) -> None:
