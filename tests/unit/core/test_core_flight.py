@@ -1,0 +1,120 @@
+"""Callers who want the same thing share one run of the work."""
+
+import asyncio
+import gc
+
+import pytest
+
+from medialane.core.flight import SingleFlight
+
+
+class Work:
+    def __init__(self, result="done"):
+        self.result = result
+        self.num_runs = 0
+        self.num_cancelled = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self):
+        self.num_runs += 1
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+async def started(flights, work, number, key="key"):
+    tasks = [asyncio.create_task(flights.do(key, work)) for _ in range(number)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_one_run_serves_all_who_ask_meanwhile():
+    flights, work = SingleFlight(), Work()
+    tasks = await started(flights, work, 5)
+    assert len(flights) == 1
+    work.go.set()
+    assert await asyncio.gather(*tasks) == ["done"] * 5
+    assert work.num_runs == 1
+    assert len(flights) == 0
+
+
+async def test_different_keys_fly_apart():
+    flights, work = SingleFlight(), Work()
+    tasks = [*await started(flights, work, 1, "a"), *await started(flights, work, 1, "b")]
+    assert work.num_runs == 2
+    work.go.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_nothing_is_remembered():
+    flights, work = SingleFlight(), Work()
+    work.go.set()
+    await flights.do("key", work)
+    await flights.do("key", work)
+    assert work.num_runs == 2
+
+
+async def test_error_reaches_every_caller():
+    flights, work = SingleFlight(), Work(ValueError("no"))
+    tasks = await started(flights, work, 3)
+    work.go.set()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(error is work.result for error in found)
+
+
+async def test_cancelled_caller_leaves_the_flight_to_the_others():
+    flights, work = SingleFlight(), Work()
+    first, second = await started(flights, work, 2)
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    work.go.set()
+    assert await second == "done"
+    assert work.num_cancelled == 0
+
+
+async def test_last_caller_that_leaves_ends_the_flight():
+    flights, work = SingleFlight(), Work()
+    tasks = await started(flights, work, 2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert len(flights) == 0
+    await asyncio.sleep(0)
+    assert work.num_cancelled == 1
+
+
+async def test_caller_after_an_ended_flight_gets_a_new_one():
+    flights, work = SingleFlight(), Work()
+    (first,) = await started(flights, work, 1)
+    first.cancel()
+    await asyncio.wait([first])
+    again = Work("again")
+    again.go.set()
+    assert await flights.do("key", again) == "again"
+
+
+async def test_error_that_nobody_waits_for_is_not_reported_as_lost(caplog):
+    flights = SingleFlight()
+
+    async def failing():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("no")
+
+    task = asyncio.create_task(flights.do("key", failing))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert "never retrieved" not in caplog.text

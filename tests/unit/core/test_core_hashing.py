@@ -1,0 +1,44 @@
+"""Keys: equal for equal things, different for everything else."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medialane.core.hashing import canonical_options, content_hash, digest, feature_key
+
+BASE = {"processor": "p", "content": "c", "options": b"{}", "salt": ""}
+
+
+def test_content_hash_is_blake3_in_hex():
+    assert content_hash(b"") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+    assert content_hash(bytearray(b"abc")) == content_hash(memoryview(b"abc")) == content_hash(b"abc")
+
+
+def test_every_part_of_a_feature_key_counts():
+    changed = [BASE, {**BASE, "processor": "q"}, {**BASE, "content": "d"}, {**BASE, "salt": "s"}]
+    changed += [{**BASE, "options": b'{"a":1}'}]
+    keys = [feature_key(**parts) for parts in changed]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == 64 and int(key, 16) >= 0 for key in keys)
+    assert feature_key(**BASE) == keys[0]
+
+
+@given(st.lists(st.text("ab{}", max_size=4), min_size=4, max_size=4, unique=True))
+def test_parts_of_a_feature_key_cannot_pose_as_each_other(parts):
+    keys = {
+        feature_key(processor=a, content=b, options=c.encode(), salt=d) for a, b, c, d in itertools.permutations(parts)
+    }
+    assert len(keys) == 24
+
+
+def test_options_are_equal_whatever_the_order_of_their_keys():
+    assert canonical_options({"b": 1, "a": {"d": 2, "c": 3}}) == canonical_options({"a": {"c": 3, "d": 2}, "b": 1})
+    assert canonical_options({"a": [1, 2]}) != canonical_options({"a": [2, 1]})
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1})
+
+
+def test_option_that_json_does_not_have_raises():
+    with pytest.raises(TypeError):
+        canonical_options({"a": object()})

@@ -1,0 +1,26 @@
+"""Media references and decoded pixels check themselves."""
+
+import numpy as np
+import pytest
+
+from medialane.core.media import Image, MediaRef, MediaSize
+
+
+@pytest.mark.parametrize("both_or_none", [{}, {"url": "http://a/", "data": b"a"}])
+def test_reference_has_either_a_url_or_data(both_or_none):
+    with pytest.raises(ValueError, match="either"):
+        MediaRef("image", "p", **both_or_none)
+
+
+def test_reference_prints_how_many_bytes_it_has_and_not_which():
+    assert "6 bytes" in repr(MediaRef("image", "p", data=b"secret"))
+
+
+def test_image_has_width_and_height_of_its_pixels():
+    assert Image(np.zeros((2, 3, 3), np.uint8)).size == MediaSize(width=3, height=2)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3), "uint8"), ((2, 3, 4), "uint8"), ((2, 3, 3), "float32")])
+def test_pixels_of_another_form_are_refused(shape, dtype):
+    with pytest.raises(ValueError, match="pixels"):
+        Image(np.zeros(shape, dtype))

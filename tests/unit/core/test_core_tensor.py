@@ -1,0 +1,51 @@
+"""Tensors as facts: they check themselves."""
+
+import msgspec
+import pytest
+
+from medialane.core.tensor import ALIGNMENT, ArenaRange, InlineTensor, TensorDescriptor, TensorSpec, align
+
+RANGE = ArenaRange("0" * 32, 4096, 64 + 128, 1)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0, 0), (1, 64), (64, 64), (65, 128)])
+def test_align_rounds_up_to_cache_lines(given, expected):
+    assert align(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes"),
+    [("uint8", (), 1), ("float32", (3, 4), 48), ("bfloat16", (5,), 10), ("int64", (0,), 0)],
+)
+def test_bytes_follow_from_dtype_and_shape(dtype, shape, nbytes):
+    assert TensorSpec(dtype, shape).nbytes == nbytes
+
+
+def test_negative_dimension_is_refused():
+    with pytest.raises(ValueError, match="negative"):
+        TensorSpec("uint8", (2, -1))
+
+
+@pytest.mark.parametrize("offset", [-ALIGNMENT, 1, RANGE.nbytes, 128])
+def test_descriptor_outside_its_entry_or_unaligned_is_refused(offset):
+    with pytest.raises(ValueError, match="does not lie"):
+        TensorDescriptor(TensorSpec("uint8", (100,)), RANGE, offset)
+
+
+def test_descriptor_may_fill_its_entry_to_the_last_byte():
+    assert TensorDescriptor(TensorSpec("uint8", (128,)), RANGE, 64).offset == 64
+
+
+def test_inline_bytes_must_fit_their_shape():
+    assert "4 bytes" in repr(InlineTensor(TensorSpec("uint8", (4,)), b"abcd"))
+    with pytest.raises(ValueError, match="3 bytes"):
+        InlineTensor(TensorSpec("uint8", (4,)), b"abc")
+
+
+def test_what_comes_from_another_process_is_checked_as_well():
+    encoded = msgspec.msgpack.encode({"type": "inline", "spec": {"dtype": "uint8", "shape": [4]}, "data": b"abc"})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(encoded, type=TensorDescriptor | InlineTensor)
+    unknown = msgspec.msgpack.encode({"dtype": "complex64", "shape": [1]})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(unknown, type=TensorSpec)

@@ -1,0 +1,28 @@
+"""No more requests with media at a time than the operator allows."""
+
+import pytest
+
+from medialane.core.errors import PreparersBusy
+from medialane.gateway.admission import Admission
+
+
+def test_one_more_is_refused_until_a_place_is_given_back():
+    admission = Admission(2)
+    first, second = admission.enter(), admission.enter()
+    with pytest.raises(PreparersBusy) as refused:
+        admission.enter()
+    assert refused.value.retry_after_s
+    first.release()
+    third = admission.enter()
+    assert admission.num_inside == 2
+    for place in (second, third):
+        place.release()
+    assert admission.num_inside == 0
+
+
+def test_place_is_given_back_once():
+    admission = Admission(1)
+    place = admission.enter()
+    place.release()
+    place.release()
+    assert admission.num_inside == 0

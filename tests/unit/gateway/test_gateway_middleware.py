@@ -1,0 +1,282 @@
+"""What stands in front of vLLM's app: bodies within bounds, one scope around each request, times on every answer."""
+
+import asyncio
+import base64
+import json
+import tracemalloc
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from medialane.core.errors import BodyTooLarge, InvalidImage
+from medialane.gateway import IntakeMiddleware, ScopeMiddleware, current_scope, error_headers
+from medialane.gateway.middleware import error_body
+from medialane.media import MediaConfig
+from medialane.observability.metrics import Metrics
+
+JSON = [(b"content-type", b"application/json")]
+DATA = bytes(range(256)) * 40
+URL = "data:image/png;base64," + base64.b64encode(DATA).decode()
+BODY = json.dumps(
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]}
+).encode()
+
+
+class App:
+    """Reads the body as an app does, and keeps what it saw."""
+
+    def __init__(self, status=200, error=None):
+        self.status, self.error = status, error
+        self.calls = 0
+        self.body = b""
+        self.after_body = None
+
+    async def __call__(self, scope, receive, send):
+        self.calls += 1
+        self.scope, self.receive = scope, receive
+        self.request = current_scope()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            self.body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        if self.error is not None:
+            raise self.error
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b"answer"})
+
+
+class Exchange:
+    """One request through both middlewares, the client's messages given beforehand."""
+
+    def __init__(self, app, **limits):
+        self.registry = CollectorRegistry()
+        self.sent = []
+        self._stack = ScopeMiddleware(IntakeMiddleware(app, MediaConfig(**limits)), Metrics(self.registry))
+
+    async def run(self, *chunks, method="POST", headers=JSON, leaves=False, kind="http"):
+        messages = [
+            {"type": "http.request", "body": chunk, "more_body": leaves or i < len(chunks) - 1}
+            for i, chunk in enumerate(chunks)
+        ] or ([] if leaves else [{"type": "http.request", "body": b"", "more_body": False}])
+
+        async def receive():
+            return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+        async def send(message):
+            self.sent.append(message)
+
+        await self._stack({"type": kind, "method": method, "headers": headers}, receive, send)
+        return self
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def error(self):
+        return json.loads(self.sent[1]["body"])["error"]
+
+    def header(self, name):
+        return dict(self.sent[0]["headers"])[name].decode()
+
+    def num_errors(self, code):
+        return self.registry.get_sample_value("medialane_request_errors_total", {"code": code}) or 0
+
+
+@pytest.mark.parametrize("size", [1, 100, len(BODY)])
+async def test_app_gets_the_body_without_its_media_however_it_was_sent(size):
+    app = App()
+    chunks = [BODY[at : at + size] for at in range(0, len(BODY), size)]
+    headers = [*JSON, (b"transfer-encoding", b"chunked"), (b"x-other", b"1")]
+    await Exchange(app).run(*chunks, headers=headers)
+    assert b"medialane:0" in app.body
+    assert len(app.body) < 200
+    assert dict(app.scope["headers"]) == {
+        b"content-type": b"application/json",
+        b"content-length": str(len(app.body)).encode(),
+        b"x-other": b"1",
+    }
+
+
+async def test_reference_holds_the_bytes_while_the_request_lasts_and_no_longer():
+    class Looking(App):
+        async def __call__(self, scope, receive, send):
+            self.data = current_scope().resolve("medialane:0").data
+            await super().__call__(scope, receive, send)
+
+    app = Looking()
+    await Exchange(app).run(BODY)
+    assert app.data == DATA
+    assert app.request.refs == ()
+
+
+async def test_only_the_lifted_media_are_held_while_the_answer_lasts():
+    data = bytes(1_000_000)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    body = BODY.replace(URL.encode(), url.encode())
+    chunks = body[:1000], body[1000:]
+    held = []
+
+    class Looking(App):
+        async def __call__(self, scope, receive, send):
+            held.append(tracemalloc.get_traced_memory()[0])
+            await super().__call__(scope, receive, send)
+
+    exchange = Exchange(Looking())
+    tracemalloc.start()
+    try:
+        await exchange.run(*chunks)
+    finally:
+        tracemalloc.stop()
+    assert len(data) <= held[0] < 1.2 * len(data)
+
+
+async def test_client_that_leaves_while_it_sends_never_reaches_the_app():
+    for chunks in ((), (b"",), (BODY[:10],)):
+        app = App()
+        exchange = await Exchange(app).run(*chunks, leaves=True)
+        assert app.calls == 0
+        assert exchange.sent == []
+
+
+async def test_disconnect_passes_through_after_the_body():
+    app = App()
+    await Exchange(app).run(BODY)
+    assert (await app.receive())["type"] == "http.disconnect"
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+async def test_requests_without_a_body_pass(method):
+    app = App()
+    exchange = await Exchange(app).run(method=method, headers=[])
+    assert (app.calls, exchange.status) == (1, 200)
+    assert "total;dur=" in exchange.header(b"server-timing")
+
+
+async def test_what_is_no_http_request_has_no_scope():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["type"])
+        with pytest.raises(LookupError):
+            current_scope()
+
+    await Exchange(app).run(kind="lifespan")
+    assert seen == ["lifespan"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b'{"messages": 3}'])
+async def test_body_of_another_form_is_the_apps_to_judge(body):
+    app = App()
+    await Exchange(app).run(body)
+    assert (app.calls, app.body) == (1, body)
+
+
+@pytest.mark.parametrize("content_type", [b"application/json", b"text/plain", b"multipart/form-data"])
+async def test_declared_length_over_the_limit_is_refused_before_anything_is_read(content_type):
+    app = App()
+    headers = [(b"content-type", content_type), (b"content-length", b"1001")]
+    exchange = await Exchange(app, max_body_bytes=1000).run(b"a", headers=headers)
+    assert (app.calls, exchange.status, exchange.error["code"]) == (0, 413, "body_too_large")
+
+
+async def test_length_that_lies_does_not_help():
+    app = App()
+    headers = [*JSON, (b"content-length", b"10")]
+    exchange = await Exchange(app, max_body_bytes=1000).run(b"a" * 600, b"a" * 600, headers=headers)
+    assert (app.calls, exchange.status) == (0, 413)
+    assert exchange.num_errors("body_too_large") == 1
+    assert "total;dur=" in exchange.header(b"server-timing")
+
+
+async def test_length_that_is_no_number_is_not_trusted():
+    app = App()
+    await Exchange(app).run(b"{}", headers=[*JSON, (b"content-length", b"\xb2")])
+    assert app.body == b"{}"
+
+
+async def test_body_that_is_not_json_is_bounded_while_the_app_reads_it():
+    class Refused(App):
+        async def __call__(self, scope, receive, send):
+            with pytest.raises(BodyTooLarge):
+                await App.__call__(self, scope, receive, send)
+            self.refused = True
+
+    app = Refused()
+    chunks = [b"a" * 600, b"a" * 600, b"a"]
+    await Exchange(app, max_body_bytes=1000).run(*chunks, headers=[(b"content-type", b"text/plain")])
+    assert app.refused
+    assert len(app.body) == 600
+
+
+async def test_media_that_cannot_be_lifted_are_answered_here_with_their_field():
+    app = App()
+    broken = BODY.replace(URL.encode(), b"data:image/png;base64,%%%" + b"!" * 2000)
+    exchange = await Exchange(app).run(broken)
+    assert (app.calls, exchange.status) == (0, 400)
+    assert exchange.error["param"] == "messages[0].content[0].image_url"
+    assert exchange.num_errors(exchange.error["code"]) == 1
+
+
+async def test_times_stand_on_answers_of_all_kinds():
+    exchange = await Exchange(App(status=500)).run(BODY)
+    stages = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
+    assert stages == ["lift", "cache", "copied", "total"]
+
+
+async def test_app_that_raises_still_ends_its_scope_and_is_counted():
+    released = []
+
+    class Holding:
+        def release(self):
+            released.append(True)
+
+    class Failing(App):
+        async def __call__(self, scope, receive, send):
+            current_scope().take(Holding())
+            current_scope().fail(InvalidImage("broken"))
+            raise ZeroDivisionError
+
+    exchange = Exchange(Failing())
+    with pytest.raises(ZeroDivisionError):
+        await exchange.run(BODY)
+    assert released == [True]
+    assert exchange.num_errors("invalid_image") == 1
+
+
+async def test_cancelled_request_ends_its_scope():
+    class Waiting(App):
+        async def __call__(self, scope, receive, send):
+            self.request = current_scope()
+            await asyncio.Event().wait()
+
+    app = Waiting()
+    task = asyncio.create_task(Exchange(app).run(BODY))
+    await asyncio.sleep(0.01)
+    assert app.request.refs
+    task.cancel()
+    await asyncio.wait([task])
+    assert app.request.refs == ()
+
+
+@pytest.mark.parametrize(("method", "count"), [("POST", 1), ("GET", 0)])
+async def test_only_requests_proper_are_observed(method, count):
+    exchange = await Exchange(App()).run(BODY, method=method)
+    assert exchange.registry.get_sample_value("medialane_request_seconds_count") == count
+
+
+def test_error_is_spelled_as_openai_spells_it():
+    error = InvalidImage("not an image \udcff", param="messages[0]", retry_after_s=3)
+    assert json.loads(error_body(error)) == {
+        "error": {
+            "message": "not an image \udcff",
+            "type": "invalid_request_error",
+            "param": "messages[0]",
+            "code": "invalid_image",
+        }
+    }
+    assert error_headers(error) == {"retry-after": "3"}
+    assert error_headers(InvalidImage("x")) == {}

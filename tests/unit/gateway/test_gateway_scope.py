@@ -1,0 +1,110 @@
+"""One scope per request: what it takes ends with it, once, in reverse order."""
+
+import asyncio
+
+import pytest
+
+from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl
+from medialane.core.media import MediaRef
+from medialane.gateway import current_scope, open_scope
+
+
+class Resource:
+    def __init__(self, log, name):
+        self._log, self._name = log, name
+
+    def release(self):
+        self._log.append(self._name)
+
+
+def test_resources_end_in_reverse_order_and_once():
+    log = []
+    with open_scope() as scope:
+        for name in "abc":
+            scope.take(Resource(log, name))
+        scope.close()
+    assert log == ["c", "b", "a"]
+
+
+def test_resource_that_comes_too_late_is_released_at_once():
+    log = []
+    with open_scope() as scope:
+        pass
+    scope.take(Resource(log, "late"))
+    assert log == ["late"]
+
+
+def test_failing_release_keeps_no_other_from_its_end():
+    log = []
+
+    class Failing:
+        def release(self):
+            raise RuntimeError("released before")
+
+    def request():
+        with open_scope() as scope:
+            for resource in (Resource(log, "a"), Failing(), Resource(log, "b")):
+                scope.take(resource)
+
+    with pytest.raises(RuntimeError):
+        request()
+    assert log == ["b", "a"]
+
+
+def test_scope_closes_though_the_request_fails():
+    log = []
+
+    def request():
+        with open_scope() as scope:
+            scope.take(Resource(log, "a"))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        request()
+    assert log == ["a"]
+
+
+def test_media_of_the_request_do_not_outlive_it():
+    with open_scope() as scope:
+        scope.refs = (MediaRef("image", "p", data=b"a"),)
+    assert scope.refs == ()
+    with pytest.raises(InvalidMediaUrl):
+        scope.resolve("medialane:0")
+
+
+@pytest.mark.parametrize(
+    "url", ["medialane:1", "medialane:-1", "medialane:", "medialane:0x0", "medialane:²", "0", "http://a/"]
+)
+def test_url_that_intake_did_not_leave_is_refused(url):
+    with open_scope() as scope:
+        scope.refs = (MediaRef("image", "p", data=b"a"),)
+        assert scope.resolve("medialane:0").data == b"a"
+        with pytest.raises(InvalidMediaUrl):
+            scope.resolve(url)
+
+
+def test_first_error_is_the_one_the_request_failed_with():
+    with open_scope() as scope:
+        assert scope.error_code is None
+        scope.fail(InvalidImage("broken"))
+        scope.fail(ArenaFull("follows"))
+        assert scope.error_code == "invalid_image"
+
+
+def test_there_is_no_scope_outside_of_a_request():
+    with open_scope():
+        current_scope()
+    with pytest.raises(LookupError):
+        current_scope()
+
+
+async def test_tasks_of_a_request_are_in_its_scope_and_others_in_theirs():
+    async def found():
+        await asyncio.sleep(0)
+        return current_scope()
+
+    async def one():
+        with open_scope() as scope:
+            return await asyncio.create_task(found()) is scope
+
+    assert await asyncio.gather(one(), one()) == [True, True]

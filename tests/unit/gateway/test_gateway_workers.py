@@ -1,0 +1,190 @@
+"""Links to workers: connect, reconnect, and what a lost worker may still read."""
+
+import asyncio
+import contextlib
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from medialane.core.errors import NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool
+from medialane.observability.metrics import Metrics
+from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer
+from medialane.rpc.fake import FAKE_CARD
+
+RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
+
+
+class Held:
+    def __init__(self):
+        self.num_released = 0
+
+    def release(self):
+        self.num_released += 1
+
+
+class Net:
+    """One address, the links to it, and the servers that were there."""
+
+    def __init__(self, path, registry):
+        self.address = f"unix:{path}"
+        self.registry = registry
+        self._stack = contextlib.AsyncExitStack()
+        self._metrics = Metrics(registry)
+
+    async def serve(self, handler, rpc=RPC):
+        server = RpcServer(handler, rpc)
+        await server.serve(self.address)
+        self._stack.push_async_callback(server.close)
+        return server
+
+    def link(self, **hello):
+        config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
+        link = WorkerLink(self.address, Hello(gateway_id="g", **hello), rpc=RPC, config=config, metrics=self._metrics)
+        running = asyncio.create_task(link.run())
+        self._stack.push_async_callback(self._end, running)
+        return link
+
+    async def connected(self, **hello):
+        link = self.link(**hello)
+        await eventually(lambda: link.client is not None)
+        return link
+
+    async def close(self):
+        await self._stack.aclose()
+
+    @staticmethod
+    async def _end(task):
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.fixture
+async def net(tmp_path):
+    net = Net(tmp_path / "w.sock", CollectorRegistry())
+    yield net
+    await net.close()
+
+
+async def eventually(condition):
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - the other end of a socket tells nobody
+            await asyncio.sleep(0.005)
+
+
+def request(request_id="r", **fields):
+    return EngineRequest(request_id, ExpandedPrompt([1, 2]), b"", **fields)
+
+
+async def test_worker_that_is_not_there_yet_is_found_when_it_comes(net):
+    link = net.link()
+    await asyncio.sleep(0.05)
+    assert not link.endpoint().ready
+    await net.serve(FakeHandler())
+    await eventually(lambda: link.endpoint().ready)
+
+
+async def test_leases_end_once_when_the_worker_lets_go(net):
+    await net.serve(FakeHandler())
+    link = await net.connected()
+    leases = [Held(), Held()]
+    remote = link.submit(request(), leases)
+    assert [len(d.completions) async for d in remote] == [1, 1, 1]
+    await eventually(lambda: link.num_held == 0)
+    assert [held.num_released for held in leases] == [1, 1]
+
+
+async def test_request_without_a_connection_gives_its_leases_back(net):
+    link = net.link()
+    held = Held()
+    with pytest.raises(WorkerLost):
+        link.submit(request(), [held])
+    assert held.num_released == 1
+
+
+async def test_request_that_cannot_be_encoded_gives_its_leases_back(net):
+    await net.serve(FakeHandler())
+    link = await net.connected()
+    held = Held()
+    with pytest.raises(OverflowError):
+        link.submit(request(priority=1 << 70), [held])
+    assert (held.num_released, link.num_held) == (1, 0)
+
+
+async def test_leases_wait_until_nobody_listens_there(net):
+    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2))
+    link = await net.connected()
+    held = Held()
+    link.submit(request(), [held])
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(server.close())
+    await asyncio.sleep(0.05)
+    assert held.num_released == 0
+    await closing
+    await eventually(lambda: held.num_released == 1)
+    assert net.registry.get_sample_value("medialane_worker_losses_total", {"worker": net.address}) == 1
+
+
+async def test_cancelled_link_hangs_up_and_gives_everything_back(net):
+    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
+    config = GatewayConfig()
+    link = WorkerLink(net.address, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=Metrics(CollectorRegistry()))
+    running = asyncio.create_task(link.run())
+    await eventually(lambda: link.client is not None)
+    client, held = link.client, Held()
+    link.submit(request(), [held])
+    await asyncio.sleep(0.05)
+    await net._end(running)
+    assert client.closed.is_set()
+    assert held.num_released == 1
+    await eventually(lambda: server.num_in_flight == 0)
+
+
+async def test_refusal_is_logged_once_and_kept(net, caplog):
+    await net.serve(FakeHandler(refusal=StartupFailed("another model")))
+    link = net.link()
+    await eventually(lambda: link.refusal is not None)
+    await asyncio.sleep(0.1)
+    assert link.refusal.message == "another model"
+    assert caplog.text.count("refuses this gateway") == 1
+
+
+async def test_settings_that_differ_are_known_by_name(net):
+    await net.serve(FakeHandler())
+    link = await net.connected(processor={"model": "ours"})
+    assert link.disagreements() == {"model": ("ours", None)}
+    assert not link.same_processor
+
+
+async def test_same_host_is_what_the_worker_proved(net):
+    await net.serve(FakeHandler(shm=True, card=FAKE_CARD))
+    link = await net.connected()
+    assert link.same_host
+    assert link.same_processor
+
+
+async def test_pool_counts_the_ready_ones(net, tmp_path):
+    await net.serve(FakeHandler())
+    config, metrics = GatewayConfig(), Metrics(CollectorRegistry())
+    addresses = [net.address, f"unix:{tmp_path}/nobody.sock"]
+    pool = WorkerPool(
+        [WorkerLink(a, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=metrics) for a in addresses]
+    )
+    running = asyncio.create_task(pool.run())
+    await eventually(lambda: pool.num_ready == 1)
+    assert [(e.worker_id, e.ready) for e in pool.endpoints()] == [(addresses[0], True), (addresses[1], False)]
+    await net._end(running)
+    assert pool.num_ready == 0
+
+
+async def test_worker_that_is_full_refuses_without_keeping_leases(net):
+    await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
+    link = await net.connected()
+    link.client._config = RpcConfig(max_in_flight=1)
+    link.submit(request("a"), [])
+    held = Held()
+    remote = link.submit(request("b"), [held])
+    with pytest.raises(NoWorkerReady):
+        await anext(remote)
+    assert held.num_released == 1

@@ -1,0 +1,42 @@
+"""What a request spent its time on."""
+
+import re
+
+import pytest
+
+from medialane.observability.timeline import StageTimeline
+
+
+def test_stage_of_items_side_by_side_takes_as_long_as_its_longest():
+    timeline = StageTimeline()
+    for seconds in (0.2, 0.5, 0.1):
+        timeline.add("decode", seconds)
+    assert timeline.seconds == {"decode": 0.5}
+
+
+def test_measured_stage_counts_though_it_fails():
+    timeline = StageTimeline()
+    with pytest.raises(KeyError), timeline.measure("fetch"):
+        raise KeyError
+    assert timeline.seconds["fetch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_hits", "num_misses", "outcome"), [(0, 0, "none"), (2, 0, "hit"), (0, 1, "miss"), (1, 1, "mixed")]
+)
+def test_cache_outcome(num_hits, num_misses, outcome):
+    timeline = StageTimeline()
+    timeline.num_hits, timeline.num_misses = num_hits, num_misses
+    assert timeline.cache == outcome
+
+
+def test_server_timing_is_a_list_of_metrics_in_milliseconds():
+    timeline = StageTimeline()
+    timeline.add("fetch", 0.0125)
+    timeline.copied_bytes = 7
+    header = timeline.server_timing()
+    assert header.startswith("fetch;dur=12.50, ")
+    assert 'copied;desc="7"' in header
+    token = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+    assert all(re.fullmatch(rf'{token};(dur=[0-9.]+|desc="[^"]*")', metric) for metric in header.split(", "))
+    assert float(re.search(r"total;dur=([0-9.]+)", header)[1]) >= 0
