@@ -141,12 +141,14 @@ async def test_one_image_twice_in_a_request_is_one_entry_in_two_places(arena, pr
     assert first.placeholder.offset != second.placeholder.offset
 
 
-async def test_tenants_and_options_do_not_share_features(arena, preparers, worker):
+async def test_tenants_and_options_do_not_share_features_and_the_worker_knows_the_options(arena, preparers, worker):
+    seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:
         for media in (prompt(png()), prompt(png(), salt="tenant"), prompt(png(), options=b'{"scale":2}')):
             with open_scope() as scope:
                 await parts.answer(media)
             assert scope.timeline.cache == "miss"
+    assert [r.prompt.options for r in seen] == [b"{}", b"{}", b'{"scale":2}']
 
 
 async def test_leases_of_scope_and_worker_end_when_the_answer_is_complete(arena, preparers, worker):
