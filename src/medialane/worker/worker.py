@@ -40,15 +40,9 @@ class Worker:
     async def register(self, hello: Hello) -> Welcome:
         """Get to know a gateway, and map its arena if it is on this host."""
         self._arenas.forget_gone()
-        card = self._engine.card
-        for name in sorted(hello.processor.keys() | card.processor.keys()):
-            ours, theirs = card.processor.get(name), hello.processor.get(name)
-            if ours != theirs:
-                logger.warning(
-                    "gateway %s: processor setting %s is %s there and %s here", hello.gateway_id, name, theirs, ours
-                )
+        self._compare(hello)
         shm = hello.arena is not None and await self._attach(hello.arena)
-        return Welcome(self.worker_id, os.getpid(), card, shm)
+        return Welcome(self.worker_id, os.getpid(), self._engine.card, shm)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request. Raises HandoverFailed for tensors that cannot be read, else as `Engine.generate`."""
