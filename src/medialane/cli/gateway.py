@@ -28,6 +28,7 @@ from medialane.gateway import (
     Handover,
     IntakeMiddleware,
     ScopeMiddleware,
+    Turns,
     WorkerLink,
     WorkerPool,
     current_scope,
@@ -109,7 +110,8 @@ async def _serve(
         config = await _fit(config, frontend, pool)
         fetcher = await stack.enter_async_context(Fetcher(config.media))
         links = _links(config, frontend, arena, workers, metrics)
-        gateway = _gateway(config, frontend, arena, pool, fetcher, links, metrics)
+        turns = Turns()
+        gateway = _gateway(config, frontend, arena, pool, fetcher, links, metrics, turns)
         stack.callback(gateway.close)
         metrics.watch_arena(arena.stats)
         metrics.watch_preparers(pool.stats)
@@ -118,7 +120,7 @@ async def _serve(
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=Middleware(IntakeMiddleware, config=config.media),
+            inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
             answer=_answer,
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
@@ -184,6 +186,7 @@ def _gateway(
     fetcher: Fetcher,
     workers: WorkerPool,
     metrics: Metrics,
+    turns: Turns,
 ) -> Gateway:
     features = FeatureSource(
         arena=arena,
@@ -191,6 +194,7 @@ def _gateway(
         fetcher=fetcher,
         media=config.media,
         processor_digest=digest(frontend.processor_settings),
+        turns=turns,
     )
     inline = InlineTransport(arena.view.tensor, max_bytes=config.transfer.max_inline_bytes)
     return Gateway(

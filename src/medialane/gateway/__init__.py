@@ -6,6 +6,7 @@ from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
+from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "IntakeMiddleware",
     "RequestScope",
     "ScopeMiddleware",
+    "Turns",
     "WorkerLink",
     "WorkerPool",
     "current_scope",

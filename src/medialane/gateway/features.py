@@ -10,6 +10,7 @@ from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash, feature_key
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.gateway.turns import Turns
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.media.sniff import sniff
 from medialane.observability.timeline import StageTimeline
@@ -23,13 +24,21 @@ class FeatureSource:
     """Gives leases on features; at most one preparation of a feature runs at a time."""
 
     def __init__(
-        self, *, arena: Arena, pool: PreparerPool, fetcher: Fetcher, media: MediaConfig, processor_digest: str
+        self,
+        *,
+        arena: Arena,
+        pool: PreparerPool,
+        fetcher: Fetcher,
+        media: MediaConfig,
+        processor_digest: str,
+        turns: Turns | None = None,
     ) -> None:
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
         self._media = media
         self._digest = processor_digest
+        self._turns = turns or Turns()
         self._flights: SingleFlight[str, None] = SingleFlight()
 
     async def lease(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Lease[Feature]:
@@ -75,8 +84,9 @@ class FeatureSource:
         return fetched if lease is None else lease
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
-        with timeline.measure("fetch"):
-            return await self._fetcher.fetch(ref, need_data=need_data)
+        async with self._turns.step(len(ref.data or b"")):  # bytes of the request are only hashed
+            with timeline.measure("fetch"):
+                return await self._fetcher.fetch(ref, need_data=need_data)
 
     async def _prepared(
         self, ref: MediaRef, fetched: Fetched, options: bytes, timeline: StageTimeline
@@ -92,7 +102,9 @@ class FeatureSource:
         self, ref: MediaRef, fetched: Fetched, options: bytes, key: str, timeline: StageTimeline
     ) -> None:
         """Publish the feature of `key`."""
-        with self._store(ref, fetched) as encoded:
+        async with self._turns.step(len(fetched.data or b"")):
+            stored = self._store(ref, fetched)
+        with stored as encoded:
             prepared = await self._pool.prepare_item(encoded, options, key, timeline)
             timeline.copied_bytes += encoded.value.num_bytes + prepared.value.nbytes
         prepared.release()

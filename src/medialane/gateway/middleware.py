@@ -14,6 +14,7 @@ from typing import Any
 from medialane.core.errors import BodyTooLarge, MedialaneError
 from medialane.gateway.intake import lift
 from medialane.gateway.scope import current_scope, open_scope
+from medialane.gateway.turns import Turns
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 
@@ -63,9 +64,10 @@ class IntakeMiddleware:
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
 
-    def __init__(self, app: App, config: MediaConfig) -> None:
+    def __init__(self, app: App, config: MediaConfig, turns: Turns | None = None) -> None:
         self._app = app
         self._config = config
+        self._turns = turns or Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,12 +90,13 @@ class IntakeMiddleware:
 
     async def _lift(self, receive: Receive) -> bytes | None:
         """The body without its media, which the request's scope holds now. None if the client has left."""
-        body = await _read_body(receive, self._config.max_body_bytes)
+        body = await _read_body(receive, self._config.max_body_bytes, self._turns)
         if body is None:
             return None
         request = current_scope()
-        with request.timeline.measure("lift"):
-            intake = lift(body, self._config)
+        async with self._turns.step(len(body)):
+            with request.timeline.measure("lift"):
+                intake = lift(body, self._config)
         request.refs = intake.refs
         return intake.body
 
@@ -133,7 +136,7 @@ def _check_declared(scope: Scope, limit: int) -> None:
         raise BodyTooLarge(f"the request body has {int(declared)} bytes, more than {limit}")
 
 
-async def _read_body(receive: Receive, limit: int) -> bytearray | None:
+async def _read_body(receive: Receive, limit: int, turns: Turns) -> bytearray | None:
     """The whole body, None if the client leaves first. Raises BodyTooLarge before more than `limit` bytes are held."""
     receive = _bounded(receive, limit)
     body = bytearray()
@@ -141,7 +144,9 @@ async def _read_body(receive: Receive, limit: int) -> bytearray | None:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        body += message.get("body", b"")
+        piece = message.get("body", b"")
+        async with turns.step(len(piece)):
+            body += piece
         if not message.get("more_body", False):
             return body
 

@@ -1,0 +1,105 @@
+import asyncio
+
+import pytest
+
+from medialane.gateway.turns import SMALL_BYTES, Turns
+
+
+class LoopTurns:
+    """Counts the turns of the loop, as long as it runs."""
+
+    def __init__(self):
+        self.number = 0
+        self._handle = asyncio.get_running_loop().call_soon(self._count)
+
+    def _count(self):
+        self.number += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._count)
+
+    def stop(self):
+        self._handle.cancel()
+
+
+@pytest.fixture
+async def loop_turns():
+    counter = LoopTurns()
+    yield counter
+    counter.stop()
+
+
+async def test_no_two_large_steps_share_a_turn_of_the_loop(loop_turns):
+    turns, steps = Turns(), []
+
+    async def request():
+        for _ in range(5):
+            async with turns.step(SMALL_BYTES):
+                steps.append(loop_turns.number)
+
+    await asyncio.gather(*(request() for _ in range(4)))
+    assert len(steps) == 20
+    assert len(set(steps)) == 20
+
+
+async def test_large_steps_are_served_in_the_order_of_their_coming():
+    turns, order = Turns(), []
+
+    async def request(name):
+        for _ in range(3):
+            async with turns.step(SMALL_BYTES):
+                order.append(name)
+
+    await asyncio.gather(*(request(name) for name in "abc"))
+    assert order == list("abcabcabc")
+
+
+async def test_small_steps_wait_for_nobody(loop_turns):
+    turns = Turns()
+
+    async def large():
+        async with turns.step(SMALL_BYTES):
+            steps.append("large")
+
+    steps = []
+    waiting = asyncio.create_task(large())
+    before = loop_turns.number
+    for _ in range(50):
+        async with turns.step(SMALL_BYTES - 1):
+            steps.append("small")
+    assert loop_turns.number == before
+    await waiting
+    assert steps == ["small"] * 50 + ["large"]
+
+
+async def test_nothing_waits_after_the_work_so_that_what_it_took_is_kept():
+    turns, taken = Turns(), []
+
+    async def request():
+        async with turns.step(SMALL_BYTES):
+            taken.append("lease")
+            asyncio.current_task().cancel()
+        taken.append("kept")
+        await asyncio.sleep(0)
+
+    task = asyncio.create_task(request())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert taken == ["lease", "kept"]
+
+
+async def test_failed_and_cancelled_steps_let_the_next_one_in():
+    turns = Turns()
+
+    async def large():
+        async with turns.step(SMALL_BYTES):
+            pass
+
+    first, second = asyncio.create_task(large()), asyncio.create_task(large())
+    await asyncio.sleep(0)
+    first.cancel()
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    with pytest.raises(ValueError, match="broken"):
+        async with turns.step(SMALL_BYTES):
+            raise ValueError("broken")
+    async with asyncio.timeout(1):
+        await large()
