@@ -30,7 +30,7 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
 class SourceItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """One media item that the worker shall process itself: a URL, or the encoded bytes of a data URL.
 
-    `mm_hash` is the identifier to give it.
+    `mm_hash` is the identifier to give it, `param` the item's field in the client's request, for errors.
     """
 
     modality: Modality
@@ -38,6 +38,7 @@ class SourceItem(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str | None = None
     data: bytes | None = None
     media_type: str | None = None
+    param: str | None = None
 
     def __repr__(self) -> str:
         return f"SourceItem({self.modality}, {self.mm_hash[:12]}, {self.url or len(self.data or b'')})"

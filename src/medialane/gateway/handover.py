@@ -40,7 +40,8 @@ class Handover:
             total += len(loaded.data or b"")
             if total > self._max_inline_bytes:
                 raise HandoverFailed(f"the media are more than {self._max_inline_bytes} bytes in a message")
-            items.append(SourceItem(ref.modality, self._features.key(loaded, source.options), data=loaded.data))
+            key = self._features.key(loaded, source.options)
+            items.append(SourceItem(ref.modality, key, data=loaded.data, param=ref.param))
         scope.timeline.copied_bytes += total
         return SourcePrompt(source.token_ids, tuple(items), source.options)
 

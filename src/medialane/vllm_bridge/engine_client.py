@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import BaseRenderer
@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady
+from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.outputs import to_request_output
@@ -33,6 +33,16 @@ class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
         super().__init__(error.message)
         self.status_code = HTTPStatus(error.status)
         self.error = error
+
+
+class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not typed
+    """What a worker's vLLM refused: the app answers as if its own vLLM had. The message is complete as it came."""
+
+    def __init__(self, error: PromptRejected) -> None:
+        super().__init__(error.message, parameter=error.param)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typed
@@ -111,6 +121,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                     yield to_request_output(
                         delta, request_id=request_id, prompt=request.prompt_text, prompt_token_ids=prompt_token_ids
                     )
+        except PromptRejected as error:
+            raise RefusedByEngine(error) from error
         except MedialaneError as error:
             raise BridgedError(error) from error
 

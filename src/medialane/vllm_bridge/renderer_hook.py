@@ -43,11 +43,13 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
             return story.resolve(image_url)
 
-        def load_from_url(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-            raise UnsupportedMediaType("this gateway takes images only")
+        def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+            # vLLM makes a data: URL of the reference in an `input_audio` part.
+            ref = story.resolve(url.rpartition(",")[2])
+            raise UnsupportedMediaType("this gateway takes images only", param=ref.param)
 
-        async def load_from_url_async(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-            raise UnsupportedMediaType("this gateway takes images only")
+        async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+            self.load_from_url(url)
 
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
 

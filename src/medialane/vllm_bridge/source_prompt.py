@@ -71,20 +71,20 @@ class SourceRenderer:
         if item.modality != "image":
             raise PromptRejected(f"{item.modality} is not supported by this worker")
         if item.data is None:
-            return await self._fetch(item.url or "")
+            return await self._fetch(item.url or "", item.param)
         image_io = ImageMediaIO(**{"image_mode": "RGB", **self._io_options.get("image", {})})
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, image_io.load_bytes, item.data)
         except ValueError as error:
-            raise InvalidImage("the image cannot be decoded") from error
+            raise InvalidImage("the image cannot be decoded", param=item.param) from error
 
-    async def _fetch(self, url: str) -> Any:
+    async def _fetch(self, url: str, param: str | None) -> Any:
         try:
             return await self._connector.fetch_image_async(url)
         except VLLMError:
             raise
         except (ClientError, OSError, ValueError, RuntimeError) as error:
-            raise MediaFetchFailed("the image cannot be fetched by the worker") from error
+            raise MediaFetchFailed("the image cannot be fetched by the worker", param=param) from error
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
