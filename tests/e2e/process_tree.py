@@ -1,7 +1,6 @@
 """Processes as /proc shows them: who started whom, what they run, which arenas they have mapped."""
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,9 +46,11 @@ def arenas_of(pid: int) -> set[Path]:
     return set()
 
 
-def _stats() -> Iterator[tuple[int, list[str]]]:
+def _stats() -> list[tuple[int, list[str]]]:
     """(pid, fields of /proc/pid/stat from the state on) of every process."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
             with suppress(OSError):  # gone since the listing
-                yield int(entry.name), Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                found.append((int(name), Path("/proc", name, "stat").read_text().rpartition(")")[2].split()))
+    return found

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from medialane_process import until
-from openai_http import chat, image, photo, picture, text
+from openai_http import chat, image, long_chat, photo, picture, text
 from picture_server import picture_server
 
 pytestmark = pytest.mark.vllm
@@ -70,6 +70,7 @@ async def test_cache_salt_separates_entries(ours):
 
 async def test_metrics_show_stages_caches_arena_and_processes(ours):
     await ours.succeed(chat(picture(27), ASK))
+    await until(lambda: is_idle(ours), "the worker has let go", 20)
     page = await ours.metrics()
     for stage in ("lift", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
         assert page.value("medialane_stage_seconds_count", stage=stage) > 0, stage
@@ -83,30 +84,27 @@ async def test_metrics_show_stages_caches_arena_and_processes(ours):
 
 
 async def test_client_that_hangs_up_leaves_no_lease_and_no_running_request(ours):
-    body = chat(picture(28), text("Tell a long story."), max_tokens=7000, ignore_eos=True, stream=True)
+    body = long_chat(picture(28), text("Tell a long story."), stream=True)
+    await until(lambda: is_idle(ours), "nothing else runs", 20)
     async with ours.opened(body) as response:
         await response.content.readline()
         page = await ours.metrics()
         assert page.value("medialane_arena_leases") > 0
         assert page.value("medialane_worker_in_flight") == 1
-
-    async def is_idle() -> bool:
-        page = await ours.metrics()
-        held = ("medialane_arena_leases", "medialane_worker_in_flight", "medialane_worker_running")
-        return all(page.value(name) == 0 for name in held)
-
-    await until(is_idle, "the request's lease and its engine's work have ended", 20)
+    await until(lambda: is_idle(ours), "the request's lease and its engine's work have ended", 30)
     assert (await ours.succeed(chat(picture(28), ASK))).cache == "hit"
 
 
 async def test_client_that_hangs_up_before_the_answer_begins_leaves_nothing(ours):
-    body = chat(picture(29), text("Tell a long story."), max_tokens=7000, ignore_eos=True)
+    body = long_chat(picture(29), text("Tell a long story."))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5), ours.opened(body):
             pass
+    await until(lambda: is_idle(ours), "the request has ended", 30)
 
-    async def is_idle() -> bool:
-        page = await ours.metrics()
-        return page.value("medialane_arena_leases") == page.value("medialane_worker_in_flight") == 0
 
-    await until(is_idle, "the request has ended", 20)
+async def is_idle(ours) -> bool:
+    """Nothing runs, and nothing is held for what ran."""
+    page = await ours.metrics()
+    held = ("medialane_arena_leases", "medialane_worker_in_flight", "medialane_worker_running")
+    return all(page.value(name) == 0 for name in held)

@@ -41,7 +41,7 @@ def pixels(seed):
 
     import numpy as np
 
-    return np.asarray(PILImage.open(io.BytesIO(photo(seed))).convert("RGB"))
+    return np.array(PILImage.open(io.BytesIO(photo(seed))).convert("RGB"))
 
 
 @dataclass
@@ -180,10 +180,6 @@ def with_a_hash_without_end(feature, _ids):
     return msgspec.structs.replace(feature, mm_hash="f" * 100_000)
 
 
-def of_a_modality_that_it_is_not(feature, _ids):
-    return msgspec.structs.replace(feature, modality="audio")
-
-
 MALFORMED = (
     longer,
     shorter,
@@ -195,7 +191,6 @@ MALFORMED = (
     without_tensors,
     with_garbage_as_header,
     with_a_hash_without_end,
-    of_a_modality_that_it_is_not,
 )
 
 
@@ -301,6 +296,15 @@ async def test_a_feature_too_few_or_too_many_is_refused(sender, right):
     with pytest.raises(InvalidFeature):
         await sender.answer(ExpandedPrompt(ids, (first, second, extra)))
     assert await sender.answer(ExpandedPrompt(ids, (first, second))) == answer
+
+
+async def test_modality_that_the_model_does_not_take_is_refused(sender, right):
+    ids, answer = right[0]
+    (place,) = places(ids)
+    good = sender.feature(sender.item(), place, "inline")
+    with pytest.raises(PromptRejected, match="At most 0 audio"):
+        await sender.answer(ExpandedPrompt(ids, (msgspec.structs.replace(good, modality="audio"),)))
+    assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
 
 
 async def test_prompt_with_ids_that_the_model_does_not_have_is_refused(sender, right):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from medialane_process import kill, until
-from openai_http import Answer, chat, data_url, image, picture, text
+from openai_http import Answer, chat, data_url, image, long_chat, picture, text
 from PIL import Image
 from process_tree import cpu_s, descendants, is_alive
 
@@ -89,11 +89,12 @@ async def test_killed_fork_server_is_replaced(serve, ours):
 
 async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(163), ASK))).ids
-    long = {"max_tokens": 7000, "ignore_eos": True}
-    whole = asyncio.create_task(ours.post(chat(picture(163), STORY, **long)))
+    whole = asyncio.create_task(ours.post(long_chat(picture(163), STORY)))
     await until(lambda: in_flight(ours, 1), "the first request runs")
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
-    streams = [asyncio.create_task(broken_off(ours, chat(picture(163), STORY, **long, stream=True))) for _ in range(3)]
+    streams = [
+        asyncio.create_task(broken_off(ours, long_chat(picture(163), STORY, n=2, stream=True))) for _ in range(3)
+    ]
     await until(lambda: in_flight(ours, 4), "all requests run")
     num_doomed_streams = (await load(ours))[address] - 1
     killed = serve.worker_pid(address)
@@ -116,7 +117,7 @@ async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ou
 
 async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(164), ASK))).ids
-    request = asyncio.create_task(ours.post(chat(picture(164), STORY, max_tokens=7000, ignore_eos=True)))
+    request = asyncio.create_task(ours.post(long_chat(picture(164), STORY)))
     await until(lambda: in_flight(ours, 1), "the request runs")
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     killed = serve.worker_pid(address)
@@ -137,9 +138,7 @@ async def test_killed_gateway_comes_back_and_leaves_no_arena(serve, ours, plain)
     old, arenas = serve.gateway_pid(), serve.arenas()
     below = descendants(old)
     assert len(arenas) == 1
-    request = asyncio.create_task(
-        broken_off(ours, chat(picture(165), STORY, max_tokens=7000, ignore_eos=True, stream=True))
-    )
+    request = asyncio.create_task(broken_off(ours, long_chat(picture(165), STORY, stream=True)))
     await until(lambda: in_flight(ours, 1), "the request runs")
     kill(old)
     assert await request == "connection lost"
