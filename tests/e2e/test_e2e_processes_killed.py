@@ -7,6 +7,7 @@ import asyncio
 import io
 import time
 
+import aiohttp
 import pytest
 from medialane_process import kill, until
 from openai_http import Answer, chat, data_url, image, long_chat, picture, text
@@ -106,7 +107,7 @@ async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ou
     assert (failed.status, failed.error["code"]) == (503, "worker_lost")
     assert (await ours.succeed(chat(picture(163), ASK))).ids == right
     ends = await asyncio.gather(*streams)
-    assert [end for end in ends if end is not None] == ["worker_lost"] * int(num_doomed_streams)
+    assert [end for end in ends if end is not None] == [503] * int(num_doomed_streams)
     await until(lambda: not any(map(is_alive, engines)), "its engine has ended with it", 60)
     await comes_back(ours, 2)
     assert serve.worker_pid(address) != killed
@@ -126,7 +127,14 @@ async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours,
     failed = await request
     assert failed.status in (500, 502, 503)
     assert failed.error["code"] in ("worker_lost", "generation_failed")
-    assert (await ours.succeed(chat(picture(164), ASK))).ids == right
+
+    async def answers() -> bool:
+        """The worker may be chosen once more before it has ended; the other one is there long before it is back."""
+        answer = await ours.post(chat(picture(164), ASK))
+        assert answer.status == 503 or answer.ids == right
+        return answer.status == 200
+
+    await until(answers, "the other worker answers", AT_ONCE_S)
     await until(lambda: not is_alive(killed), "the worker ends without its engine", 60)
     await comes_back(ours, 2)
     answers = await asyncio.gather(*(ours.succeed(chat(picture(164), ASK)) for _ in range(4)))
@@ -169,10 +177,8 @@ async def comes_back(ours, num_workers: int) -> None:
     await until(there, "all workers are ready again", 240)
 
 
-async def broken_off(ours, body) -> str | None:
-    """How a stream broke off, None if it did not."""
-    import aiohttp
-
+async def broken_off(ours, body) -> str | int | None:
+    """How a stream broke off, None if it did not. vLLM's app puts the status in the place of an error's code there."""
     try:
         answer: Answer = await ours.post(body)
     except aiohttp.ClientError:
