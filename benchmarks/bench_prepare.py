@@ -3,12 +3,13 @@
 Ours, for 1, 2, ... preparers: `Gateway.prepare` with all its parts (hash, copy into the arena, a job in a preparer that
 decodes, runs vLLM's processor and writes the arena, placeholders), as many requests at a time as keep the preparers
 busy. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`; vLLM hashes the bytes,
-too), one request after the other with one torch thread and with as many as there are cores, the better of which is the
-peer; and `at once`, requests together through `render_cmpl_async`, for what vLLM's threads make of two cores.
+too), one request after the other, with one torch thread and with as many as vLLM takes by itself: the better one is the
+peer of one preparer. For comparison with more of them, what one process makes of all cores: `all threads` of torch, and
+requests `at once` through `render_cmpl_async`.
 
 All images are distinct within a turn, and forgotten after it. Turns alternate, medians count. `CPU ms` is the processor
-time of all processes that worked, an image; `others` is what the rest of the machine took of the cores meanwhile: with
-more than some percent of it the figures are the neighbours'.
+time of all processes that worked, an image; `others` what the rest of the machine took of the cores meanwhile. A turn
+in which that is over a tenth does not count if there are enough calm ones; more rounds are made for that, with patience.
 """
 
 from __future__ import annotations
@@ -21,20 +22,19 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-import torch
 import uvloop
 from prometheus_client import CollectorRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import renderer_from_config
 
-from harness import Bar, Options, Report, median, percentile
+from harness import Bar, Options, Report, median
 from load import cpu_seconds, process_tree
 from medialane.arena import Arena, ArenaConfig
 from medialane.cli.gateway import PROCESSOR_FACTORY
@@ -56,6 +56,9 @@ ABOUT = "images a second of 1, 2, ... preparers, against vLLM's renderer in one 
 WIDTH, HEIGHT = 1024, 768
 NUM_IMAGES, QUICK_NUM_IMAGES = 40, 8
 ROUNDS, QUICK_ROUNDS = 7, 2
+#: So many times as many rounds may be made until as many turns as wanted were calm, and so few calm ones are enough.
+PATIENCE, FEWEST_CALM = 4, 3
+CALM = 0.10
 MOST_PREPARERS = 8
 START_S = 120.0
 SAMPLE_PAUSE_S = 0.05
@@ -67,21 +70,44 @@ PROMPT = [SPECIAL_TOKENS.index(token) for token in ("<|vision_start|>", "<|image
 #: A job's own pixels: the decoded image, and the patches that the processor makes of it.
 JOB_BYTES = WIDTH * HEIGHT * 3 + 3996 * 1176
 
-#: vLLM's ways: torch threads, and whether requests come together.
-PEERS: dict[str, tuple[int, bool]] = {
-    "vLLM renderer, 1 thread": (1, False),
-    "vLLM renderer, all threads": (len(os.sched_getaffinity(0)), False),
-    "vLLM renderer, at once": (1, True),
+
+class Way(NamedTuple):
+    """How vLLM's renderer is used. `num_threads` of torch, None for vLLM's default; `is_peer` of one preparer."""
+
+    num_threads: int | None
+    together: bool
+    is_peer: bool
+
+
+PEERS = {
+    "vLLM renderer, 1 thread": Way(1, together=False, is_peer=True),
+    "vLLM renderer, its default": Way(None, together=False, is_peer=True),
+    "vLLM renderer, all threads": Way(len(os.sched_getaffinity(0)), together=False, is_peer=False),
+    "vLLM renderer, at once": Way(None, together=True, is_peer=False),
 }
 
 
-@dataclass
-class Speed:
-    """The turns of one way."""
+class Turn(NamedTuple):
+    images_per_s: float
+    cpu_ms: float
+    others: float
 
-    images_per_s: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
+
+class Turns(list[Turn]):
+    """All turns of one way."""
+
+    @property
+    def num_calm(self) -> int:
+        return sum(turn.others <= CALM for turn in self)
+
+    @property
+    def counted(self) -> list[Turn]:
+        """The calm ones, if there are enough of them."""
+        return [turn for turn in self if turn.others <= CALM] if self.num_calm >= FEWEST_CALM else list(self)
+
+    @property
+    def images_per_s(self) -> float:
+        return median(turn.images_per_s for turn in self.counted)
 
 
 @dataclass
@@ -100,7 +126,8 @@ def run(options: Options) -> Report:
 
 async def _measure(model: str, renderer: Connection, renderer_pid: int, options: Options) -> Report:
     jpegs = [sample_jpeg(seed, WIDTH, HEIGHT) for seed in range(QUICK_NUM_IMAGES if options.quick else NUM_IMAGES)]
-    speeds: dict[str, Speed] = {}
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    speeds: dict[str, Turns] = {}
     memory: dict[str, list[Memory]] = {}
     async with contextlib.AsyncExitStack() as stack:
         arena = Arena.create(ArenaConfig(size_bytes=512 * MIB))
@@ -112,17 +139,21 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         for count in _counts():
             pool = await stack.enter_async_context(_pool(model, arena, count))
             ours[_name(count)] = (count, pool, _gateway(arena, pool, fetcher, processor))
-        for _ in range(1 + (options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS))):
+        for number in range(1 + rounds * (1 if options.quick else PATIENCE)):
             for name, (count, pool, gateway) in ours.items():
                 with _watched(arena, pool, memory.setdefault(name, [Memory() for _ in range(count)])):
                     working = [os.getpid(), *process_tree(os.getpid())[1:]]
-                    async with _timed(speeds.setdefault(name, Speed()), working, renderer_pid, len(jpegs)):
+                    async with _timed(speeds.setdefault(name, Turns()), working, renderer_pid, len(jpegs)):
                         await _prepare_all(gateway, jpegs, 2 * count)
                 arena.clear()
             for name, way in PEERS.items():
-                async with _timed(speeds.setdefault(name, Speed()), [renderer_pid], None, len(jpegs)):
+                async with _timed(speeds.setdefault(name, Turns()), [renderer_pid], None, len(jpegs)):
                     renderer.send((way, jpegs))
                     await asyncio.to_thread(renderer.recv)
+            if number == 0:  # everything was done for the first time
+                speeds.clear()
+            elif min(turns.num_calm for turns in speeds.values()) >= rounds:
+                break
         for _, _, gateway in ours.values():
             gateway.close()
     return _report(speeds, memory)
@@ -182,7 +213,7 @@ async def _prepare_all(gateway: Gateway, jpegs: Sequence[bytes], concurrency: in
 
 
 @contextlib.asynccontextmanager
-async def _timed(speed: Speed, working: list[int], but: int | None, num_images: int) -> AsyncIterator[None]:
+async def _timed(turns: Turns, working: list[int], but: int | None, num_images: int) -> AsyncIterator[None]:
     """Measure a turn. `working` are the processes that do it, without the tree of `but`."""
     pids = sorted(set(working) - set(process_tree(but) if but else []))
     cpu, machine = cpu_seconds(pids), _machine_seconds()
@@ -190,9 +221,8 @@ async def _timed(speed: Speed, working: list[int], but: int | None, num_images: 
     yield
     wall = time.perf_counter() - started
     cpu, machine = cpu_seconds(pids) - cpu, _machine_seconds() - machine
-    speed.images_per_s.append(num_images / wall)
-    speed.cpu_ms.append(1000 * cpu / num_images)
-    speed.others.append(max(0.0, machine - cpu) / (wall * len(os.sched_getaffinity(0))))
+    others = max(0.0, machine - cpu) / (wall * len(os.sched_getaffinity(0)))
+    turns.append(Turn(num_images / wall, 1000 * cpu / num_images, others))
 
 
 def _machine_seconds() -> float:
@@ -264,10 +294,11 @@ def run_renderer(model: str, wishes: Connection) -> None:
     threads = concurrent.futures.ThreadPoolExecutor(8)  # VLLM_MEDIA_LOADING_THREAD_COUNT
     wishes.send("ready")
     while True:
-        (num_threads, together), jpegs = wishes.recv()
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # vLLM reads it before each item
-        torch.set_num_threads(num_threads)
-        if together:
+        way, jpegs = wishes.recv()
+        os.environ.pop("OMP_NUM_THREADS", None)  # vLLM reads it before each item
+        if way.num_threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(way.num_threads)
+        if way.together:
             asyncio.run(_render_together(renderer, threads, jpegs))
         else:
             for jpeg in jpegs:
@@ -291,34 +322,33 @@ def _request(media: Any) -> dict[str, Any]:
     return {"prompt_token_ids": [1, *PROMPT, 2], "multi_modal_data": {"image": [media]}}
 
 
-def _report(speeds: dict[str, Speed], memory: dict[str, list[Memory]]) -> Report:
-    for speed in speeds.values():  # the first turn did everything for the first time
-        for figures in (speed.images_per_s, speed.cpu_ms, speed.others):
-            del figures[0]
+def _report(speeds: dict[str, Turns], memory: dict[str, list[Memory]]) -> Report:
     rows = [
         {
             "way": name,
-            "n": len(speed.images_per_s),
-            "images/s": median(speed.images_per_s),
-            "best": max(speed.images_per_s),
-            "CPU ms": median(speed.cpu_ms),
-            "others": f"{median(speed.others):.0%}",
+            "turns": f"{len(turns.counted)} of {len(turns)}",
+            "images/s": turns.images_per_s,
+            "best": max(turn.images_per_s for turn in turns),
+            "CPU ms": median(turn.cpu_ms for turn in turns.counted),
+            "others": f"{median(turn.others for turn in turns.counted):.0%}",
         }
-        for name, speed in speeds.items()
+        for name, turns in speeds.items()
     ]
     sizes = [
         {"way": name, "preparer": number, "private at most, MiB": found.private, "PSS, MiB": found.pss}
         for name, each in memory.items()
         for number, found in enumerate(each)
     ]
-    one, two = (median(speeds[_name(count)].images_per_s) for count in (1, 2))
-    peer = max(median(speeds[name].images_per_s) for name, (_, together) in PEERS.items() if not together)
+    one, two = (speeds[_name(count)].images_per_s for count in (1, 2))
+    peer = max(speeds[name].images_per_s for name, way in PEERS.items() if way.is_peer)
     most = max(found.private for each in memory.values() for found in each) - JOB_BYTES / MIB
     bars = [
         Bar("prepare: 1 preparer over vLLM's renderer", one / peer, 1.0, "at least"),
         Bar("prepare: 2 preparers over 1", two / one, 1.8, "at least"),
         Bar("prepare: private memory of a preparer beyond its job's pixels, MB", most * MIB / 1e6, 80, "at most"),
     ]
-    busy = percentile([share for speed in speeds.values() for share in speed.others], 0.5)
-    notes = [f"The rest of the machine took {busy:.0%} of the cores (median): quiet is below 5%."]
-    return Report("prepare", {f"{WIDTH}x{HEIGHT} JPEGs": rows, "memory of preparers": sizes}, bars, notes)
+    disturbed = [name for name, turns in speeds.items() if turns.num_calm < FEWEST_CALM]
+    notes = [f"The machine was busy with other things; figures that are theirs, too: {', '.join(disturbed)}."]
+    return Report(
+        "prepare", {f"{WIDTH}x{HEIGHT} JPEGs": rows, "memory of preparers": sizes}, bars, notes if disturbed else []
+    )
