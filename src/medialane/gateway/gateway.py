@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -19,13 +18,14 @@ from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, Prepared
 from medialane.core.media import MediaRef
 from medialane.core.request import Endpoint, EngineRequest, OutputDelta, Prompt, RoutingDecision
 from medialane.gateway.admission import Admission
+from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.handover import Handover
 from medialane.gateway.scope import RequestScope, current_scope
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.prepare import AssembledPrompt, Assembler
+from medialane.prepare import Assembler
 from medialane.rpc import RemoteRequest
 from medialane.transfer import TransferConfig, Way, ways
 
@@ -59,7 +59,7 @@ class Gateway:
         self._transfer = transfer
         self._features = features
         self._handover = handover
-        self._assembler = assembler
+        self._assembly = Assembly(assembler)
         self._workers = workers
         self._router = router
         self._metrics = metrics
@@ -67,8 +67,6 @@ class Gateway:
         # A worker has several gateways, and clients may choose request ids: ours say who sent it, and which attempt.
         self._sender = secrets.token_hex(4)
         self._admission = Admission(config.max_requests)
-        # Placeholder expansion is pure Python over token lists: one thread keeps it off the event loop.
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="assemble")
 
     def resolve(self, url: str) -> MediaRef:
         return current_scope().resolve(url)
@@ -85,7 +83,7 @@ class Gateway:
             return await self._leave_to_worker(prompt, scope)
         features = await _side_by_side([self._lease(ref, prompt.options, scope) for ref in prompt.items])
         with scope.timeline.measure("assemble"):
-            assembled = await self._assemble(prompt, features)
+            assembled = await self._assembly.assemble(prompt, features)
         return PreparedPrompt(
             token_ids=assembled.token_ids,
             features=tuple(map(PlacedFeature, features, assembled.placeholders)),
@@ -111,7 +109,7 @@ class Gateway:
             raise
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._assembly.close()
 
     async def _answer(
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
@@ -145,11 +143,6 @@ class Gateway:
         scope.take(lease)
         scope.features[lease.value.mm_hash] = lease
         return lease.value
-
-    async def _assemble(self, prompt: MediaPrompt, features: tuple[Feature, ...]) -> AssembledPrompt:
-        loop = asyncio.get_running_loop()
-        assemble = self._assembler.assemble
-        return await loop.run_in_executor(self._executor, assemble, prompt.token_ids, features, prompt.options)
 
     def _route(self) -> WorkerLink:
         decision = self._router.pick(self._workers.endpoints())
@@ -210,6 +203,8 @@ class _Aborting:
 
 async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
     """All results in order. The first failure cancels the others and is the one raised."""
+    if len(work) == 1:
+        return (await work[0],)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one) for one in work]

@@ -1,0 +1,89 @@
+import asyncio
+import threading
+
+import pytest
+
+from medialane.core.errors import PromptRejected
+from medialane.core.feature import MediaPrompt
+from medialane.gateway.assembly import MAX_QUICK_ITEMS, MAX_QUICK_TOKENS, Assembly
+from medialane.prepare import AssembledPrompt
+
+
+class Recorder:
+    """Answers with the prompt's own ids, remembers the threads that called, waits for `go` in all but the main one."""
+
+    def __init__(self):
+        self.threads = []
+        self.go = threading.Event()
+
+    def assemble(self, token_ids, features, options):
+        self.threads.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            self.go.wait(5)
+        if token_ids == [0]:
+            raise PromptRejected("no")
+        return AssembledPrompt(token_ids, ())
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def assembly(recorder):
+    assembly = Assembly(recorder)
+    yield assembly
+    recorder.go.set()
+    assembly.close()
+
+
+def prompt(num_tokens=3):
+    return MediaPrompt([1] * num_tokens, ())
+
+
+async def test_short_prompt_is_expanded_on_the_loop(assembly, recorder):
+    await assembly.assemble(prompt(), ())
+    assert recorder.threads == [threading.main_thread()]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_items"), [(MAX_QUICK_TOKENS + 1, 1), (3, MAX_QUICK_ITEMS + 1)])
+async def test_long_prompt_is_expanded_in_the_thread(assembly, recorder, num_tokens, num_items):
+    recorder.go.set()
+    found = await assembly.assemble(prompt(num_tokens), (None,) * num_items)
+    assert len(found.token_ids) == num_tokens
+    assert recorder.threads != [threading.main_thread()]
+
+
+async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(assembly, recorder):
+    long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
+    await asyncio.sleep(0.05)
+    short = asyncio.create_task(assembly.assemble(prompt(), ()))
+    await asyncio.sleep(0.05)
+    assert not short.done()
+    recorder.go.set()
+    await asyncio.gather(long, short)
+    assert len(set(recorder.threads)) == 1
+    await assembly.assemble(prompt(), ())
+    assert recorder.threads[-1] is threading.main_thread()
+
+
+async def test_caller_that_leaves_does_not_give_the_assembler_away(assembly, recorder):
+    long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
+    await asyncio.sleep(0.05)
+    long.cancel()
+    await asyncio.gather(long, return_exceptions=True)
+    short = asyncio.create_task(assembly.assemble(prompt(), ()))
+    await asyncio.sleep(0.05)
+    assert not short.done()
+    recorder.go.set()
+    await short
+    assert threading.main_thread() not in recorder.threads
+
+
+async def test_rejection_reaches_the_caller_from_both_places(assembly, recorder):
+    recorder.go.set()
+    with pytest.raises(PromptRejected):
+        await assembly.assemble(MediaPrompt([0], ()), ())
+    with pytest.raises(PromptRejected):
+        await assembly.assemble(MediaPrompt([0], ()), (None,) * (MAX_QUICK_ITEMS + 1))
