@@ -36,8 +36,8 @@ class WorkerLink:
 
     @property
     def client(self) -> RpcClient | None:
-        """The live connection, if there is one."""
-        return self._client
+        """The live connection, if there is one: a lost one is none at once, not when `run` has noticed."""
+        return self._client if self._client is not None and not self._client.closed.is_set() else None
 
     @property
     def num_held(self) -> int:
@@ -61,19 +61,20 @@ class WorkerLink:
         }
 
     def endpoint(self) -> Endpoint:
-        client = self._client
+        client = self.client
         load = client.load if client is not None else WorkerLoad()
         return Endpoint(self.address, self.address, client is not None, load, client.num_in_flight if client else 0)
 
     def submit(self, request: EngineRequest, leases: Sequence[Releasable]) -> RemoteRequest:
         """Send the request; the leases end when the worker has released it. Raises WorkerLost."""
-        if self._client is None:
+        client = self.client
+        if client is None:
             for lease in leases:
                 lease.release()
             raise WorkerLost("the worker's connection was lost before the request was sent")
         self._holds[request.request_id] = leases
         try:
-            return self._client.submit(request, on_released=self._release)
+            return client.submit(request, on_released=self._release)
         except BaseException:  # what cannot be encoded was not sent
             self._release(request.request_id)
             raise
