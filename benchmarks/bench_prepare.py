@@ -9,7 +9,7 @@ requests `at once` through `render_cmpl_async`.
 
 All images are distinct within a turn, and forgotten after it. Turns alternate, medians count. `CPU ms` is the processor
 time of all processes that worked, an image; `others` what the rest of the machine took of the cores meanwhile. A turn
-in which that is over a tenth does not count if there are enough calm ones; more rounds are made for that, with patience.
+in which that is over a tenth does not count if there are enough calm ones; more rounds are made for that.
 """
 
 from __future__ import annotations
