@@ -15,9 +15,10 @@ from starlette.responses import Response
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
-from medialane.core.errors import ArenaFull, InvalidImage, UnsupportedMediaType, WorkerLost
+from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl, UnsupportedMediaType, WorkerLost
 from medialane.core.feature import PlaceholderRange
-from medialane.gateway import IntakeMiddleware, ScopeMiddleware, current_scope, error_body, error_headers
+from medialane.core.media import MediaRef
+from medialane.gateway import IntakeMiddleware, ScopeMiddleware, current_scope, error_body, error_headers, open_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.app import Frontend
@@ -187,8 +188,12 @@ async def test_every_other_fetch_of_vllms_connector_comes_down_to_what_we_close(
     connector = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR, media_io_kwargs={})
     closed = ["fetch_image", "fetch_audio", "fetch_video", "fetch_audio_async", "fetch_video_async"]
     for name in closed:
-        with pytest.raises(UnsupportedMediaType):
-            await _awaited(getattr(connector, name), "http://169.254.169.254/")
+        with open_scope() as scope:
+            with pytest.raises(InvalidMediaUrl):
+                await _awaited(getattr(connector, name), "http://169.254.169.254/")
+            scope.refs = (MediaRef("video", "messages[0].content[0]", url="http://169.254.169.254/"),)
+            with pytest.raises(UnsupportedMediaType):
+                await _awaited(getattr(connector, name), "medialane:0")
     public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
     embeddings = {n for n in public if "_embedding" in n}  # decode what is in the request, fetch nothing
     assert public - embeddings == {*closed, "fetch_image_async", "load_from_url", "load_from_url_async"}
