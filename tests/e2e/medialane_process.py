@@ -62,10 +62,6 @@ class MedialaneProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def wait_ready(self) -> None:
-        """Block until it answers. Raises AssertionError with the end of its log."""
-        asyncio.run(self.answers(START_S))
-
     async def answers(self, timeout_s: float = START_S) -> None:
         """Wait until /health says that a worker takes requests. Raises AssertionError with the end of its log."""
         await until(self._is_healthy, f"{self.base_url} answers", timeout_s, more=self.tail)

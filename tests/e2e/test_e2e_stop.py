@@ -3,7 +3,7 @@
 import pytest
 from medialane_process import until
 from openai_http import chat, picture, text
-from process_tree import arenas_of, descendants, is_alive
+from process_tree import descendants, is_alive
 
 pytestmark = pytest.mark.vllm
 
@@ -12,7 +12,7 @@ async def test_sigterm_leaves_no_process_no_arena_and_no_socket(serve, ours, run
     await ours.succeed(chat(picture(200), text("Describe the picture.")))
     everyone = descendants(serve.pid)
     assert len(everyone) >= 2 * 2 + 1 + 1 + 2  # workers and engines, the gateway, its fork server and preparers
-    arenas = set().union(*map(arenas_of, everyone))
+    arenas = serve.arenas()
     assert arenas
     assert list(runtime_directory.iterdir())
     assert serve.stop() == 0, serve.tail()
