@@ -63,6 +63,7 @@ OURS_A_TURN, PEERS_A_TURN = 12, 3
 #: Rounds in which EngineCore reads everything.
 WHOLE_ROUNDS = 5
 START_S = 120.0
+ANSWER_S = 30.0
 
 
 @dataclass
@@ -98,9 +99,9 @@ def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connec
     for process in started:
         process.start()
     try:
-        if not wishes.poll(START_S):
-            raise RuntimeError(f"the processes were not ready after {START_S:g} s")
-        wishes.recv()
+        for theirs in (seen_there, wishes_there):
+            theirs.close()  # so that the end of a process is the end of its pipe
+        _receive(wishes, START_S)
         yield addresses, wishes, seen
     finally:
         for process in reversed(started):
@@ -192,7 +193,7 @@ class Hop:
         for _ in range(rounds):
             for size, way in self.times:
                 self._wishes.send(ends.HeapRequest(""))
-                self._wishes.recv()
+                _receive(self._wishes)
                 found, _, _ = await self._send(size, way, ends.READ_WHOLE)
                 assert found.total == self._sums[size], f"{way} has changed the bytes of {size}"
                 self.times[size, way].read.append(found.read_ns / 1e6)
@@ -211,8 +212,8 @@ class Hop:
             started, answered = await _send_ours(self._gateway, request_id, self._leases[size])
         else:
             self._wishes.send(ends.HeapRequest(way, request_id, list(ends.SIZES).index(size)))
-            started, answered = self._wishes.recv()
-        return self._seen.recv(), started, answered
+            started, answered = _receive(self._wishes)
+        return _receive(self._seen), started, answered
 
 
 async def _send_ours(gateway: Gateway, request_id: str, lease: Lease[Feature]) -> tuple[int, int]:
@@ -223,10 +224,18 @@ async def _send_ours(gateway: Gateway, request_id: str, lease: Lease[Feature]) -
     prepared = PreparedPrompt(ids, (placed,), (feature.mm_hash,), MediaPrompt(ids, ()))
     with open_scope() as scope:
         scope.features[feature.mm_hash] = lease
-        started = time.perf_counter_ns()
-        async for _ in gateway.generate(EngineRequest(request_id, ExpandedPrompt(ids), b""), prepared):
-            pass
-        return started, time.perf_counter_ns()
+        async with asyncio.timeout(ANSWER_S):
+            started = time.perf_counter_ns()
+            async for _ in gateway.generate(EngineRequest(request_id, ExpandedPrompt(ids), b""), prepared):
+                pass
+            return started, time.perf_counter_ns()
+
+
+def _receive(pipe: Connection, timeout_s: float = ANSWER_S) -> Any:
+    """What a process says. Raises EOFError when it has ended."""
+    if not pipe.poll(timeout_s):
+        raise TimeoutError(f"a process of the benchmark has said nothing for {timeout_s:g} s")
+    return pipe.recv()
 
 
 def _check_times(num_checks: int) -> list[float]:

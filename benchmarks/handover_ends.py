@@ -8,6 +8,7 @@ and tells the benchmark when. Clocks are CLOCK_MONOTONIC, one for all processes 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 import queue
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ from vllm.v1.serial_utils import UtilityResult
 
 from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.rpc import RpcConfig, RpcServer
-from medialane.vllm_bridge import arena_decoder, plugin
+from medialane.vllm_bridge import plugin
 from medialane.vllm_bridge.arena_encoder import ArenaConsumer
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.renderer_hook import to_vllm_range
@@ -71,6 +73,7 @@ CARD = ModelCard(model="none", max_model_len=8192, block_size=16, mm_limits={"im
 #: Beginning of the ids of requests whose every byte EngineCore shall read.
 READ_WHOLE = "whole"
 
+_LIBC = ctypes.CDLL(None)
 _PARAMS = SamplingParams(max_tokens=1)
 
 
@@ -158,8 +161,10 @@ class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
 
     def forget_pages(self) -> bool:
         """Drop this process's page tables of the arenas: the next entry is as new to it as one never seen."""
-        for view in arena_decoder._RESOLVER._views.values():
-            view._mapping.madvise(mmap.MADV_DONTNEED)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.endswith(".arena"):
+                first, end = (int(address, 16) for address in line.split()[0].split("-"))
+                assert _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED) == 0
         return True
 
     def _make_ready_response(self) -> EngineCoreReadyResponse:
