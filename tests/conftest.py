@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
-BLOCKED_S = 0.5
+BLOCKED_S = 1.5
 SETTLE_S = 0.2
 VLLM_TIMEOUT_S = 600
 

@@ -17,7 +17,7 @@ CASES = {
         "async def test_it():\n    HELD.append(asyncio.create_task(asyncio.sleep(60)))",
         "tasks left behind",
     ),
-    "blocked_loop": ("async def test_it():\n    time.sleep(0.7)", "Executing "),
+    "blocked_loop": ("async def test_it():\n    time.sleep(1.7)", "Executing "),
     "open_arena_file": (
         "def test_it():\n"
         "    path = Path('/dev/shm/medialane-conftest-open')\n"
