@@ -52,9 +52,9 @@ async def plain_vllm(
 ) -> AsyncIterator[PlainVllm]:
     """Run `vllm serve`'s server for `model` with vLLM's own `flags` on a free port of the loopback interface.
 
-    `environ` is the whole environment of the server (no plugins are loaded in it), `log` receives its output. Raises StartupFailed with the end of
-    the log when it ends early or is not ready after `start_s`. At the end, cancelled or not, no process of it is left:
-    it has `stop_s` to stop by itself.
+    `environ` is the whole environment of the server (no plugins are loaded in it), `log` receives its output. Raises
+    StartupFailed with the end of the log when it ends early or is not ready after `start_s`. At the end, cancelled or
+    not, no process of it is left: it has `stop_s` to stop by itself.
     """
     port = _free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
