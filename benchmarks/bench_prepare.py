@@ -140,11 +140,10 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
             pool = await stack.enter_async_context(_pool(model, arena, count))
             ours[_name(count)] = (count, pool, _gateway(arena, pool, fetcher, processor))
         for number in range(1 + rounds * (1 if options.quick else PATIENCE)):
-            for name, (count, pool, gateway) in ours.items():
-                with _watched(arena, pool, memory.setdefault(name, [Memory() for _ in range(count)])):
-                    working = [os.getpid(), *process_tree(os.getpid())[1:]]
-                    async with _timed(speeds.setdefault(name, Turns()), working, renderer_pid, len(jpegs)):
-                        await _prepare_all(gateway, jpegs, 2 * count)
+            for name, (count, _, gateway) in ours.items():
+                working = [os.getpid(), *process_tree(os.getpid())[1:]]
+                async with _timed(speeds.setdefault(name, Turns()), working, renderer_pid, len(jpegs)):
+                    await _prepare_all(gateway, jpegs, 2 * count)
                 arena.clear()
             for name, way in PEERS.items():
                 async with _timed(speeds.setdefault(name, Turns()), [renderer_pid], None, len(jpegs)):
@@ -154,7 +153,10 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
                 speeds.clear()
             elif min(turns.num_calm for turns in speeds.values()) >= rounds:
                 break
-        for _, _, gateway in ours.values():
+        for name, (count, pool, gateway) in ours.items():
+            with _watched(arena, pool, memory.setdefault(name, [Memory() for _ in range(count)])):
+                await _prepare_all(gateway, jpegs, 2 * count)
+            arena.clear()
             gateway.close()
     return _report(speeds, memory)
 
@@ -234,7 +236,7 @@ def _machine_seconds() -> float:
 
 @contextlib.contextmanager
 def _watched(arena: Arena, pool: PreparerPool, memory: list[Memory]) -> Iterator[None]:
-    """Look at the preparers' memory while they work."""
+    """Look at the preparers' memory while they work, which slows them: in a turn of its own."""
     done = threading.Event()
     pids = sorted(pool.stats().pids)
 
