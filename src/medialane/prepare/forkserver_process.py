@@ -35,8 +35,8 @@ from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
 logger = logging.getLogger(__name__)
 
-#: Set before the fork server starts. It must not start a thread (see `forkserver`). And its preparers keep the memory of
-#: a job for the next one (glibc, mallopt(3)), up to 64 MiB each: getting it back from the kernel, page by page, took a
+#: Set before the fork server starts. It must not start a thread (see `forkserver`). Its preparers keep the memory of a
+#: job for the next one (glibc, mallopt(3)), up to 64 MiB each: to get it back from the kernel, page by page, took a
 #: seventh of the CPU time of a 1024x768 image.
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
