@@ -1,10 +1,11 @@
 """`medialane bench prepare`: images a second from encoded bytes to a request's features, ours against vLLM's renderer.
 
-Ours, for 1, 2, ... preparers: `Gateway.prepare` with all its parts (hash, copy into the arena, a job in a preparer that
-decodes, runs vLLM's processor and writes the arena, placeholders), as many requests at a time as keep the preparers
-busy. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`; vLLM hashes the bytes,
-too), one request after the other, with one torch thread and with as many as vLLM takes by itself: the better one is the
-peer of one preparer. For comparison with more of them, what one process makes of all cores: `all threads` of torch, and
+Ours, for 1, 2, ... preparers: `PreparerPool.prepare_item`, with the bytes' copy into the arena before it, as many at a
+time as keep the preparers busy; a preparer decodes, runs vLLM's processor and writes the arena. And `whole gateway`:
+`Gateway.prepare` with all its other parts, which hashes the bytes and expands placeholders as vLLM's renderer does, and
+is what is held against it. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`),
+one request after the other, with one torch thread and with as many as vLLM takes by itself: the better one is the peer
+of one preparer. For comparison with more of them, what one process makes of all cores: `all threads` of torch, and
 requests `at once` through `render_cmpl_async`.
 
 All images are distinct within a turn, and forgotten after it. Turns alternate, medians count. `CPU ms` is the processor
@@ -21,8 +22,9 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +38,12 @@ from vllm.renderers import renderer_from_config
 
 from harness import Bar, Options, Report, median
 from load import cpu_seconds, process_tree
-from medialane.arena import Arena, ArenaConfig
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.gateway import PROCESSOR_FACTORY
 from medialane.cli.sample_images import sample_jpeg
 from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
-from medialane.core.media import MediaRef
+from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway import FeatureSource, Gateway, GatewayConfig, open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
@@ -85,6 +87,10 @@ PEERS = {
     "vLLM renderer, all threads": Way(len(os.sched_getaffinity(0)), together=False, is_peer=False),
     "vLLM renderer, at once": Way(None, together=True, is_peer=False),
 }
+
+
+#: Prepares one image: its number, its bytes.
+Prepare = Callable[[int, bytes], Coroutine[Any, Any, None]]
 
 
 class Turn(NamedTuple):
@@ -135,15 +141,17 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         arena.prefault(threading.Event())
         processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, FLAGS)))
         fetcher = await stack.enter_async_context(Fetcher(MediaConfig()))
-        ours = {}
-        for count in _counts():
-            pool = await stack.enter_async_context(_pool(model, arena, count))
-            ours[_name(count)] = (count, pool, _gateway(arena, pool, fetcher, processor))
+        pools = {count: await stack.enter_async_context(_pool(model, arena, count)) for count in _counts()}
+        gateways = {count: _gateway(arena, pools[count], fetcher, processor) for count in pools}
+        ours: dict[str, tuple[int, Prepare]] = {}
+        for count, pool in pools.items():
+            ours[_name(count)] = (count, partial(_through_pool, arena, pool))
+            ours["whole gateway, " + _name(count)] = (count, partial(_through_gateway, gateways[count]))
         for number in range(1 + rounds * (1 if options.quick else PATIENCE)):
-            for name, (count, _, gateway) in ours.items():
+            for name, (count, prepare) in ours.items():
                 working = [os.getpid(), *process_tree(os.getpid())[1:]]
                 async with _timed(speeds.setdefault(name, Turns()), working, renderer_pid, len(jpegs)):
-                    await _prepare_all(gateway, jpegs, 2 * count)
+                    await _prepare_all(prepare, jpegs, 2 * count)
                 arena.clear()
             for name, way in PEERS.items():
                 async with _timed(speeds.setdefault(name, Turns()), [renderer_pid], None, len(jpegs)):
@@ -153,11 +161,11 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
                 speeds.clear()
             elif min(turns.num_calm for turns in speeds.values()) >= rounds:
                 break
-        for name, (count, pool, gateway) in ours.items():
-            with _watched(arena, pool, memory.setdefault(name, [Memory() for _ in range(count)])):
-                await _prepare_all(gateway, jpegs, 2 * count)
+        for count, pool in pools.items():
+            with _watched(arena, pool, memory.setdefault(_name(count), [Memory() for _ in range(count)])):
+                await _prepare_all(ours[_name(count)][1], jpegs, 2 * count)
             arena.clear()
-            gateway.close()
+            gateways[count].close()
     return _report(speeds, memory)
 
 
@@ -167,7 +175,7 @@ def _counts() -> list[int]:
 
 
 def _name(count: int) -> str:
-    return f"medialane, {count} preparer{'s' if count > 1 else ''}"
+    return f"{count} preparer{'s' if count > 1 else ''}"
 
 
 @contextlib.asynccontextmanager
@@ -200,14 +208,26 @@ def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any)
     )
 
 
-async def _prepare_all(gateway: Gateway, jpegs: Sequence[bytes], concurrency: int) -> None:
-    todo = iter(jpegs)
+async def _through_pool(arena: Arena, pool: PreparerPool, number: int, jpeg: bytes) -> None:
+    reservation = arena.reserve(len(jpeg))
+    reservation.buffer[:] = jpeg
+    encoded = EncodedMedia("image", "", "image/jpeg", reservation.range, ENTRY_HEADER_BYTES, len(jpeg))
+    with arena.keep(reservation, encoded) as lease:
+        (await pool.prepare_item(lease, b"{}", str(number))).release()
+
+
+async def _through_gateway(gateway: Gateway, _number: int, jpeg: bytes) -> None:
+    with open_scope():
+        ref = MediaRef("image", "messages[0].content[0].image_url", data=jpeg)
+        await gateway.prepare(MediaPrompt([1, *PROMPT, 2], (ref,)))
+
+
+async def _prepare_all(prepare: Prepare, jpegs: Sequence[bytes], concurrency: int) -> None:
+    todo = iter(enumerate(jpegs))
 
     async def client() -> None:
-        for jpeg in todo:
-            with open_scope():
-                ref = MediaRef("image", "messages[0].content[0].image_url", data=jpeg)
-                await gateway.prepare(MediaPrompt([1, *PROMPT, 2], (ref,)))
+        for number, jpeg in todo:
+            await prepare(number, jpeg)
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(concurrency):
@@ -342,10 +362,11 @@ def _report(speeds: dict[str, Turns], memory: dict[str, list[Memory]]) -> Report
         for number, found in enumerate(each)
     ]
     one, two = (speeds[_name(count)].images_per_s for count in (1, 2))
+    whole = speeds["whole gateway, " + _name(1)].images_per_s
     peer = max(speeds[name].images_per_s for name, way in PEERS.items() if way.is_peer)
     most = max(found.private for each in memory.values() for found in each) - JOB_BYTES / MIB
     bars = [
-        Bar("prepare: 1 preparer over vLLM's renderer", one / peer, 1.0, "at least"),
+        Bar("prepare: 1 preparer over vLLM's renderer", whole / peer, 1.0, "at least"),
         Bar("prepare: 2 preparers over 1", two / one, 1.8, "at least"),
         Bar("prepare: private memory of a preparer beyond its job's pixels, MB", most * MIB / 1e6, 80, "at most"),
     ]
