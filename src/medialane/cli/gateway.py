@@ -111,6 +111,7 @@ async def _serve(
         fetcher = await stack.enter_async_context(Fetcher(config.media))
         links = _links(config, frontend, arena, workers, metrics)
         turns = Turns()
+        stack.callback(turns.close)
         gateway = _gateway(config, frontend, arena, pool, fetcher, links, metrics, turns)
         stack.callback(gateway.close)
         metrics.watch_arena(arena.stats)

@@ -84,9 +84,10 @@ class FeatureSource:
         return fetched if lease is None else lease
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
-        async with self._turns.step(len(ref.data or b"")):  # bytes of the request are only hashed
-            with timeline.measure("fetch"):
-                return await self._fetcher.fetch(ref, need_data=need_data)
+        with timeline.measure("fetch"):
+            if (data := ref.data) is not None:  # bytes of the request are only hashed
+                return Fetched(await self._turns.run(len(data), lambda: content_hash(data)), data)
+            return await self._fetcher.fetch(ref, need_data=need_data)
 
     async def _prepared(
         self, ref: MediaRef, fetched: Fetched, options: bytes, timeline: StageTimeline

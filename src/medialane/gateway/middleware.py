@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
-from medialane.gateway.intake import lift
+from medialane.gateway.intake import Intake, lift
 from medialane.gateway.scope import current_scope, open_scope
 from medialane.gateway.turns import Turns
 from medialane.media import MediaConfig
@@ -94,9 +94,12 @@ class IntakeMiddleware:
         if body is None:
             return None
         request = current_scope()
-        async with self._turns.step(len(body)):
+
+        def work() -> Intake:
             with request.timeline.measure("lift"):
-                intake = lift(body, self._config)
+                return lift(body, self._config)
+
+        intake = await self._turns.run(len(body), work)
         request.refs = intake.refs
         return intake.body
 

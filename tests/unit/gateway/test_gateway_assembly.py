@@ -4,7 +4,8 @@ import threading
 import pytest
 
 from medialane.core.errors import PromptRejected
-from medialane.core.feature import MediaPrompt
+from medialane.core.feature import Feature, MediaPrompt
+from medialane.core.media import MediaSize
 from medialane.gateway.assembly import MAX_QUICK_ITEMS, MAX_QUICK_TOKENS, Assembly
 from medialane.prepare import AssembledPrompt
 
@@ -42,15 +43,22 @@ def prompt(num_tokens=3):
     return MediaPrompt([1] * num_tokens, ())
 
 
+def image(side):
+    return Feature("image", "ab" * 32, b"", (), MediaSize(width=side, height=side))
+
+
 async def test_short_prompt_is_expanded_on_the_loop(assembly, recorder):
-    await assembly.assemble(prompt(), ())
+    await assembly.assemble(prompt(), (image(1000),))
     assert recorder.threads == [threading.main_thread()]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_items"), [(MAX_QUICK_TOKENS + 1, 1), (3, MAX_QUICK_ITEMS + 1)])
-async def test_long_prompt_is_expanded_in_the_thread(assembly, recorder, num_tokens, num_items):
+@pytest.mark.parametrize(
+    ("num_tokens", "num_items", "side"),
+    [(MAX_QUICK_TOKENS + 1, 1, 9), (3, MAX_QUICK_ITEMS + 1, 9), (3, 1, 4000)],
+)
+async def test_long_prompt_is_expanded_in_the_thread(assembly, recorder, num_tokens, num_items, side):
     recorder.go.set()
-    found = await assembly.assemble(prompt(num_tokens), (None,) * num_items)
+    found = await assembly.assemble(prompt(num_tokens), (image(side),) * num_items)
     assert len(found.token_ids) == num_tokens
     assert recorder.threads != [threading.main_thread()]
 
@@ -86,4 +94,4 @@ async def test_rejection_reaches_the_caller_from_both_places(assembly, recorder)
     with pytest.raises(PromptRejected):
         await assembly.assemble(MediaPrompt([0], ()), ())
     with pytest.raises(PromptRejected):
-        await assembly.assemble(MediaPrompt([0], ()), (None,) * (MAX_QUICK_ITEMS + 1))
+        await assembly.assemble(MediaPrompt([0], ()), (image(9),) * (MAX_QUICK_ITEMS + 1))

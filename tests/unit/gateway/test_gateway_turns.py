@@ -1,8 +1,9 @@
 import asyncio
+import threading
 
 import pytest
 
-from medialane.gateway.turns import SMALL_BYTES, Turns
+from medialane.gateway.turns import LARGE_BYTES, SMALL_BYTES, Turns
 
 
 class LoopTurns:
@@ -103,3 +104,18 @@ async def test_failed_and_cancelled_steps_let_the_next_one_in():
             raise ValueError("broken")
     async with asyncio.timeout(1):
         await large()
+
+
+async def test_many_bytes_are_worked_on_in_a_thread_and_few_are_not():
+    turns = Turns()
+    assert await turns.run(100, threading.current_thread) is threading.main_thread()
+    assert await turns.run(LARGE_BYTES, threading.current_thread) is not threading.main_thread()
+    turns.close()
+
+
+async def test_error_of_work_in_the_thread_reaches_the_caller_and_ends_its_step():
+    turns = Turns()
+    with pytest.raises(ZeroDivisionError):
+        await turns.run(LARGE_BYTES, lambda: 1 // 0)
+    assert await turns.run(LARGE_BYTES, lambda: 7) == 7
+    turns.close()
