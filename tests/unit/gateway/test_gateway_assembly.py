@@ -63,6 +63,12 @@ async def test_long_prompt_is_expanded_in_the_thread(assembly, recorder, num_tok
     assert recorder.threads != [threading.main_thread()]
 
 
+async def test_prompt_with_processor_options_is_expanded_in_the_thread(assembly, recorder):
+    recorder.go.set()
+    await assembly.assemble(MediaPrompt([1], (), b'{"max_pixels":3136}'), ())
+    assert recorder.threads != [threading.main_thread()]
+
+
 async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(assembly, recorder):
     long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
     await asyncio.sleep(0.05)
