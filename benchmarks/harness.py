@@ -1,6 +1,6 @@
 """What every benchmark shares: the machine, the table, the bars, the JSON file.
 
-A benchmark module has `NAME`, `ABOUT` and `run(options) -> Report`. Peers run side by side in the same run, in turns,
+A benchmark module, `bench_<name>.py`, has `ABOUT` and `run(options) -> Report`. Peers run side by side in the same run, in turns,
 and the ratio is what counts: the machine's speed drifts.
 """
 
