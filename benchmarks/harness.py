@@ -1,7 +1,7 @@
 """What every benchmark shares: the machine, the table, the bars, the JSON file.
 
-A benchmark module, `bench_<name>.py`, has `ABOUT` and `run(options) -> Report`. Peers run side by side in the same run, in turns,
-and the ratio is what counts: the machine's speed drifts.
+A benchmark module, `bench_<name>.py`, has `ABOUT` and `run(options) -> Report`. Peers run side by side in
+the same run, in turns, and the ratio is what counts: the machine's speed drifts.
 """
 
 from __future__ import annotations
