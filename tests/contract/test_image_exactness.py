@@ -8,7 +8,8 @@ import pytest
 from PIL import Image, features
 
 from medialane.core.errors import InvalidImage
-from medialane.media import MediaConfig, decode_image
+from medialane.media import MediaConfig
+from medialane.media.image import decode_image
 
 SIZES = [(1, 1), (7, 5), (17, 33), (64, 48), (101, 67)]
 ORIENTATIONS = [None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]

@@ -13,7 +13,8 @@ from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, ArenaView, L
 from medialane.core.errors import InvalidRequest
 from medialane.core.hashing import content_hash
 from medialane.core.media import EncodedMedia
-from medialane.media import MediaConfig, decode_image
+from medialane.media import MediaConfig
+from medialane.media.image import decode_image
 from medialane.prepare import PrepareConfig, PreparerPool
 
 

@@ -3,11 +3,13 @@
     MedialaneError
     |-- InvalidRequest (400)            the client must change the request
     |   |-- InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, InvalidDataUrl, InvalidBase64
-    |   |-- EmptyMedia, InvalidImage, ImageTooComplex, TooManyMediaItems, UnknownMediaUuid
+    |   |-- EmptyMedia, InvalidImage, InvalidVideo, InvalidAudio, ImageTooComplex, TooManyFrames
+    |   |-- TooManyMediaItems, UnknownMediaUuid
     |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
     |   |-- PromptRejected              vLLM refused prompt or parameters
     |   |-- InvalidBody                 not JSON, or not the JSON that we expect
-    |   |-- TooLarge (413)              MediaTooLarge, ImageTooLarge, BodyTooLarge
+    |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
+    |   |                               AudioTooLong
     |   `-- UnsupportedMediaType (415)
     |-- UpstreamFailed (502)            the media's origin failed
     |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost
@@ -87,6 +89,18 @@ class InvalidImage(InvalidRequest):
     code = "invalid_image"
 
 
+class InvalidVideo(InvalidRequest):
+    code = "invalid_video"
+
+
+class InvalidAudio(InvalidRequest):
+    code = "invalid_audio"
+
+
+class TooManyFrames(InvalidRequest):
+    code = "too_many_frames"
+
+
 class ImageTooComplex(InvalidRequest):
     code = "image_too_complex"
 
@@ -131,6 +145,18 @@ class MediaTooLarge(TooLarge):
 
 class ImageTooLarge(TooLarge):
     code = "image_too_large"
+
+
+class VideoTooLarge(TooLarge):
+    code = "video_too_large"
+
+
+class VideoTooLong(TooLarge):
+    code = "video_too_long"
+
+
+class AudioTooLong(TooLarge):
+    code = "audio_too_long"
 
 
 class UnsupportedMediaType(InvalidRequest):

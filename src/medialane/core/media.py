@@ -1,8 +1,9 @@
-"""Media on their way from a reference in a request to decoded pixels."""
+"""Media on their way from a reference in a request to decoded pixels, frames or samples."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,7 +18,8 @@ class MediaRef(msgspec.Struct, frozen=True):
     """One media item as a request names it: a URL, or bytes that came inside the request.
 
     `param` is the item's field in the request, for errors. `salt` separates tenants: the same content under another
-    salt is another entry.
+    salt is another entry. `io` says how to decode the item (frames, fps, ...): canonical JSON of what vLLM calls the
+    `media_io_kwargs` of the item's modality, those of model, request and item put together.
     """
 
     modality: Modality
@@ -26,6 +28,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     data: bytes | None = None
     media_type: str | None = None
     salt: str = ""
+    io: bytes = b"{}"
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.data is None):
@@ -51,12 +54,17 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 
 
 class MediaSize(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The media's true size, which prompt assembly needs in place of the pixels. Zero where it does not apply."""
+    """The media's true size, which prompt assembly needs in place of the pixels. Zero where it does not apply.
+
+    `num_samples` counts what the processor was given, resampled to the model's rate. `metadata` of a video is the JSON
+    object that vLLM's samplers tell of it (fps, duration, the frames taken, ...): some families write timestamps.
+    """
 
     width: int = 0
     height: int = 0
     num_frames: int = 0
     num_samples: int = 0
+    metadata: bytes = b""
 
 
 class Image:
@@ -75,3 +83,80 @@ class Image:
 
     def __repr__(self) -> str:
         return f"Image({self.pixels.shape[1]}x{self.pixels.shape[0]})"
+
+
+class FrameBatch:
+    """Frames sampled from a video: uint8 of shape (frames, height, width, 3), RGB, C-contiguous.
+
+    `metadata` is the JSON object that the model's sampler tells of the video, as in `MediaSize`.
+    """
+
+    __slots__ = ("frames", "metadata")
+
+    def __init__(self, frames: NDArray[np.uint8], metadata: bytes) -> None:
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+            raise ValueError(f"frames must be uint8 of shape (n, height, width, 3), not {frames.dtype} {frames.shape}")
+        self.frames = frames
+        self.metadata = metadata
+
+    @property
+    def size(self) -> MediaSize:
+        num_frames, height, width, _ = self.frames.shape
+        return MediaSize(width=width, height=height, num_frames=num_frames, metadata=self.metadata)
+
+    def __repr__(self) -> str:
+        num_frames, height, width, _ = self.frames.shape
+        return f"FrameBatch({num_frames} of {width}x{height})"
+
+
+class AudioSamples:
+    """Mono sound at the rate that it was recorded at: float32 of shape (samples,); `sample_rate` in Hz."""
+
+    __slots__ = ("sample_rate", "samples")
+
+    def __init__(self, samples: NDArray[np.float32], sample_rate: int) -> None:
+        if samples.dtype != np.float32 or samples.ndim != 1:
+            raise ValueError(f"samples must be float32 of one dimension, not {samples.dtype} {samples.shape}")
+        if sample_rate <= 0:
+            raise ValueError(f"sample_rate must be positive, not {sample_rate}")
+        self.samples = samples
+        self.sample_rate = sample_rate
+
+    @property
+    def size(self) -> MediaSize:
+        return MediaSize(num_samples=self.samples.shape[0])
+
+    def __repr__(self) -> str:
+        return f"AudioSamples({self.samples.shape[0]} at {self.sample_rate} Hz)"
+
+
+Decoded = Image | FrameBatch | AudioSamples
+
+
+class VideoSource(msgspec.Struct, frozen=True):
+    """What a video says of itself, as vLLM's decoder (OpenCV) reports it: samplers choose frames by these."""
+
+    num_frames: int
+    fps: float
+    duration_s: float
+
+
+class Video(Protocol):
+    """An opened video, of which a sampler chooses frames.
+
+    `data` are its encoded bytes, for samplers that decode themselves.
+    """
+
+    @property
+    def source(self) -> VideoSource: ...
+
+    @property
+    def data(self) -> memoryview: ...
+
+    def read(self, indices: Sequence[int]) -> tuple[NDArray[np.uint8], list[int]]:
+        """Frames of these indices (ascending, in presentation order), and the indices of those that could be read.
+
+        The frames are uint8 of shape (frames read, height, width, 3), RGB. Raises InvalidVideo, VideoTooLarge,
+        VideoTooLong, TooManyFrames.
+        """
+        ...

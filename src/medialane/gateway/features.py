@@ -11,8 +11,7 @@ from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash, feature_key
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway.turns import Turns
-from medialane.media import Fetched, Fetcher, MediaConfig
-from medialane.media.sniff import sniff
+from medialane.media import Fetched, Fetcher, MediaConfig, sniff
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
@@ -113,10 +112,10 @@ class FeatureSource:
     def _store(self, ref: MediaRef, fetched: Fetched) -> Lease[EncodedMedia]:
         """The encoded bytes in the arena, where preparers read them."""
         data = fetched.data or b""
-        sniffed = sniff(data, self._media)
+        media_type = sniff(data, ref.modality, self._media)
         reservation = self._arena.reserve(len(data))
         reservation.buffer[: len(data)] = data
         encoded = EncodedMedia(
-            ref.modality, fetched.content_hash, sniffed.media_type, reservation.range, ENTRY_HEADER_BYTES, len(data)
+            ref.modality, fetched.content_hash, media_type, reservation.range, ENTRY_HEADER_BYTES, len(data)
         )
         return self._arena.keep(reservation, encoded)

@@ -1,6 +1,6 @@
 """From a media reference to encoded bytes, and from encoded bytes to decoded pixels, safely.
 
-`Fetcher` and `parse_data_url` get bytes; `sniff` says what they are and whether a decoder may see them; `decode_image`
+`Fetcher` and `parse_data_url` get bytes; `sniff` says what they are and whether a decoder may see them; `decode`
 decodes. The fetcher loads when first used: preparers and the command line need no HTTP client.
 """
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
-from medialane.media.image import decode_image
-from medialane.media.sniff import Sniffed, sniff
+from medialane.media.decode import FrameSampler, decode
+from medialane.media.sniff import sniff
 
 if TYPE_CHECKING:
     from medialane.media.fetch import Fetched, Fetcher
@@ -19,10 +19,10 @@ __all__ = [
     "FetchLimits",
     "Fetched",
     "Fetcher",
+    "FrameSampler",
     "MediaConfig",
-    "Sniffed",
+    "decode",
     "decode_base64",
-    "decode_image",
     "parse_data_url",
     "sniff",
 ]

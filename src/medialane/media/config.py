@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from medialane.core.errors import StartupFailed, UnsupportedMediaType
+from medialane.core.errors import StartupFailed
 from medialane.core.media import Modality
 
 MIB = 1 << 20
@@ -24,11 +24,23 @@ _POSITIVE = (
     "max_image_pixels",
     "max_image_side",
     "max_image_scans",
+    "max_video_bytes",
+    "max_video_pixels",
+    "max_video_duration_s",
+    "max_video_frames",
+    "max_sampled_frames",
+    "max_video_decoded_bytes",
+    "max_audio_bytes",
+    "max_audio_duration_s",
+    "max_audio_decoded_bytes",
+    "max_audio_channels",
     "max_items",
     "max_url_chars",
     "connect_timeout_s",
     "first_byte_timeout_s",
     "image_fetch_timeout_s",
+    "audio_fetch_timeout_s",
+    "video_fetch_timeout_s",
     "max_fetches",
     "max_fetches_per_host",
 )
@@ -58,6 +70,22 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_scans: Annotated[
         int, msgspec.Meta(description="most scans of a progressive JPEG; a normal one has about 10")
     ] = 64
+    max_video_bytes: Annotated[int, msgspec.Meta(description="largest encoded video, fetched or sent")] = 128 * MIB
+    max_video_pixels: Annotated[int, msgspec.Meta(description="most pixels of a video's frame")] = 4096 * 2304
+    max_video_duration_s: Annotated[float, msgspec.Meta(description="longest video")] = 3600.0
+    max_video_frames: Annotated[
+        int, msgspec.Meta(description="most frames of a video that a decoder may have to go over")
+    ] = 36_000
+    max_sampled_frames: Annotated[int, msgspec.Meta(description="most frames of one video that a model is given")] = 768
+    max_video_decoded_bytes: Annotated[
+        int, msgspec.Meta(description="most memory that the sampled frames of one video may take")
+    ] = 512 * MIB
+    max_audio_bytes: Annotated[int, msgspec.Meta(description="largest encoded sound, fetched or sent")] = 25 * MIB
+    max_audio_duration_s: Annotated[float, msgspec.Meta(description="longest sound")] = 600.0
+    max_audio_decoded_bytes: Annotated[
+        int, msgspec.Meta(description="most memory that one sound's samples may take, all channels counted")
+    ] = 256 * MIB
+    max_audio_channels: Annotated[int, msgspec.Meta(description="most channels of a sound")] = 8
     max_items: Annotated[
         int, msgspec.Meta(description="most media items of one request (vLLM's --limit-mm-per-prompt applies as well)")
     ] = 16
@@ -87,6 +115,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_fetch_timeout_s: Annotated[
         float, msgspec.Meta(description="longest time to fetch one image, redirects and retry included")
     ] = 10.0
+    audio_fetch_timeout_s: Annotated[float, msgspec.Meta(description="the same for one sound")] = 20.0
+    video_fetch_timeout_s: Annotated[float, msgspec.Meta(description="the same for one video")] = 30.0
     min_rate_bytes_per_s: Annotated[
         float, msgspec.Meta(description="a media host that sends more slowly than this is given up; 0 is no limit")
     ] = 10_000.0
@@ -124,7 +154,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed(f"allowed_local_media_path {self.allowed_local_media_path} is not a folder")
 
     def fetch_limits(self, modality: Modality) -> FetchLimits:
-        """The limits of fetching one item. Raises UnsupportedMediaType for what this gateway does not take."""
-        if modality != "image":
-            raise UnsupportedMediaType(f"this gateway takes images, not {modality}")
-        return FetchLimits(self.max_image_bytes, self.image_fetch_timeout_s)
+        """The limits of fetching one item."""
+        return {
+            "image": FetchLimits(self.max_image_bytes, self.image_fetch_timeout_s),
+            "audio": FetchLimits(self.max_audio_bytes, self.audio_fetch_timeout_s),
+            "video": FetchLimits(self.max_video_bytes, self.video_fetch_timeout_s),
+        }[modality]

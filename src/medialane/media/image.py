@@ -34,7 +34,7 @@ from PIL import Image as PILImage
 from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image
 from medialane.media.config import MediaConfig
-from medialane.media.sniff import ImageType, check_size, sniff
+from medialane.media.image_header import ImageType, check_size, sniff_image
 
 #: The plugin that may open each type; naming it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -75,9 +75,9 @@ _Pixels = NDArray[np.generic]
 def decode_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> Image:
     """Decode one image, the first frame of an animation, to RGB. `encoded` is not needed afterwards.
 
-    Raises what `sniff` raises, and InvalidImage, ImageTooLarge, ImageTooComplex.
+    Raises what `sniff_image` raises, and InvalidImage, ImageTooLarge, ImageTooComplex.
     """
-    sniffed = sniff(encoded, config)
+    sniffed = sniff_image(encoded, config)
     data = bytes(encoded)
     if sniffed.multi_scan and data.count(_START_OF_SCAN) > config.max_image_scans:
         raise ImageTooComplex(f"the image has more than {config.max_image_scans} scans")

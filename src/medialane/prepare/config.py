@@ -26,6 +26,8 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     image_timeout_s: Annotated[
         float, msgspec.Meta(description="longest time to decode and process one image; then its preparer is killed")
     ] = 10.0
+    audio_timeout_s: Annotated[float, msgspec.Meta(description="the same for one sound")] = 20.0
+    video_timeout_s: Annotated[float, msgspec.Meta(description="the same for one video")] = 60.0
     start_timeout_s: Annotated[
         float, msgspec.Meta(description="longest time to load and warm the model's processor")
     ] = 120.0
@@ -42,15 +44,20 @@ class PrepareConfig(msgspec.Struct, frozen=True):
         for name in ("num_preparers", "memory_limit_bytes", "max_jobs_per_preparer"):
             if getattr(self, name) < 0:
                 raise StartupFailed(f"{name} must not be negative")
-        for name in ("queue_limit", "queue_timeout_s", "image_timeout_s", "start_timeout_s"):
+        for name in (
+            "queue_limit",
+            "queue_timeout_s",
+            "image_timeout_s",
+            "audio_timeout_s",
+            "video_timeout_s",
+            "start_timeout_s",
+        ):
             if getattr(self, name) <= 0:
                 raise StartupFailed(f"{name} must be positive")
 
     def job_timeout_s(self, modality: Modality) -> float:
         """Longest time of one job of this modality."""
-        if modality != "image":
-            raise ValueError(f"there is no job for {modality}")
-        return self.image_timeout_s
+        return {"image": self.image_timeout_s, "audio": self.audio_timeout_s, "video": self.video_timeout_s}[modality]
 
     def resolved_num_preparers(self) -> int:
         """The number of preparers on this machine: cores are those that this process may run on."""

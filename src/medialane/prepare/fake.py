@@ -16,9 +16,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed
+from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Image
+from medialane.core.media import Decoded, FrameBatch, Image, Video
 from medialane.core.tensor import TensorSpec
 from medialane.prepare.processor import AssembledPrompt, ProcessedItem
 
@@ -63,9 +63,14 @@ def build_processor(config: bytes) -> FakeProcessor:
 
 
 class FakeProcessor:
-    """Two tensors an item: pixels times `scale` as float32, and height and width as int64."""
+    """Two tensors an item: pixels times `scale` as float32, and height and width as int64. Images only."""
 
-    def process(self, media: Image, options: bytes) -> ProcessedItem:
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        raise UnsupportedMediaType("the fake takes images only")
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        if not isinstance(media, Image):
+            raise UnsupportedMediaType("the fake takes images only")
         wanted = msgspec.json.decode(options, type=FakeOptions)
         time.sleep(wanted.sleep_s)
         _FAULTS[wanted.fault]()

@@ -29,8 +29,10 @@ class Job:
         *,
         timeout_s: float,
         timeline: StageTimeline | None = None,
+        io: bytes = b"{}",
     ) -> None:
         self.source = source
+        self.io = io
         self.options = options
         self.mm_hash = mm_hash
         self.timeout_s = timeout_s

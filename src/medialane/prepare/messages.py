@@ -104,8 +104,11 @@ ControlReport = Ready | Refused | Forked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
+    """Decode and process one item. `io` is as in `MediaRef`, `options` are the processor's; both canonical JSON."""
+
     job_id: int
     encoded: EncodedMedia
+    io: bytes
     options: bytes
 
 

@@ -129,8 +129,12 @@ class PreparerPool:
         options: bytes,
         mm_hash: str,
         timeline: StageTimeline | None = None,
+        *,
+        io: bytes = b"{}",
     ) -> Lease[Feature]:
         """Decode and process one item and publish its feature in the arena under `mm_hash`; the lease is the caller's.
+
+        `io` says how to decode (as in `MediaRef`), `options` are the processor's.
 
         `encoded` stays the caller's: the job takes a pin of its own. Raises PreparersBusy (queue full, or no preparer
         in time), ArenaFull, PreparerTimeout, PreparerCrashed, Unavailable, and what decoding and processing raise.
@@ -140,7 +144,7 @@ class PreparerPool:
         if self._unavailable is not None:
             raise Unavailable(self._unavailable)
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
-        job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline)
+        job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
         try:
             self._queue.put(job)
         except MedialaneError:
@@ -315,7 +319,7 @@ class PreparerPool:
         self._num_jobs += 1
         job_id = self._num_jobs
         encoded = job.source.value
-        await preparer.send(ProcessItem(job_id, encoded, job.options))
+        await preparer.send(ProcessItem(job_id, encoded, job.io, job.options))
         need = _expect(NeedRange, await preparer.receive(), job_id)
         if job.timeline is not None:
             job.timeline.add("decode", need.decode_s)

@@ -17,7 +17,7 @@ from medialane.arena import ArenaView, describe
 from medialane.core.errors import MedialaneError, PreparationFailed, ProtocolViolation, to_report
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
-from medialane.media import decode_image
+from medialane.media import decode
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
     LENGTH,
@@ -83,10 +83,13 @@ class Preparer:
 
     def _process(self, job: ProcessItem) -> Done | None:
         started = time.perf_counter()
-        image = decode_image(self._encoded(job.encoded), self._media)
+        encoded = job.encoded
+        media = decode(
+            self._encoded(encoded), encoded.modality, encoded.media_type, job.io, self._media, self._processor
+        )
         decoded = time.perf_counter()
-        item = self._processor.process(image, job.options)
-        del image  # its pixels need not stay while the gateway makes room
+        item = self._processor.process(media, job.options)
+        del media  # its pixels need not stay while the gateway makes room
         processed = time.perf_counter()
         self._send(NeedRange(job.job_id, item.specs, item.header, item.size, decoded - started, processed - decoded))
         reply = self._receive()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Image, MediaSize
+from medialane.core.media import Decoded, FrameBatch, MediaSize, Video
 from medialane.core.tensor import TensorSpec
 
 
@@ -26,7 +26,11 @@ class ProcessedItem:
 class Processor(Protocol):
     """Runs the engine's multimodal processor on one decoded item, inside a preparer. Synchronous, one thread."""
 
-    def process(self, media: Image, options: bytes) -> ProcessedItem:
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        """Take the frames that the engine's own sampler takes (`media.FrameSampler`)."""
+        ...
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         """Process one item alone. `options` are canonical JSON. Raises MedialaneError for what the client did wrong."""
         ...
 

@@ -24,9 +24,9 @@ from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
 
-from medialane.core.errors import InvalidImage, PromptRejected
+from medialane.core.errors import InvalidImage, PromptRejected, UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Image, MediaSize
+from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Video
 from medialane.prepare.processor import AssembledPrompt, ProcessedItem
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.features import decode_item_without_tensors, encode_item
@@ -73,7 +73,12 @@ class VllmProcessor:
         if "image" in self._processor.info.get_supported_mm_limits():
             self._takes_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
 
-    def process(self, media: Image, options: bytes) -> ProcessedItem:
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        raise UnsupportedMediaType("this gateway does not take video yet")
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        if not isinstance(media, Image):
+            raise UnsupportedMediaType("this gateway does not take video and audio yet")
         return self._process(
             media, options, as_tensor=self._takes_tensors and min(media.pixels.shape[:2]) > _MOST_CHANNELS
         )

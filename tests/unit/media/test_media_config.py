@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.core.errors import StartupFailed, UnsupportedMediaType
+from medialane.core.errors import StartupFailed
 from medialane.media import FetchLimits, MediaConfig
 
 
@@ -30,5 +30,5 @@ def test_bad_setting_is_named(setting):
 
 def test_limits_by_modality():
     assert MediaConfig(max_image_bytes=5).fetch_limits("image") == FetchLimits(5, 10.0)
-    with pytest.raises(UnsupportedMediaType):
-        MediaConfig().fetch_limits("video")
+    assert MediaConfig(max_audio_bytes=6, audio_fetch_timeout_s=7).fetch_limits("audio") == FetchLimits(6, 7)
+    assert MediaConfig(max_video_bytes=8, video_fetch_timeout_s=9).fetch_limits("video") == FetchLimits(8, 9)

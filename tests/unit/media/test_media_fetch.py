@@ -8,7 +8,6 @@ from medialane.core.errors import (
     MediaFetchFailed,
     MediaFetchTimeout,
     MediaUrlForbidden,
-    UnsupportedMediaType,
     UnsupportedUrlScheme,
 )
 from medialane.core.hashing import content_hash
@@ -233,12 +232,6 @@ async def test_failure_reaches_every_caller_and_is_not_remembered(fetcher, origi
 async def test_refused_urls(fetcher, url, error):
     with pytest.raises(error):
         await fetcher.fetch(image(url))
-
-
-async def test_modality_that_is_not_taken(fetcher, origin):
-    with pytest.raises(UnsupportedMediaType):
-        await fetcher.fetch(MediaRef("video", "p", url=origin.url("/a")))
-    assert not origin.requests
 
 
 async def test_file_below_the_allowed_folder(tmp_path):

@@ -19,7 +19,8 @@ from medialane.core.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, decode_image
+from medialane.media import MediaConfig
+from medialane.media.image import decode_image
 
 CONFIG = MediaConfig()
 

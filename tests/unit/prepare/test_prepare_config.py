@@ -37,6 +37,6 @@ def test_given_number_is_taken():
     assert PrepareConfig(num_preparers=5).resolved_num_preparers() == 5
 
 
-def test_modality_without_a_deadline_raises():
-    with pytest.raises(ValueError, match="audio"):
-        PrepareConfig().job_timeout_s("audio")
+def test_each_modality_has_its_deadline():
+    config = PrepareConfig(image_timeout_s=1, audio_timeout_s=2, video_timeout_s=3)
+    assert [config.job_timeout_s(m) for m in ("image", "audio", "video")] == [1, 2, 3]

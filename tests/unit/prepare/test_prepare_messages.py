@@ -27,7 +27,7 @@ def test_control_report_survives_the_wire(message):
 @pytest.mark.parametrize(
     "message",
     [
-        m.ProcessItem(1, EncodedMedia("image", "f" * 64, "image/png", RANGE, 64, 10), b"{}"),
+        m.ProcessItem(1, EncodedMedia("image", "f" * 64, "image/png", RANGE, 64, 10), b"{}", b"{}"),
         m.Range(1, RANGE),
         m.NoRange(1),
     ],

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -316,15 +315,6 @@ async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
         await eventually(lambda: pool.stats().num_alive == 1, timeout_s=10)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(forkserver)
-
-
-async def test_modality_without_a_job_is_the_callers_error(arena, encoded):
-    async with running(make_pool(arena)) as pool:
-        with put(arena, png()) as lease:
-            lease.value = msgspec.structs.replace(lease.value, modality="video")
-            with pytest.raises(ValueError, match="video"):
-                await pool.prepare_item(lease, b"{}", "a" * 64)
-        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
 
 
 async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):

@@ -14,7 +14,8 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, sniff
+from medialane.media import MediaConfig
+from medialane.media.image_header import sniff_image
 
 CONFIG = MediaConfig()
 
@@ -38,13 +39,13 @@ def encode(kind: str, size=(37, 21), mode="RGB", **options) -> bytes:
 @pytest.mark.parametrize("media_type", KINDS)
 def test_type_and_size_come_from_the_header(media_type, size):
     kind, options = KINDS[media_type]
-    found = sniff(encode(kind, size, **options), CONFIG)
+    found = sniff_image(encode(kind, size, **options), CONFIG)
     assert (found.media_type, found.width, found.height) == (media_type, *size)
 
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
 def test_any_buffer_will_do(buffer):
-    assert sniff(buffer(encode("PNG")), CONFIG).width == 37
+    assert sniff_image(buffer(encode("PNG")), CONFIG).width == 37
 
 
 @pytest.mark.parametrize(
@@ -64,24 +65,24 @@ def test_any_buffer_will_do(buffer):
     ids=["lossless", "alpha", "exif", "animated", "avif-alpha", "avif-animated", "gif", "segments", "fill", "junk"],
 )
 def test_variants(data):
-    found = sniff(data, CONFIG)
+    found = sniff_image(data, CONFIG)
     assert (found.width, found.height) == (37, 21)
 
 
 @pytest.mark.parametrize(("progressive", "multi_scan"), [(False, False), (True, True)])
 def test_scans_of_a_jpeg(progressive, multi_scan):
-    assert sniff(encode("JPEG", progressive=progressive), CONFIG).multi_scan is multi_scan
+    assert sniff_image(encode("JPEG", progressive=progressive), CONFIG).multi_scan is multi_scan
 
 
 def test_bmp_whose_rows_go_down():
     data = bytearray(encode("BMP"))
     data[22:26] = struct.pack("<i", -21)
-    assert sniff(data, CONFIG).height == 21
+    assert sniff_image(data, CONFIG).height == 21
 
 
 def test_old_bmp():
     data = b"BM" + bytes(12) + struct.pack("<IHHHH", 12, 37, 21, 1, 24) + bytes(100)
-    assert (sniff(data, CONFIG).width, sniff(data, CONFIG).height) == (37, 21)
+    assert (sniff_image(data, CONFIG).width, sniff_image(data, CONFIG).height) == (37, 21)
 
 
 @pytest.mark.parametrize(
@@ -107,17 +108,17 @@ def test_old_bmp():
 )
 def test_other_types_are_refused(data):
     with pytest.raises(UnsupportedMediaType):
-        sniff(data + bytes(64), CONFIG)
+        sniff_image(data + bytes(64), CONFIG)
 
 
 def test_nothing_is_empty_media():
     with pytest.raises(EmptyMedia):
-        sniff(b"", CONFIG)
+        sniff_image(b"", CONFIG)
 
 
 def test_too_many_bytes_are_refused():
     with pytest.raises(MediaTooLarge):
-        sniff(encode("PNG"), MediaConfig(max_image_bytes=50))
+        sniff_image(encode("PNG"), MediaConfig(max_image_bytes=50))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_header_that_ends_early_is_invalid(kind, shortest, whole):
     data = encode(kind)
     for length in range(shortest, whole):
         with pytest.raises(InvalidImage):
-            sniff(data[:length], CONFIG)
+            sniff_image(data[:length], CONFIG)
 
 
 def jpeg_claiming(width: int, height: int) -> bytes:
@@ -165,16 +166,16 @@ CLAIMS = [jpeg_claiming, png_claiming, gif_claiming, webp_claiming, bmp_claiming
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 def test_claimed_size_is_held_against_the_limits(claim):
-    assert sniff(claim(7000, 7000), CONFIG).width == 7000
+    assert sniff_image(claim(7000, 7000), CONFIG).width == 7000
     for size in ((10_000, 10_000), (16_385, 1), (1, 16_385)):
         with pytest.raises(ImageTooLarge):
-            sniff(claim(*size), CONFIG)
+            sniff_image(claim(*size), CONFIG)
 
 
 @pytest.mark.parametrize("claim", [c for c in CLAIMS if c is not webp_claiming], ids=lambda claim: claim.__name__)
 def test_no_pixels_is_invalid(claim):
     with pytest.raises(InvalidImage):
-        sniff(claim(0, 5), CONFIG)
+        sniff_image(claim(0, 5), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_no_pixels_is_invalid(claim):
 )
 def test_endless_headers_are_given_up(data):
     with pytest.raises(InvalidImage):
-        sniff(data, CONFIG)
+        sniff_image(data, CONFIG)
 
 
 MAGIC = st.sampled_from(
@@ -203,7 +204,7 @@ MAGIC = st.sampled_from(
 @given(MAGIC, st.binary(max_size=300))
 def test_any_bytes_are_told_or_refused(magic, rest):
     try:
-        found = sniff(magic + rest, CONFIG)
+        found = sniff_image(magic + rest, CONFIG)
     except InvalidRequest:
         return
     assert 0 < found.width <= CONFIG.max_image_side

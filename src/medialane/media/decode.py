@@ -1,0 +1,34 @@
+"""Encoded bytes to decoded media of any modality. Runs inside a preparer: synchronously, in one thread."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from medialane.core.media import Decoded, FrameBatch, Modality, Video
+from medialane.media.audio import decode_audio
+from medialane.media.config import MediaConfig
+from medialane.media.image import decode_image
+from medialane.media.video import open_video
+
+
+class FrameSampler(Protocol):
+    """The model's choice of frames."""
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        """Take the frames that the engine itself would take. `io` is as in `MediaRef`.
+
+        Raises InvalidRequest for options that the sampler does not take, and what `Video.read` raises.
+        """
+        ...
+
+
+def decode(
+    data: memoryview, modality: Modality, media_type: str, io: bytes, config: MediaConfig, sampler: FrameSampler
+) -> Decoded:
+    """Decode one item; `media_type` is what `sniff` said. Raises what the modality's decoder raises."""
+    if modality == "image":
+        return decode_image(data, config)
+    if modality == "audio":
+        return decode_audio(data, config)
+    with open_video(data, media_type, config) as video:
+        return sampler.sample(video, io)
