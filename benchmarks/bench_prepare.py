@@ -45,6 +45,7 @@ from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway import FeatureSource, Gateway, GatewayConfig, open_scope
+from medialane.gateway import Turns as LoopTurns
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PrepareConfig, PreparerPool
@@ -142,7 +143,9 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, FLAGS)))
         fetcher = await stack.enter_async_context(Fetcher(MediaConfig()))
         pools = {count: await stack.enter_async_context(_pool(model, arena, count)) for count in _counts()}
-        gateways = {count: _gateway(arena, pools[count], fetcher, processor) for count in pools}
+        loop_turns = LoopTurns()
+        stack.callback(loop_turns.close)
+        gateways = {count: _gateway(arena, pools[count], fetcher, processor, loop_turns) for count in pools}
         ours: dict[str, tuple[int, Prepare]] = {}
         for count, pool in pools.items():
             ours[_name(count)] = (count, partial(_through_pool, arena, pool))
@@ -192,10 +195,12 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
         await pool.close()
 
 
-def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any) -> Gateway:
+def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any, loop_turns: LoopTurns) -> Gateway:
     """The gateway's own parts, but those behind preparation."""
     nothing: Any = None
-    features = FeatureSource(arena=arena, pool=pool, fetcher=fetcher, media=MediaConfig(), processor_digest="")
+    features = FeatureSource(
+        arena=arena, pool=pool, fetcher=fetcher, media=MediaConfig(), processor_digest="", turns=loop_turns
+    )
     return Gateway(
         config=GatewayConfig(stage="features"),
         transfer=TransferConfig(),

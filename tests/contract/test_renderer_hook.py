@@ -18,7 +18,15 @@ from vllm.multimodal.media import MediaConnector
 from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl, UnsupportedMediaType, WorkerLost
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
-from medialane.gateway import IntakeMiddleware, ScopeMiddleware, current_scope, error_body, error_headers, open_scope
+from medialane.gateway import (
+    IntakeMiddleware,
+    ScopeMiddleware,
+    Turns,
+    current_scope,
+    error_body,
+    error_headers,
+    open_scope,
+)
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.app import Frontend
@@ -77,10 +85,11 @@ async def module_server(tiny_model):
     frontend = Frontend(str(tiny_model), VLLM_ARGS)
     story = FakeStory(frontend.config.model_config.hf_config.image_token_id)
     registry = CollectorRegistry()
+    turns = Turns()
     app = await frontend.app(
         story,
         outer=Middleware(ScopeMiddleware, metrics=Metrics(registry)),
-        inner=Middleware(IntakeMiddleware, config=MediaConfig()),
+        inner=Middleware(IntakeMiddleware, config=MediaConfig(), turns=turns),
         answer=_answer,
     )
 
@@ -91,6 +100,7 @@ async def module_server(tiny_model):
     server = Server(app, story, registry, str(tiny_model))
     yield server
     await server.client.aclose()
+    turns.close()
     frontend.renderer.shutdown()
 
 

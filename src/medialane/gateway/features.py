@@ -30,14 +30,14 @@ class FeatureSource:
         fetcher: Fetcher,
         media: MediaConfig,
         processor_digest: str,
-        turns: Turns | None = None,
+        turns: Turns,
     ) -> None:
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
         self._media = media
         self._digest = processor_digest
-        self._turns = turns or Turns()
+        self._turns = turns
         self._flights: SingleFlight[str, None] = SingleFlight()
 
     async def lease(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Lease[Feature]:

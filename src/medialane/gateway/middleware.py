@@ -64,10 +64,10 @@ class IntakeMiddleware:
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
 
-    def __init__(self, app: App, config: MediaConfig, turns: Turns | None = None) -> None:
+    def __init__(self, app: App, config: MediaConfig, turns: Turns) -> None:
         self._app = app
         self._config = config
-        self._turns = turns or Turns()
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

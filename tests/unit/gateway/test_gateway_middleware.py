@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import BodyTooLarge, InvalidImage
-from medialane.gateway import IntakeMiddleware, ScopeMiddleware, current_scope, error_headers
+from medialane.gateway import IntakeMiddleware, ScopeMiddleware, Turns, current_scope, error_headers
 from medialane.gateway.middleware import error_body
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
@@ -54,7 +54,9 @@ class Exchange:
     def __init__(self, app, **limits):
         self.registry = CollectorRegistry()
         self.sent = []
-        self._stack = ScopeMiddleware(IntakeMiddleware(app, MediaConfig(**limits)), Metrics(self.registry))
+        self._turns = Turns()
+        intake = IntakeMiddleware(app, MediaConfig(**limits), self._turns)
+        self._stack = ScopeMiddleware(intake, Metrics(self.registry))
 
     async def run(self, *chunks, method="POST", headers=JSON, leaves=False, kind="http"):
         messages = [
@@ -68,7 +70,10 @@ class Exchange:
         async def send(message):
             self.sent.append(message)
 
-        await self._stack({"type": kind, "method": method, "headers": headers}, receive, send)
+        try:
+            await self._stack({"type": kind, "method": method, "headers": headers}, receive, send)
+        finally:
+            self._turns.close()
         return self
 
     @property
