@@ -6,9 +6,11 @@ CUDA. Beside a CPU build of torch
 
 * torchvision's C++ operators do not load, and `torchvision._meta_registrations` then raises for their absence, although
   the pure Python rest works (and is 4-5 times faster than the PIL image processors): that one module is answered empty;
-* torchaudio and torchcodec raise `OSError` when imported, where transformers and vLLM are ready for `ImportError` only:
-  they are made absent, by a None in `sys.modules`, which `import` and `importlib.util.find_spec` both take for "not
-  installed".
+* torchaudio's own C++ operators do not load either, and it raises `OSError` when imported, although its resampler,
+  which vLLM takes, is pure Python: the module that loads them (`torchaudio._extension`) is answered with one that says
+  that there are none, as in a build without them;
+* torchcodec raises `OSError` when imported, where vLLM is ready for `ImportError` only: it is made absent, by a None in
+  `sys.modules`, which `import` and `importlib.util.find_spec` both take for "not installed".
 
 Nothing is done where torch is absent or built for a device: the cost is one look per entry of sys.path then, 10 us
 in all, against 0.5 ms where something is done. This file is self-contained, imports nothing heavy, and never lets an
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-_COMPANIONS = (("torchaudio", "lib"), ("torchcodec", ""))
 _DEVICES = ("cuda", "hip", "xpu")
 
 
@@ -49,6 +50,29 @@ class EmptyMetaRegistrations:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         pass
+
+
+class NoAudioOperators:
+    """Meta-path finder and loader of a `torchaudio._extension` that has loaded nothing."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "torchaudio._extension":
+            return None
+        from importlib.machinery import ModuleSpec
+
+        return ModuleSpec(name, NoAudioOperators)  # type: ignore[arg-type] # a class serves as well as an object
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        from torchaudio._internal.module_utils import fail_with_message
+
+        module._IS_TORCHAUDIO_EXT_AVAILABLE = module._IS_ALIGN_AVAILABLE = False  # type: ignore[attr-defined]  # noqa: SLF001 - its names
+        module.fail_if_no_align = fail_with_message("torchaudio's operators do not load beside a CPU build of torch")  # type: ignore[attr-defined]
 
 
 def torch_is_cpu_only(version_file: str) -> bool:
@@ -85,10 +109,11 @@ def install() -> None:
         if not torch_is_cpu_only(file.read()):
             return
     sys.meta_path.insert(0, EmptyMetaRegistrations)
-    for name, libraries in _COMPANIONS:
-        folder = _first(f"{name}/{libraries}")
-        if folder is not None and name not in sys.modules and needs_cuda(folder):
-            sys.modules[name] = None  # type: ignore[assignment]
+    audio, codec = _first("torchaudio/lib"), _first("torchcodec/")
+    if audio is not None and needs_cuda(audio):
+        sys.meta_path.insert(0, NoAudioOperators)
+    if codec is not None and "torchcodec" not in sys.modules and needs_cuda(codec):
+        sys.modules["torchcodec"] = None  # type: ignore[assignment]
 
 
 try:
