@@ -42,7 +42,7 @@ OWNERS = {
     "tokenizers": "vllm_bridge/",
     "nixl": "transfer/nixl.py",
     "ray": "cluster/ray.py",
-    "av": ("media/video.py", "media/audio.py"),
+    "av": ("media/video.py", "media/audio.py", "media/kinds.py"),
 }
 
 FILES = sorted(SRC.rglob("*.py"))

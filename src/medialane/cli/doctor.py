@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -46,6 +46,12 @@ for name in ("torch", "torchvision", "transformers"):
     except Exception as error:
         found[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
 print(json.dumps(found))
+"""
+_KINDS = """
+import json
+from medialane.media.kinds import installed_kinds
+kinds = installed_kinds()
+print(json.dumps([kinds.line(), sorted({kind.cure for kind in kinds.off})]))
 """
 
 
@@ -80,6 +86,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _python()
     yield _vllm()
     yield from _imports()
+    yield _media()
     yield _plugin()
     yield _devices()
     yield _memory()
@@ -108,19 +115,44 @@ def _vllm() -> Finding:
 
 def _imports() -> Iterator[Finding]:
     try:
-        done = subprocess.run(  # noqa: S603 - our own script, no shell
-            [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        yield Finding("torch", "fail", f"not loaded within {_IMPORT_TIMEOUT_S} s", "look at the disk and the machine")
+        found = _ask(_IMPORTS)
+    except _NoAnswer as error:
+        yield Finding("torch", "fail", str(error), error.advice or "install torch again")
         return
-    if done.returncode != 0 or not done.stdout.strip():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding("torch", "fail", f"loading it ended Python ({last[:200]})", "install torch again")
-        return
-    for name, (loads, text) in json.loads(done.stdout.strip().splitlines()[-1]).items():
+    for name, (loads, text) in found.items():
         advice = "" if loads else f"install {name} again, in the version that the installed vLLM asks for"
         yield Finding(name, "ok" if loads else "fail", text, advice)
+
+
+def _media() -> Finding:
+    """Kinds of media that can be decoded; what cannot is refused, and the rest works."""
+    try:
+        line, cures = _ask(_KINDS)
+    except _NoAnswer as error:
+        return Finding("media", "fail", str(error), error.advice or "install pillow, av and soundfile again")
+    return Finding("media", "warn" if cures else "ok", line.removeprefix("media: "), "; ".join(cures))
+
+
+class _NoAnswer(Exception):
+    """The process that was asked ended or hung. `advice` is set where it does not depend on what was asked."""
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+def _ask(script: str) -> Any:
+    """What a script prints as JSON in its last line. Raises _NoAnswer."""
+    try:
+        done = subprocess.run(  # noqa: S603 - our own script, no shell
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _NoAnswer(f"not loaded within {_IMPORT_TIMEOUT_S} s", "look at the disk and the machine") from error
+    if done.returncode != 0 or not done.stdout.strip():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise _NoAnswer(f"loading it ended Python ({last[:200]})")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _plugin() -> Finding:

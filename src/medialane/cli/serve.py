@@ -19,6 +19,7 @@ from medialane.cluster.run_directory import RunDirectory, parent_directory
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, RoomName, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 
 ROOMS: tuple[RoomName, ...] = (
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     local.check(config, args.model, args.vllm_args)
     reap(config.arena.directory)
     hardware = find_hardware(environ)
+    print(installed_kinds().line(), flush=True)
     folder = RunDirectory.create(parent_directory(environ))
     failed = False
     try:

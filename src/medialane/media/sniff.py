@@ -6,6 +6,7 @@ from medialane.core.media import Modality
 from medialane.media.audio_header import sniff_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import sniff_image
+from medialane.media.kinds import check_modality, check_type
 from medialane.media.video_header import sniff_video
 
 Bytes = bytes | bytearray | memoryview
@@ -16,6 +17,13 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
 
     Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, InvalidImage, InvalidVideo, InvalidAudio, ImageTooLarge.
     """
+    check_modality(modality)
+    media_type = _sniff(data, modality, config)
+    check_type(media_type)
+    return media_type
+
+
+def _sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
     if modality == "image":
         return sniff_image(data, config).media_type
     if modality == "video":

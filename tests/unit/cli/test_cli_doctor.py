@@ -34,8 +34,24 @@ def test_findings_are_shown_as_a_table(capsys):
 
 def test_broken_build_that_ends_python_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_IMPORTS", "import os; os.abort()")
+    monkeypatch.setattr(doctor, "_KINDS", "import os; os.abort()")
     (finding,) = doctor._imports()
-    assert finding.verdict == "fail"
+    assert finding.verdict == doctor._media().verdict == "fail"
+
+
+def test_kinds_of_media_are_told():
+    finding = doctor._media()
+    assert finding.verdict == "ok"
+    assert finding.text.startswith("image (jpeg png ")
+
+
+def test_kind_of_media_that_is_off_is_a_warning_with_its_cure(monkeypatch):
+    blocked = "import sys; sys.modules['av'] = None\n"
+    monkeypatch.setattr(doctor, "_KINDS", blocked + doctor._KINDS)
+    finding = doctor._media()
+    assert finding.verdict == "warn"
+    assert "video/h264" in finding.text
+    assert finding.advice == "pip install av"
 
 
 def test_arena_that_does_not_fit_fails_with_how_to_enlarge_it():

@@ -1,0 +1,170 @@
+"""Which kinds of media this installation can decode, and what is missing for the others.
+
+Decoders come with libraries, and builds of a library differ: Pillow with or without AVIF, PyAV with or without a codec.
+So the libraries themselves are asked, once in a process; nothing of them is imported before somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Collection
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from PIL import features
+
+from medialane.core.errors import UnsupportedMediaType
+from medialane.core.media import Modality
+
+_PILLOW_CURE = "pip install --force-reinstall pillow, which brings a build with it"
+_AV_CURE = "pip install --force-reinstall av, which brings a build with it"
+_INSTALL_AV = "pip install av"
+_INSTALL_SOUNDFILE = "pip install soundfile"
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One kind of media: an image format, a video codec, a format of sound.
+
+    `missing` says why this installation cannot decode it and `cure` what to do about that; both are empty if it can.
+    """
+
+    modality: Modality
+    name: str
+    missing: str = ""
+    cure: str = ""
+
+
+class Kinds(msgspec.Struct, frozen=True):
+    """All kinds, in the order in which they are told."""
+
+    kinds: tuple[Kind, ...]
+
+    def takes(self, modality: Modality, name: str | None = None) -> bool:
+        """Whether a kind can be decoded; without a name, whether any of the modality can."""
+        return any(not k.missing for k in self.kinds if k.modality == modality and name in (None, k.name))
+
+    @property
+    def off(self) -> tuple[Kind, ...]:
+        """What cannot be decoded here."""
+        return tuple(kind for kind in self.kinds if kind.missing)
+
+    def line(self) -> str:
+        """What is on, in one line; what is off, a further line for each reason."""
+        on = {m: [k.name for k in self.kinds if k.modality == m and not k.missing] for m in _MODALITIES}
+        lines = ["media: " + ", ".join(f"{m} ({' '.join(names)})" for m, names in on.items() if names)]
+        for (missing, cure), kinds in self._reasons().items():
+            names = " ".join(f"{kind.modality}/{kind.name}" for kind in kinds)
+            lines.append(f"media off: {names}: {missing} ({cure})")
+        return "\n".join(lines)
+
+    def _reasons(self) -> dict[tuple[str, str], list[Kind]]:
+        found: dict[tuple[str, str], list[Kind]] = {}
+        for kind in self.off:
+            found.setdefault((kind.missing, kind.cure), []).append(kind)
+        return found
+
+
+@functools.cache
+def installed_kinds() -> Kinds:
+    """What this process can decode. The first call imports the libraries (a tenth of a second)."""
+    return find_kinds(_load)
+
+
+def find_kinds(load: Callable[[str], ModuleType | str]) -> Kinds:
+    """As `installed_kinds`; `load` gives a library by its name, or the reason why there is none."""
+    av, soundfile = load("av"), load("soundfile")
+    return Kinds((*_images(features.check), *_videos(av), *_sounds(av, soundfile)))
+
+
+def check_modality(modality: Modality) -> None:
+    """Raise UnsupportedMediaType if this server decodes nothing of a modality."""
+    if modality != "image" and not installed_kinds().takes(modality):
+        raise UnsupportedMediaType(f"this server does not take {modality}: it has no decoder for it")
+
+
+def check_type(media_type: str) -> None:
+    """Raise UnsupportedMediaType if this server cannot decode a sniffed type. Of a video it says nothing: that type
+    is the container's, and the codec inside is seen when it is opened."""
+    modality, name = _TYPES.get(media_type, ("image", None))
+    if name is not None and not installed_kinds().takes(modality, name):
+        raise UnsupportedMediaType(f"this server does not take {name.upper()} {modality}: it has no decoder for it")
+
+
+_MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
+
+#: Image format -> Pillow's feature that decodes it, None for what Pillow itself does.
+_IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "avif", "bmp": None}
+
+#: Media type -> the kind that decodes it.
+_TYPES: dict[str, tuple[Modality, str | None]] = {
+    **{f"image/{name}": ("image", name) for name in _IMAGES},
+    **{f"audio/{name}": ("audio", name) for name in ("wav", "flac", "ogg")},
+    "audio/mpeg": ("audio", "mp3"),
+    "audio/mp4": ("audio", "m4a"),
+}
+
+#: Codec as users call it -> FFmpeg's decoders, any of which will do.
+_VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
+
+#: Format -> libsndfile's name for it.
+_SOUNDFILE = {"wav": "WAV", "flac": "FLAC", "mp3": "MP3", "ogg": "OGG"}
+
+
+def _load(name: str) -> ModuleType | str:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"{name} is not installed" if error.name == name else f"{name} cannot be loaded"
+    except (ImportError, OSError):  # a library that it needs is not on this machine
+        return f"{name} cannot be loaded"
+
+
+def _images(has: Callable[[str], bool | None]) -> list[Kind]:
+    return [
+        Kind("image", name)
+        if feature is None or has(feature)
+        else Kind("image", name, f"this Pillow is built without {name}", _PILLOW_CURE)
+        for name, feature in _IMAGES.items()
+    ]
+
+
+def _videos(av: ModuleType | str) -> list[Kind]:
+    if isinstance(av, str):
+        return [Kind("video", name, av, _INSTALL_AV) for name in _VIDEOS]
+    return [
+        Kind("video", name)
+        if any(_decodes(av, decoder) for decoder in decoders)
+        else Kind("video", name, f"this av is built without {name}", _AV_CURE)
+        for name, decoders in _VIDEOS.items()
+    ]
+
+
+def _sounds(av: ModuleType | str, soundfile: Any) -> list[Kind]:
+    known: Collection[str] = () if isinstance(soundfile, str) else soundfile.available_formats()
+    return [*(_by_soundfile(name, soundfile, known) for name in _SOUNDFILE), _m4a(av)]
+
+
+def _by_soundfile(name: str, soundfile: ModuleType | str, known: Collection[str]) -> Kind:
+    if isinstance(soundfile, str):
+        return Kind("audio", name, soundfile, _INSTALL_SOUNDFILE)
+    if _SOUNDFILE[name] not in known:
+        return Kind("audio", name, f"this soundfile is built without {name}", _INSTALL_SOUNDFILE)
+    return Kind("audio", name)
+
+
+def _m4a(av: ModuleType | str) -> Kind:
+    if isinstance(av, str):
+        return Kind("audio", "m4a", av, _INSTALL_AV)
+    return (
+        Kind("audio", "m4a") if _decodes(av, "aac") else Kind("audio", "m4a", "this av is built without aac", _AV_CURE)
+    )
+
+
+def _decodes(av: Any, decoder: str) -> bool:
+    try:
+        av.Codec(decoder, "r")
+    except ValueError:  # av.codec.codec.UnknownCodecError
+        return False
+    return True

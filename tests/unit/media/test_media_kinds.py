@@ -1,0 +1,108 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from medialane.core.errors import UnsupportedMediaType
+from medialane.media import MediaConfig, kinds, sniff
+from medialane.media.kinds import Kind, Kinds, find_kinds, installed_kinds
+
+#: No decoder is run on this: sniffing reads its header.
+AVIF = (
+    bytes.fromhex("00000014667479706176696600000000")
+    + b"avif"
+    + bytes.fromhex("000000346d657461000000000000002869707270000000206970636f0000001469737065000000000000000800000008")
+    + bytes(4)
+)
+
+
+def absent(name):
+    return f"{name} is not installed"
+
+
+def installed(**libraries):
+    return lambda name: libraries.get(name, absent(name))
+
+
+def av_with(*decoders):
+    def open_codec(name, mode):
+        if name not in decoders:
+            raise ValueError(name)
+
+    return SimpleNamespace(Codec=open_codec)
+
+
+def soundfile_with(*formats):
+    return SimpleNamespace(available_formats=lambda: dict.fromkeys(formats, ""))
+
+
+@pytest.fixture
+def only_images(monkeypatch):
+    monkeypatch.setattr(kinds, "installed_kinds", lambda: find_kinds(absent))
+
+
+def test_full_installation_takes_every_kind():
+    assert installed_kinds().line() == (
+        "media: image (jpeg png webp gif avif bmp), video (h264 hevc vp9 av1), audio (wav flac mp3 ogg m4a)"
+    )
+    assert installed_kinds().off == ()
+
+
+def test_missing_libraries_are_named_with_their_cure():
+    found = find_kinds(absent)
+    assert found.line().splitlines() == [
+        "media: image (jpeg png webp gif avif bmp)",
+        "media off: video/h264 video/hevc video/vp9 video/av1 audio/m4a: av is not installed (pip install av)",
+        "media off: audio/wav audio/flac audio/mp3 audio/ogg: soundfile is not installed (pip install soundfile)",
+    ]
+    assert found.takes("image")
+    assert not found.takes("video")
+    assert all(kind.cure for kind in found.off)
+
+
+def test_build_without_a_codec_takes_the_others():
+    found = find_kinds(installed(av=av_with("h264", "vp9"), soundfile=soundfile_with("WAV")))
+    assert [kind.name for kind in found.kinds if not kind.missing][6:] == ["h264", "vp9", "wav"]
+    assert Kind("video", "hevc", "this av is built without hevc", kinds._AV_CURE) in found.off
+
+
+def test_pillow_without_a_format_is_found(monkeypatch):
+    monkeypatch.setattr(kinds.features, "check", lambda feature: feature != "avif")
+    avif = find_kinds(absent).off[0]
+    assert (avif.modality, avif.name) == ("image", "avif")
+    assert "Pillow" in avif.missing
+
+
+@pytest.mark.usefixtures("only_images")
+@pytest.mark.parametrize("modality", ["video", "audio"])
+def test_modality_that_is_off_is_refused_before_anything_else(modality):
+    with pytest.raises(UnsupportedMediaType, match=f"does not take {modality}"):
+        sniff(b"", modality, MediaConfig())
+
+
+def test_image_format_that_is_off_is_refused_by_its_name(monkeypatch):
+    assert sniff(AVIF, "image", MediaConfig()) == "image/avif"
+    without = Kinds((Kind("image", "jpeg"), Kind("image", "avif", "built without it", "build it")))
+    monkeypatch.setattr(kinds, "installed_kinds", lambda: without)
+    with pytest.raises(UnsupportedMediaType, match="AVIF image"):
+        sniff(AVIF, "image", MediaConfig())
+
+
+def test_kinds_are_told_without_the_libraries_and_the_room_imports_without_them():
+    """Blocked as an installation without them is: `import av` raises ModuleNotFoundError."""
+    program = """
+import sys
+sys.modules["av"] = sys.modules["soundfile"] = None
+import medialane.media
+from medialane.media.kinds import installed_kinds
+print(installed_kinds().line())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=True)
+    assert done.stdout.startswith("media: image (jpeg png webp gif avif bmp)\nmedia off: ")
+
+
+def test_importing_the_room_loads_neither_library():
+    program = "import sys, medialane.media.kinds; print('av' in sys.modules, 'soundfile' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=True)
+    assert done.stdout.split() == ["False", "False"]
