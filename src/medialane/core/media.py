@@ -19,7 +19,8 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     `param` is the item's field in the request, for errors. `salt` separates tenants: the same content under another
     salt is another entry. `io` says how to decode the item (frames, fps, ...): canonical JSON of what vLLM calls the
-    `media_io_kwargs` of the item's modality, those of model, request and item put together.
+    `media_io_kwargs` of the item's modality. Intake writes the item's own; the renderer's hook puts those of model and
+    request with them. `options` are processor options of this item alone, canonical JSON as well.
     """
 
     modality: Modality
@@ -29,6 +30,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     media_type: str | None = None
     salt: str = ""
     io: bytes = b"{}"
+    options: bytes = b"{}"
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.data is None):
@@ -56,14 +58,16 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 class MediaSize(msgspec.Struct, frozen=True, omit_defaults=True):
     """The media's true size, which prompt assembly needs in place of the pixels. Zero where it does not apply.
 
-    `num_samples` counts what the processor was given, resampled to the model's rate. `metadata` of a video is the JSON
-    object that vLLM's samplers tell of it (fps, duration, the frames taken, ...): some families write timestamps.
+    `num_samples` of a feature counts what the processor was given, resampled to the model's rate; of decoded sound the
+    samples themselves, which are `sample_rate` a second. `metadata` of a video is the JSON object that vLLM's samplers
+    tell of it (fps, duration, the frames taken, ...): some families write timestamps.
     """
 
     width: int = 0
     height: int = 0
     num_frames: int = 0
     num_samples: int = 0
+    sample_rate: int = 0
     metadata: bytes = b""
 
 
@@ -124,7 +128,7 @@ class AudioSamples:
 
     @property
     def size(self) -> MediaSize:
-        return MediaSize(num_samples=self.samples.shape[0])
+        return MediaSize(num_samples=self.samples.shape[0], sample_rate=self.sample_rate)
 
     def __repr__(self) -> str:
         return f"AudioSamples({self.samples.shape[0]} at {self.sample_rate} Hz)"
