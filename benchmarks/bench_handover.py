@@ -37,7 +37,7 @@ from harness import Bar, Options, Report, median, percentile
 from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
 from medialane.cli.sample_images import sample_pixels
 from medialane.config import process_environ
-from medialane.core.feature import Feature, HandedFeature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.feature import Feature, HandedMedia, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import Image, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
@@ -246,7 +246,7 @@ def _check_times(num_checks: int) -> list[float]:
     made = VllmProcessor(processor).process(Image(sample_pixels(0, 1024, 768)), b"{}")
     feature = Feature("image", "0" * 64, made.header, (), made.size)
     assembled = VllmAssembler(processor).assemble([1, *_IMAGE, 2], (feature,), b"{}")
-    handed = HandedFeature("image", feature.mm_hash, made.header, (), made.size, assembled.placeholders[0])
+    handed = HandedMedia("image", feature.mm_hash, made.header, (), made.size, assembled.placeholders[0])
     prompt = ExpandedPrompt(assembled.token_ids, (handed,))
     items = [decode_item(made.header, made.buffers)]
     times = []

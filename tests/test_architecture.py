@@ -32,7 +32,12 @@ MAY_IMPORT = {
 }
 
 #: Files that define protocols for vllm_bridge to fill.
-PROTOCOLS = {"medialane.prepare.processor", "medialane.worker.engine", "medialane.gateway.story"}
+PROTOCOLS = {
+    "medialane.gateway.story",
+    "medialane.media.sampling",
+    "medialane.prepare.processor",
+    "medialane.worker.engine",
+}
 
 #: Heavy dependency -> where it may be imported.
 OWNERS = {

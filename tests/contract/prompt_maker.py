@@ -7,10 +7,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.arena import describe, layout
-from medialane.core.feature import Feature, HandedFeature
+from medialane.core.feature import Feature, HandedMedia
 from medialane.core.media import Image
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.core.tensor import InlineTensor
+from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor
 
 PART = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -66,7 +66,7 @@ class PromptMaker:
         features = tuple(Feature("image", k, i.header, (), i.size) for k, i in zip(keys, items, strict=True))
         assembled = self.assembler.assemble(self.token_ids(len(arrays)), features, options)
         handed = [
-            HandedFeature("image", key, item.header, put(item, key), item.size, place)
+            HandedMedia("image", key, item.header, put(item, key), item.size, place)
             for key, item, place in zip(keys, items, assembled.placeholders, strict=True)
         ]
         return ExpandedPrompt(assembled.token_ids, tuple(handed), options)
@@ -78,7 +78,12 @@ class PromptMaker:
 
 def bytes_of(prompt):
     """The tensors of an inline prompt, as `Engine.generate` takes them."""
-    return [[memoryview(t.data) for t in f.tensors] for f in prompt.features]
+    return [[memoryview(t.data) for t in item.tensors] for item in prompt.media]
+
+
+def encoded_item(data, mm_hash):
+    """An item of stage `url`: its encoded bytes by value."""
+    return HandedMedia("image", mm_hash, b"", (InlineTensor(TensorSpec("uint8", (len(data),)), data),))
 
 
 def plain(token_ids, *arrays):

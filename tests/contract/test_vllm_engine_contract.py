@@ -7,11 +7,11 @@ from contextlib import aclosing
 import msgspec
 import pytest
 from PIL import Image as PILImage
-from prompt_maker import PromptMaker, bytes_of, encoded, pixels, with_feature
+from prompt_maker import PromptMaker, bytes_of, encoded, encoded_item, pixels, with_feature
 
 from medialane.core.errors import InvalidFeature, InvalidRequest, PromptRejected
 from medialane.core.feature import PlaceholderRange
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourceItem, SourcePrompt
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.worker import FakeEngine, FakeParams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -136,7 +136,7 @@ async def test_unreadable_parameters_are_rejected(case, text):
 async def test_source_prompt_is_answered(case, maker):
     file = io.BytesIO()
     PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
-    source = SourcePrompt(maker.token_ids(1), (SourceItem("image", "e" * 64, data=file.getvalue()),))
+    source = SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
     deltas = await case.deltas(source)
     assert deltas[-1].finished
     assert len(deltas[0].prompt_token_ids) >= len(source.token_ids)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from PIL import Image as PILImage
-from prompt_maker import PromptMaker, bytes_of, pixels, plain, request, with_feature
+from prompt_maker import PromptMaker, bytes_of, encoded_item, pixels, plain, request, with_feature
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -23,7 +23,7 @@ from medialane.core.errors import (
     PromptRejected,
     WorkerLost,
 )
-from medialane.core.request import ExpandedPrompt, SourceItem, SourcePrompt
+from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.features import decode_item, encode_item
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -117,13 +117,13 @@ async def test_inline_features_give_vllms_own_answer(vllm_engine, maker):
 async def test_source_prompt_gives_vllms_own_answer(vllm_engine, maker):
     array = pixels(400, 300, 7)
     expected = await plain_answer(vllm_engine, maker.token_ids(1), array)
-    assert await answer(vllm_engine, source(maker, array, "7" * 64), []) == expected
+    assert await answer(vllm_engine, source(maker, array, "7" * 64)) == expected
 
 
 def source(maker, array, mm_hash, **changes):
     file = io.BytesIO()
     PILImage.fromarray(array).save(file, "PNG")
-    item = SourceItem("image", mm_hash, data=file.getvalue())
+    item = encoded_item(file.getvalue(), mm_hash)
     return SourcePrompt(maker.token_ids(1), (msgspec.structs.replace(item, **changes),))
 
 
@@ -131,7 +131,7 @@ async def test_stages_share_the_prefix_cache_by_the_hash(vllm_engine, maker):
     array = pixels(800, 600, 8)
     prompt = maker.inline(array)
     first = await deltas_of(vllm_engine, prompt)
-    again = await deltas_of(vllm_engine, source(maker, array, prompt.features[0].mm_hash), [])
+    again = await deltas_of(vllm_engine, source(maker, array, prompt.features[0].mm_hash))
     assert first[0].num_cached_tokens == 0
     assert again[0].num_cached_tokens > 0
     assert tokens_of(again) == tokens_of(first)
@@ -143,7 +143,7 @@ async def test_source_with_options_keeps_its_hash(vllm_engine, maker):
     prompt = maker.inline(array, options=options)
     await deltas_of(vllm_engine, prompt)
     sent = source(maker, array, prompt.features[0].mm_hash)
-    again = await deltas_of(vllm_engine, msgspec.structs.replace(sent, options=options), [])
+    again = await deltas_of(vllm_engine, msgspec.structs.replace(sent, options=options))
     assert again[0].prompt_token_ids == prompt.token_ids
     assert again[0].num_cached_tokens > 0
 

@@ -288,7 +288,7 @@ async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(a
         await eventually(lambda: parts.num_held == 0)
     kinds = [type(r.prompt) for r in seen]
     assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]
-    assert seen[2].prompt.items[0].data == png()
+    assert seen[2].prompt.media[0].tensors[0].data == png()
     assert len({r.request_id for r in seen}) == 3
 
 
@@ -378,8 +378,8 @@ async def test_stage_url_sends_the_fetched_bytes_and_prepares_nothing(arena, pre
             await parts.answer(MediaPrompt([1, 7], (item,)))
         assert parts.fetcher.num_fetches == 1
         assert preparers.stats().num_done == 0
-    (sent,) = seen[0].prompt.items
-    assert sent.data == png()
+    (sent,) = seen[0].prompt.media
+    assert sent.tensors[0].data == png()
 
 
 async def test_content_that_changed_behind_its_url_is_never_known_by_the_old_hash(arena, preparers, worker):
@@ -407,8 +407,8 @@ async def test_content_that_changed_before_the_worker_gets_it_goes_by_its_own_ha
             prepared = await parts.gateway.prepare(MediaPrompt([1, 7], (item,)))
             parts.fetcher.contents[url] = png(seed=2)
             await parts.generate(request("r", prepared.token_ids), prepared)
-    assert seen[2].prompt.items[0].data == png(seed=2)
-    assert seen[2].prompt.items[0].mm_hash != prepared.mm_hashes[0]
+    assert seen[2].prompt.media[0].tensors[0].data == png(seed=2)
+    assert seen[2].prompt.media[0].mm_hash != prepared.mm_hashes[0]
 
 
 async def test_one_bad_image_of_three_fails_the_request_and_names_its_field(arena, preparers, worker):

@@ -9,11 +9,11 @@ from medialane.core.tensor import InlineTensor, TensorDescriptor
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """The processed tensors of one media item.
+    """The processed tensors of one media item, or (stage `decoded`) the decoded ones.
 
-    `mm_hash` identifies it (64 hex digits: blake3-256 over model, processor settings, content, options and salt).
-    `header` is what the engine's bridge needs besides the tensors (field names and kinds, small tensors); only the
-    bridge reads it. `tensors` are the large ones, in the header's order.
+    `mm_hash` identifies it (64 hex digits: blake3-256 over model, processor settings, content, options and salt; the
+    decoded form has a key of its own). `header` is what the engine's bridge needs besides the tensors (field names and
+    kinds, small tensors); only the bridge reads it. `tensors` are the large ones, in the header's order.
     """
 
     modality: Modality
@@ -80,8 +80,8 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """What became of a media prompt.
 
-    Stage `features`: `token_ids` are expanded, `features` stand in the order of the source's items.
-    Stage `url`: `token_ids` are the source's and there are no features. `mm_hashes` identify the items in both.
+    Stage `features`: `token_ids` are expanded, `features` stand in the order of the source's items. Stages `decoded`
+    and `url`: `token_ids` are the source's and there are no features. `mm_hashes` identify the items in all of them.
     """
 
     token_ids: list[int]
@@ -93,12 +93,25 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
         return f"PreparedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"
 
 
-class HandedFeature(msgspec.Struct, frozen=True):
-    """A placed feature as it travels to a worker: its tensors by descriptor or by value, header and size unchanged."""
+class HandedMedia(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One media item as it travels to a worker, in every stage: its tensors by descriptor or by value.
+
+    * Stage `features`: a feature's header and large tensors, and the `placeholder` that they stand for.
+    * Stage `decoded`: one tensor, laid out as in `core.media`: pixels or frames (uint8), or samples (float32).
+    * Stage `url`: one tensor, the encoded bytes (uint8); `media_type` says what they are and `io` how to decode them.
+
+    `mm_hash` is the identifier under which the engine shall know the item, `param` its field in the client's request.
+    """
 
     modality: Modality
     mm_hash: str
     header: bytes
     tensors: tuple[TensorDescriptor | InlineTensor, ...]
-    size: MediaSize
-    placeholder: PlaceholderRange
+    size: MediaSize = MediaSize()
+    placeholder: PlaceholderRange | None = None
+    media_type: str | None = None
+    io: bytes = b"{}"
+    param: str | None = None
+
+    def __repr__(self) -> str:
+        return f"HandedMedia({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"

@@ -6,53 +6,44 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.feature import HandedFeature
-from medialane.core.media import Modality
+from medialane.core.feature import HandedMedia
 
-Stage = Literal["features", "url"]
+Stage = Literal["features", "decoded", "url"]
 TransportName = Literal["shm", "inline"]
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
-    """Stage `features`: expanded token ids and features; without features, a text prompt.
+    """Stage `features`: expanded token ids and features, each with its placeholder; without features, a text prompt.
 
     `options` are the request's processor options, canonical JSON: the worker needs them to check the placeholders.
     """
 
     token_ids: list[int]
-    features: tuple[HandedFeature, ...] = ()
+    features: tuple[HandedMedia, ...] = ()
     options: bytes = b"{}"
+
+    @property
+    def media(self) -> tuple[HandedMedia, ...]:
+        return self.features
 
     def __repr__(self) -> str:
         return f"ExpandedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"
 
 
-class SourceItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One media item that the worker shall process itself: a URL, or the encoded bytes of a data URL.
-
-    `mm_hash` is the identifier to give it, `param` the item's field in the client's request, for errors.
-    """
-
-    modality: Modality
-    mm_hash: str
-    url: str | None = None
-    data: bytes | None = None
-    media_type: str | None = None
-    param: str | None = None
-
-    def __repr__(self) -> str:
-        return f"SourceItem({self.modality}, {self.mm_hash[:12]}, {self.url or len(self.data or b'')})"
-
-
 class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
-    """Stage `url`: token ids whose placeholders are not expanded, and the items in the order of their modality.
+    """Stages `decoded` and `url`: token ids whose placeholders are not expanded, and the items that the worker shall
+    process itself, in the order of their modality.
 
     `options` are the request's processor options, canonical JSON.
     """
 
     token_ids: list[int]
-    items: tuple[SourceItem, ...]
+    media: tuple[HandedMedia, ...]
     options: bytes = b"{}"
+    stage: Literal["decoded", "url"] = "url"
+
+    def __repr__(self) -> str:
+        return f"SourcePrompt({len(self.token_ids)} tokens, {len(self.media)} items {self.stage})"
 
 
 Prompt = ExpandedPrompt | SourcePrompt
@@ -172,7 +163,6 @@ __all__ = [
     "OutputDelta",
     "Prompt",
     "RoutingDecision",
-    "SourceItem",
     "SourcePrompt",
     "Stage",
     "TokenLogprob",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from medialane.arena import Lease
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature, HandedFeature, PreparedPrompt
-from medialane.core.request import ExpandedPrompt, Prompt, SourceItem, SourcePrompt
+from medialane.core.feature import Feature, HandedMedia, PreparedPrompt
+from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
+from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.scope import RequestScope
 from medialane.transfer import Transport, Way
@@ -41,7 +42,11 @@ class Handover:
             if total > self._max_inline_bytes:
                 raise HandoverFailed(f"the media are more than {self._max_inline_bytes} bytes in a message")
             key = self._features.key(loaded, source.options)
-            items.append(SourceItem(ref.modality, key, data=loaded.data, param=ref.param))
+            data = loaded.data or b""
+            tensor = InlineTensor(TensorSpec("uint8", (len(data),)), data)
+            items.append(
+                HandedMedia(ref.modality, key, b"", (tensor,), media_type=loaded.media_type, io=ref.io, param=ref.param)
+            )
         scope.timeline.copied_bytes += total
         return SourcePrompt(source.token_ids, tuple(items), source.options)
 
@@ -57,7 +62,7 @@ class Handover:
             feature = placed.feature
             tensors = transport.publish(feature)
             handed.append(
-                HandedFeature(
+                HandedMedia(
                     feature.modality, feature.mm_hash, feature.header, tensors, feature.size, placed.placeholder
                 )
             )

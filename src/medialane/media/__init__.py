@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
-from medialane.media.decode import FrameSampler, decode
+from medialane.media.decode import decode
+from medialane.media.sampling import FrameSampler
 from medialane.media.sniff import sniff
 
 if TYPE_CHECKING:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from medialane.core.media import Decoded, FrameBatch, Modality, Video
+from medialane.core.media import Decoded, Modality
 from medialane.media.audio import decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image import decode_image
+from medialane.media.sampling import FrameSampler
 from medialane.media.video import open_video
-
-
-class FrameSampler(Protocol):
-    """The model's choice of frames."""
-
-    def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """Take the frames that the engine itself would take. `io` is as in `MediaRef`.
-
-        Raises InvalidRequest for options that the sampler does not take, and what `Video.read` raises.
-        """
-        ...
 
 
 def decode(

@@ -19,7 +19,7 @@ from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.renderer_hook import to_vllm_range
 from medialane.vllm_bridge.source_prompt import SourceRenderer
-from medialane.vllm_bridge.validation import FeatureChecker
+from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
 
 #: What the typed decoders raise for bytes that are not what they should be; an extension type is NotImplementedError.
 _UNREADABLE = (msgspec.DecodeError, NotImplementedError, TypeError, ValueError, RecursionError)
@@ -63,7 +63,7 @@ class RequestReader:
         """
         prompt = request.prompt
         if isinstance(prompt, SourcePrompt):
-            return await self._sources.render(request, prompt)
+            return await self._sources.render(request, prompt, tensors)
         if not prompt.features:
             return tokens_input(prompt.token_ids, prompt=request.prompt_text, cache_salt=request.cache_salt)
         return self._with_features(request, prompt, tensors)
@@ -81,7 +81,7 @@ class RequestReader:
         for feature, item in zip(prompt.features, items, strict=True):
             kwargs.setdefault(feature.modality, []).append(item)
             hashes.setdefault(feature.modality, []).append(feature.mm_hash)
-            ranges.setdefault(feature.modality, []).append(to_vllm_range(feature.placeholder))
+            ranges.setdefault(feature.modality, []).append(to_vllm_range(placeholder_of(feature)))
         return mm_input(
             prompt.token_ids,
             MultiModalKwargsItems(kwargs),

@@ -24,9 +24,18 @@ from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
 
-from medialane.core.errors import InvalidImage, PromptRejected, UnsupportedMediaType
+from medialane.core.errors import (
+    InvalidAudio,
+    InvalidImage,
+    InvalidRequest,
+    InvalidVideo,
+    PromptRejected,
+    UnsupportedMediaType,
+)
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Video
+from medialane.core.hashing import canonical_options
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
+from medialane.media.sampling import FrameSampler
 from medialane.prepare.processor import AssembledPrompt, ProcessedItem
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.features import decode_item_without_tensors, encode_item
@@ -55,6 +64,9 @@ _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
 #: A picture with a side of up to so many pixels could be taken for one with its channels there.
 _MOST_CHANNELS = 4
 
+#: What processors raise for media and options that they do not take (an image's aspect ratio over 200).
+_REFUSALS: dict[Modality, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
+
 
 class VllmProcessor:
     """The heavy half: one decoded item to tensors.
@@ -62,26 +74,32 @@ class VllmProcessor:
     vLLM gives Hugging Face's processor a Pillow image, which torch-based ones copy three times before they have a
     tensor. After `warm_up` such a processor gets a tensor over our pixels instead, with the very strides that it would
     have made, if its results are the same for some pictures; every other one gets Pillow images.
+
+    `sampler` chooses the frames of videos; without one there are none to process.
     """
 
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+    def __init__(self, processor: BaseMultiModalProcessor, sampler: FrameSampler | None = None) -> None:
         self._processor = processor
+        self._sampler = sampler
         self._takes_tensors = False
 
     def warm_up(self) -> None:
-        """Run some pictures, so that forked children inherit imported modules and filled caches."""
-        if "image" in self._processor.info.get_supported_mm_limits():
+        """Run some media, so that forked children inherit imported modules and filled caches."""
+        modalities = self._processor.info.get_supported_mm_limits()
+        if "image" in modalities:
             self._takes_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
+        if "video" in modalities:
+            self.process(trial_video(), b"{}")
+        if "audio" in modalities:
+            self.process(trial_audio(), b"{}")
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        raise UnsupportedMediaType("this gateway does not take video yet")
+        if self._sampler is None:
+            raise UnsupportedMediaType("this model takes no video")
+        return self._sampler.sample(video, io)
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
-        if not isinstance(media, Image):
-            raise UnsupportedMediaType("this gateway does not take video and audio yet")
-        return self._process(
-            media, options, as_tensor=self._takes_tensors and min(media.pixels.shape[:2]) > _MOST_CHANNELS
-        )
+        return self._process(media, options, as_tensor=self._takes_tensors)
 
     def _is_same_for_tensors(self, width: int, height: int) -> bool:
         noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -92,20 +110,66 @@ class VllmProcessor:
             return False
         return (wanted.header, wanted.specs, wanted.buffers) == (found.header, found.specs, found.buffers)
 
-    def _process(self, media: Image, options: bytes, *, as_tensor: bool) -> ProcessedItem:
+    def _process(self, media: Decoded, options: bytes, *, as_tensor: bool) -> ProcessedItem:
         kwargs = decode_options(options)
-        picture = torch.from_numpy(media.pixels).permute(2, 0, 1) if as_tensor else PILImage.fromarray(media.pixels)
-        items = self._processor.info.parse_mm_data({"image": [picture]})
+        modality = modality_of(media)
         try:
+            items = self._processor.info.parse_mm_data({modality: [engine_media(media, as_tensor=as_tensor)]})
             with torch.inference_mode():
                 data = self._processor._apply_hf_processor_main(mm_items=items, hf_kwargs=kwargs)
         except (ValueError, TypeError) as error:
-            # What image processors raise for pictures and options that they do not take (an aspect ratio over 200).
-            raise InvalidImage("the model's processor refused this image or its options") from error
+            raise _REFUSALS[modality](f"the model's processor refused this {modality} or its options") from error
         fields = self._processor._get_mm_fields_config(data, kwargs)
-        (item,) = MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
+        (item,) = MultiModalKwargsItems.from_hf_inputs(data, fields)[modality]
         header, specs, buffers = encode_item(item)
-        return ProcessedItem(header=header, specs=specs, buffers=buffers, size=media.size)
+        return ProcessedItem(header=header, specs=specs, buffers=buffers, size=_processed_size(media, items))
+
+
+def modality_of(media: Decoded) -> Modality:
+    if isinstance(media, Image):
+        return "image"
+    return "video" if isinstance(media, FrameBatch) else "audio"
+
+
+def engine_media(media: Decoded, *, as_tensor: bool = False) -> Any:
+    """The item as vLLM's own loaders give it."""
+    if isinstance(media, AudioSamples):
+        return media.samples, media.sample_rate
+    if isinstance(media, FrameBatch):
+        return media.frames, msgspec.json.decode(media.metadata)
+    if as_tensor and min(media.pixels.shape[:2]) > _MOST_CHANNELS:
+        return torch.from_numpy(media.pixels).permute(2, 0, 1)
+    return PILImage.fromarray(media.pixels)
+
+
+def _processed_size(media: Decoded, items: Any) -> MediaSize:
+    """The size that prompt assembly goes by: sound counts after vLLM has resampled it."""
+    if isinstance(media, AudioSamples):
+        return MediaSize(num_samples=items["audio"].get_audio_length(0))
+    return media.size
+
+
+def trial_image(width: int, height: int) -> Image:
+    return Image(np.full((height, width, 3), 127, np.uint8))
+
+
+def trial_video(width: int = 64, height: int = 64, num_frames: int = 4) -> FrameBatch:
+    """A short clip, of which all frames were taken."""
+    metadata = {
+        "total_num_frames": num_frames,
+        "fps": 2.0,
+        "duration": num_frames / 2,
+        "video_backend": "opencv",
+        "frames_indices": list(range(num_frames)),
+        "do_sample_frames": False,
+    }
+    return FrameBatch(np.full((num_frames, height, width, 3), 127, np.uint8), canonical_options(metadata))
+
+
+def trial_audio(seconds: float = 1.0) -> AudioSamples:
+    """A tone of 440 Hz at 16 kHz, which is the rate of most models."""
+    times = np.arange(int(seconds * 16000), dtype=np.float32) / np.float32(16000)
+    return AudioSamples(np.sin(np.float32(2 * np.pi * 440) * times), 16000)
 
 
 class VllmAssembler:
@@ -116,7 +180,7 @@ class VllmAssembler:
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         kwargs = decode_options(options)
-        by_modality: dict[str, list[Feature]] = {}
+        by_modality: dict[Modality, list[Feature]] = {}
         for feature in features:
             by_modality.setdefault(feature.modality, []).append(feature)
         try:
@@ -132,9 +196,11 @@ class VllmAssembler:
         )
 
     def _apply(
-        self, token_ids: list[int], by_modality: Mapping[str, Sequence[Feature]], kwargs: Mapping[str, object]
+        self, token_ids: list[int], by_modality: Mapping[Modality, Sequence[Feature]], kwargs: Mapping[str, object]
     ) -> Any:
-        items = self._processor.info.parse_mm_data({m: [stand_in(f.size) for f in fs] for m, fs in by_modality.items()})
+        items = self._processor.info.parse_mm_data(
+            {m: [stand_in(m, f.size) for f in fs] for m, fs in by_modality.items()}
+        )
         prepared = MultiModalKwargsItems(
             {m: [decode_item_without_tensors(f.header) for f in fs] for m, fs in by_modality.items()}
         )
@@ -154,9 +220,14 @@ class VllmAssembler:
         return processor.apply(inputs, TimingContext(enabled=False))
 
 
-def stand_in(size: MediaSize) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An image of the true size that has no pixels: every stride is zero."""
-    return np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size.height, size.width, 3))
+def stand_in(modality: Modality, size: MediaSize) -> Any:
+    """An item of the true size that has no content: every stride is zero."""
+    if modality == "audio":
+        return np.broadcast_to(np.zeros(1, np.float32), (size.num_samples,))
+    if modality == "image":
+        return np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size.height, size.width, 3))
+    frames = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (size.num_frames, size.height, size.width, 3))
+    return frames, msgspec.json.decode(size.metadata) if size.metadata else None
 
 
 def decode_options(options: bytes) -> dict[str, object]:

@@ -1,25 +1,53 @@
-"""Stage `url`: the worker decodes and processes media itself, by vLLM's own renderer."""
+"""Stages `decoded` and `url`: the worker processes media itself, by vLLM's own renderer.
+
+In stage `decoded` an item comes as pixels, frames or samples, which are given to the renderer as vLLM's own loaders
+would give them; in stage `url` it comes as encoded bytes, which those loaders decode here.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from aiohttp import ClientError
+import numpy as np
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError
-from vllm.multimodal.media import MediaConnector
+from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
+from vllm.multimodal.video import get_video_loader_backend_for_processor
 from vllm.renderers import BaseRenderer
+from vllm.transformers_utils.processor import get_video_processor_cls_name
 
-from medialane.core.errors import InvalidImage, MediaFetchFailed, PromptRejected
-from medialane.core.request import EngineRequest, SourceItem, SourcePrompt
-from medialane.vllm_bridge.preparation import decode_options
+from medialane.core.errors import (
+    InvalidAudio,
+    InvalidFeature,
+    InvalidImage,
+    InvalidRequest,
+    InvalidVideo,
+    PromptRejected,
+)
+from medialane.core.feature import HandedMedia
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
+from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.vllm_bridge.preparation import decode_options, engine_media
 
-#: Threads that decode images. vLLM's processor, which follows, has one thread: more would only wait for it.
+#: Threads that decode. vLLM's processor, which follows, has one thread: more would only wait for it.
 NUM_DECODERS = 2
+
+_UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
+    "image": InvalidImage,
+    "video": InvalidVideo,
+    "audio": InvalidAudio,
+}
+
+_LOADERS: dict[Modality, Callable[..., Any]] = {
+    "image": partial(ImageMediaIO, image_mode="RGB"),
+    "audio": AudioMediaIO,
+}
 
 
 class SourceRenderer:
@@ -27,20 +55,18 @@ class SourceRenderer:
 
     def __init__(self, renderer: BaseRenderer, model_config: ModelConfig) -> None:
         self._renderer = renderer
+        self._model_config = model_config
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
-        self._io_options: Mapping[str, Mapping[str, Any]] = {}
-        if model_config.multimodal_config is not None:
-            self._io_options = model_config.multimodal_config.media_io_kwargs
-        self._connector = MediaConnector(
-            media_io_kwargs=dict(self._io_options), allowed_media_domains=model_config.allowed_media_domains
-        )
 
-    async def render(self, request: EngineRequest, prompt: SourcePrompt) -> Any:
+    async def render(
+        self, request: EngineRequest, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
+    ) -> Any:
         """vLLM's engine input: the prompt expanded, its items processed and known by the mm_hash given.
 
-        Raises PromptRejected, InvalidImage or MediaFetchFailed. Cancelled, it leaves a decode running to its end.
+        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, and InvalidFeature for tensors that are no
+        media. Cancelled, it leaves a decode running to its end.
         """
-        media, hashes = await self._media(prompt)
+        media, hashes = await self._media(prompt, tensors)
         tokens = {
             "prompt_token_ids": prompt.token_ids,
             "multi_modal_data": media,
@@ -59,32 +85,56 @@ class SourceRenderer:
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.
         return {**rendered, "mm_hashes": hashes} if media else rendered
 
-    async def _media(self, prompt: SourcePrompt) -> tuple[dict[str, list[Any]], dict[str, list[str]]]:
-        media: dict[str, list[Any]] = {}
-        hashes: dict[str, list[str]] = {}
-        for item in prompt.items:
-            media.setdefault(item.modality, []).append(await self._load(item))
+    async def _media(
+        self, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
+    ) -> tuple[dict[Modality, list[Any]], dict[Modality, list[str]]]:
+        media: dict[Modality, list[Any]] = {}
+        hashes: dict[Modality, list[str]] = {}
+        for item, datas in zip(prompt.media, tensors, strict=True):
+            if len(datas) != 1:
+                raise InvalidFeature(f"{item.modality}: {len(datas)} tensors instead of one")
+            load = self._decoded if prompt.stage == "decoded" else self._encoded
+            media.setdefault(item.modality, []).append(await load(item, datas[0]))
             hashes.setdefault(item.modality, []).append(item.mm_hash)
         return media, hashes
 
-    async def _load(self, item: SourceItem) -> Any:
-        if item.modality != "image":
-            raise PromptRejected(f"{item.modality} is not supported by this worker")
-        if item.data is None:
-            return await self._fetch(item.url or "", item.param)
-        image_io = ImageMediaIO(**{"image_mode": "RGB", **self._io_options.get("image", {})})
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, image_io.load_bytes, item.data)
-        except ValueError as error:
-            raise InvalidImage("the image cannot be decoded", param=item.param) from error
+    async def _decoded(self, item: HandedMedia, data: memoryview) -> Any:
+        return engine_media(decoded_over(item.modality, item.size, data))
 
-    async def _fetch(self, url: str, param: str | None) -> Any:
+    async def _encoded(self, item: HandedMedia, data: memoryview) -> Any:
+        load = self._loader(item)
         try:
-            return await self._connector.fetch_image_async(url)
-        except VLLMError:
-            raise
-        except (ClientError, OSError, ValueError, RuntimeError) as error:
-            raise MediaFetchFailed("the image cannot be fetched by the worker", param=param) from error
+            return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: load(bytes(data)))
+        except (ValueError, TypeError, AssertionError) as error:
+            raise _UNDECODABLE[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
+
+    def _loader(self, item: HandedMedia) -> Callable[[bytes], Any]:
+        """vLLM's own loader, with the options that the gateway has put together."""
+        options = decode_options(item.io)
+        media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)
+        if item.media_type == "video/jpeg":
+            return lambda data: media_io.load_base64("video/jpeg", data.decode("ascii"))
+        return lambda data: media_io.load_bytes(data)
+
+    def _video_loader(self, options: Mapping[str, Any]) -> VideoMediaIO:
+        """As `MediaConnector.fetch_video` makes it."""
+        name = get_video_loader_backend_for_processor(get_video_processor_cls_name(self._model_config))
+        chosen = {"video_backend": name} if name else {}
+        return VideoMediaIO(ImageMediaIO(image_mode="RGB"), **{**chosen, **options})
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def decoded_over(modality: Modality, size: MediaSize, data: memoryview) -> Decoded:
+    """Decoded media over their bytes, without a copy. Raises InvalidFeature where size and bytes do not agree."""
+    try:
+        if modality == "audio":
+            samples = np.frombuffer(data, np.float32).reshape(size.num_samples)
+            return AudioSamples(samples, size.sample_rate)
+        pixels = np.frombuffer(data, np.uint8)
+        if modality == "image":
+            return Image(pixels.reshape(size.height, size.width, 3))
+        return FrameBatch(pixels.reshape(size.num_frames, size.height, size.width, 3), size.metadata)
+    except ValueError as error:
+        raise InvalidFeature(f"{modality}: {data.nbytes} bytes do not make {size}") from error

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.multimodal.inputs import (
@@ -34,14 +33,25 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
 from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import HandedFeature, PlaceholderRange
-from medialane.core.media import Image
+from medialane.core.feature import HandedMedia, PlaceholderRange
+from medialane.core.media import Decoded, Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import VllmProcessor, decode_options, stand_in
+from medialane.vllm_bridge.preparation import (
+    VllmProcessor,
+    decode_options,
+    stand_in,
+    trial_audio,
+    trial_image,
+    trial_video,
+)
 
-#: Sizes of the images that fields are learned from: what differs between them may differ between requests.
-SAMPLE_SIZES = ((64, 64), (448, 224), (280, 700))
+#: What fields are learned from: what differs between these may differ between requests.
+SAMPLES: dict[Modality, tuple[Decoded, ...]] = {
+    "image": (trial_image(64, 64), trial_image(448, 224), trial_image(280, 700)),
+    "video": (trial_video(), trial_video(224, 112, 2), trial_video(112, 168, 7)),
+    "audio": (trial_audio(), trial_audio(0.4), trial_audio(2.3)),
+}
 
 #: mm_hash is opaque to us, but it becomes a key in several caches.
 MAX_HASH_CHARS = 256
@@ -73,7 +83,7 @@ class FeatureChecker:
         Raises PromptRejected where there are more of them than the operator allows.
         """
         features = prompt.features
-        check_ranges(len(prompt.token_ids), [f.placeholder for f in features])
+        check_ranges(len(prompt.token_ids), [placeholder_of(f) for f in features])
         self._check_counts(features)
         kwargs = decode_options(prompt.options)
         for feature, item in zip(features, items, strict=True):
@@ -83,7 +93,7 @@ class FeatureChecker:
             self._check_rows(feature.modality, item, kwargs)
         self._check_placeholders(prompt, items, kwargs)
 
-    def _check_counts(self, features: Sequence[HandedFeature]) -> None:
+    def _check_counts(self, features: Sequence[HandedMedia]) -> None:
         for modality, count in Counter(f.modality for f in features).items():
             limit = self._limits.get(modality, 0)
             if count > limit:
@@ -121,7 +131,7 @@ class FeatureChecker:
         sizes: dict[str, list[Any]] = {}
         by_modality: dict[str, list[MultiModalKwargsItem]] = {}
         for feature, item in zip(prompt.features, items, strict=True):
-            sizes.setdefault(feature.modality, []).append(stand_in(feature.size))
+            sizes.setdefault(feature.modality, []).append(stand_in(feature.modality, feature.size))
             by_modality.setdefault(feature.modality, []).append(item)
         try:
             data = self._processor.info.parse_mm_data(sizes)
@@ -129,13 +139,14 @@ class FeatureChecker:
             expected = {m: iter([[u.content for u in item] for item in found]) for m, found in updates.items()}
         except _UNFIT as error:
             raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
+        places = map(placeholder_of, prompt.features)
         fit = [
-            any(_fits(prompt.token_ids, feature.placeholder, content) for content in next(expected[feature.modality]))
-            for feature in prompt.features
+            any(_fits(prompt.token_ids, place, content) for content in next(expected[feature.modality]))
+            for feature, place in zip(prompt.features, places, strict=True)
         ]
         if not all(fit) and not self._found_there(prompt, updates):
             first = prompt.features[fit.index(False)]
-            place = first.placeholder
+            place = placeholder_of(first)
             raise InvalidFeature(
                 f"{first.modality}: the prompt's {place.length} tokens at {place.offset} are not those of the feature"
             )
@@ -149,14 +160,25 @@ class FeatureChecker:
 
 def learn(processor: BaseMultiModalProcessor) -> dict[str, dict[str, FieldSpec]]:
     """What the fields of this model's items look like, by modality, from samples run through its own processor."""
-    if "image" not in processor.info.supported_mm_limits:
-        return {}
     heavy = VllmProcessor(processor)
-    samples = []
-    for width, height in SAMPLE_SIZES:
-        made = heavy.process(Image(np.full((height, width, 3), 127, np.uint8)), b"{}")
-        samples.append(decode_item(made.header, made.buffers))
-    return {"image": {name: _common([s[name] for s in samples]) for name in samples[0]}}
+    return {
+        modality: _learn(heavy, samples)
+        for modality, samples in SAMPLES.items()
+        if modality in processor.info.supported_mm_limits
+    }
+
+
+def _learn(heavy: VllmProcessor, samples: Sequence[Decoded]) -> dict[str, FieldSpec]:
+    made = [heavy.process(sample, b"{}") for sample in samples]
+    items = [decode_item(found.header, found.buffers) for found in made]
+    return {name: _common([item[name] for item in items]) for name in items[0]}
+
+
+def placeholder_of(feature: HandedMedia) -> PlaceholderRange:
+    """Raises InvalidFeature where there is none."""
+    if feature.placeholder is None:
+        raise InvalidFeature("a feature has no placeholder")
+    return feature.placeholder
 
 
 def check_ranges(num_tokens: int, ranges: Sequence[PlaceholderRange]) -> None:

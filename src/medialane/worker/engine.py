@@ -26,7 +26,7 @@ class Engine(Protocol):
     def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Check the request, then generate. `tensors[i]` are the large tensors of the prompt's feature i.
+        """Check the request, then generate. `tensors[i]` are the large tensors of the prompt's media item i.
 
         Raises InvalidFeature, PromptRejected, another InvalidRequest or Unavailable before anything reaches the engine
         core; HandoverFailed when the engine core cannot read the tensors; GenerationFailed when it fails the request,

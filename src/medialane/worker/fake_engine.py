@@ -16,7 +16,6 @@ from medialane.core.request import (
     ExpandedPrompt,
     ModelCard,
     OutputDelta,
-    SourcePrompt,
     WorkerLoad,
 )
 
@@ -97,12 +96,10 @@ class FakeEngine:
         prompt = request.prompt
         if len(prompt.token_ids) >= self.card.max_model_len:
             raise PromptRejected(f"the prompt has {len(prompt.token_ids)} tokens, the model {self.card.max_model_len}")
-        if isinstance(prompt, SourcePrompt):
-            return
-        for feature, datas in zip(prompt.features, tensors, strict=True):
-            if feature.placeholder.end > len(prompt.token_ids):
+        for item, datas in zip(prompt.media, tensors, strict=True):
+            if item.placeholder is not None and item.placeholder.end > len(prompt.token_ids):
                 raise InvalidFeature("a placeholder ends beyond the prompt")
-            if [d.nbytes for d in datas] != [t.spec.nbytes for t in feature.tensors]:
+            if [d.nbytes for d in datas] != [t.spec.nbytes for t in item.tensors]:
                 raise InvalidFeature("a tensor's bytes do not fit its shape")
 
     def _check_alive(self) -> None:
@@ -120,9 +117,7 @@ def _params(request: EngineRequest) -> FakeParams:
 def _seen(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], number: int) -> bytes:
     """Everything that the answer depends on."""
     prompt = request.prompt
-    media: list[str] = [content_hash(data) for datas in tensors for data in datas]
-    if isinstance(prompt, SourcePrompt):
-        media = [content_hash(item.data or b"") for item in prompt.items]
+    media = [content_hash(data) for datas in tensors for data in datas]
     return msgspec.msgpack.encode((prompt.token_ids, media, number))
 
 

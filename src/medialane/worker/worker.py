@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.core.request import EngineRequest, ExpandedPrompt, OutputDelta, Prompt, WorkerLoad
+from medialane.core.request import EngineRequest, OutputDelta, Prompt, WorkerLoad
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.rpc import ArenaOffer, Hello, Welcome
 from medialane.transfer import AttachedArenas, InlineReceiver
@@ -93,8 +93,7 @@ class Worker:
         return self._arenas.attach(offer.id, offer.nonce) and await self._engine.attach_arena(offer.id, offer.nonce)
 
     def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
-        features = prompt.features if isinstance(prompt, ExpandedPrompt) else ()
-        return [[self._fetch(tensor) for tensor in feature.tensors] for feature in features]
+        return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]
 
     def _fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
         receiver = self._inline if isinstance(tensor, InlineTensor) else self._arenas.receiver

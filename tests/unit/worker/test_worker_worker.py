@@ -8,9 +8,9 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, WorkerLost
-from medialane.core.feature import Feature, HandedFeature, PlaceholderRange
+from medialane.core.feature import Feature, HandedMedia, PlaceholderRange
 from medialane.core.media import MediaSize
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourceItem, SourcePrompt
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.rpc import ArenaOffer, Hello
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
@@ -49,7 +49,7 @@ def hello(arena=None, processor=FAKE_CARD.processor):
 
 
 def feature(tensor, place=PLACE):
-    return HandedFeature("image", "h", b"", (tensor,), MediaSize(), place)
+    return HandedMedia("image", "h", b"", (tensor,), MediaSize(), place)
 
 
 def inline(data=b"abcdef"):
@@ -119,10 +119,15 @@ async def test_features_by_value_and_by_descriptor_have_the_same_answer(arena, w
     lease.release()
 
 
-async def test_source_prompt_needs_no_tensors(worker):
-    source = SourcePrompt([1, 2], (SourceItem("image", "h", data=b"x"),))
-    sent = EngineRequest("r", source, msgspec.json.encode(FakeParams(2)))
-    assert len(await answer(worker, sent)) == 2
+async def test_items_of_a_source_prompt_are_read_as_features_are(arena, worker):
+    await worker.register(hello(arena))
+    tensor, lease = put(arena, b"abcdef")
+    item = HandedMedia("image", "h", b"", (tensor,))
+    by_descriptor = EngineRequest("r", SourcePrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
+    by_value = msgspec.structs.replace(item, tensors=(InlineTensor(tensor.spec, b"abcdef"),))
+    expected = msgspec.structs.replace(by_descriptor, prompt=SourcePrompt([1, 2], (by_value,)))
+    assert await answer(worker, by_descriptor) == await answer(worker, expected)
+    lease.release()
 
 
 async def test_descriptor_of_an_arena_that_is_not_mapped_is_a_failed_handover(arena, worker):
