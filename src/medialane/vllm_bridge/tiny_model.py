@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -41,7 +41,7 @@ TINY_MODEL_FLAGS = (
 )
 
 #: Enough text to fill the vocabulary, so that every id that the model can choose has a text of its own.
-_SENTENCES = (
+SENTENCES = (
     "A photograph shows a harbour at dawn, where three fishing boats wait between wooden piers and yellow buoys.",
     "Describe the picture in one sentence, then count every object and name its colour, its shape and its size.",
     "The quick brown fox jumps over the lazy dog while seven curious children watch from behind the garden fence.",
@@ -116,13 +116,17 @@ def build_tiny_model(cache: Path) -> Path:
     The folder's name holds a digest of this file and of the libraries' versions; it appears complete or not at all, and
     of two processes that build at once one wins. Raises OSError where `cache` cannot be written.
     """
-    folder = cache / f"tiny-qwen2.5-vl-{_recipe_digest()}"
+    return build_once(cache / f"tiny-qwen2.5-vl-{recipe_digest(Path(__file__))}", _write_model)
+
+
+def build_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled by `write` first if it is missing. It appears complete or not at all."""
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=".tiny-"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".tiny-"))
     try:
-        _write_model(unfinished)
+        write(unfinished)
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -138,9 +142,10 @@ def _publish(unfinished: Path, folder: Path) -> None:
             raise  # anything but another process having been faster
 
 
-def _recipe_digest() -> str:
+def recipe_digest(*sources: Path) -> str:
+    """A digest of the files that make a model, and of the libraries' versions."""
     versions = [f"{name}={version(name)}" for name in ("torch", "transformers", "tokenizers")]
-    return content_hash(Path(__file__).read_bytes() + " ".join(versions).encode())[:12]
+    return content_hash(b"".join(source.read_bytes() for source in sources) + " ".join(versions).encode())[:12]
 
 
 def _write_model(folder: Path) -> None:
@@ -170,7 +175,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         min_frequency=1,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.add_tokens(list(_MARKERS))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -201,11 +206,12 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_weights(name, parameter, generator))
+            parameter.copy_(random_weights(name, parameter, generator))
     return model.to(torch.bfloat16)
 
 
-def _weights(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def random_weights(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Weights for the parameter of this name, as the top of this file says."""
     import torch
 
     if parameter.ndim == 1:

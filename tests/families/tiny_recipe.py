@@ -1,0 +1,141 @@
+"""What the tiny models of all families share: a tokenizer trained on the spot, random weights, small language models.
+
+The weights follow `medialane.vllm_bridge.tiny_model`, whose docstring says why: with the libraries' own initialisation
+a model gives every image the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from medialane.vllm_bridge.tiny_model import SENTENCES, random_weights
+
+VOCABULARY = 512
+
+#: The first ids of every vocabulary, before the family's own special tokens.
+END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+LANGUAGE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+#: For the towers of CLIP's kind: 8x8 patches of 14 pixels.
+TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 112,
+    "patch_size": 14,
+}
+
+_CHAT_TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}
+{%- elif message.content %}{% for part in message.content %}
+{%- if 'image' in part.type %}IMAGE
+{%- elif 'video' in part.type %}VIDEO
+{%- elif 'audio' in part.type %}AUDIO
+{%- else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def chat_template(placeholders: Mapping[str, str]) -> str:
+    """ChatML in which a media part becomes its modality's placeholder."""
+    template = _CHAT_TEMPLATE
+    for modality in ("image", "video", "audio"):
+        template = template.replace(modality.upper(), placeholders.get(modality, ""))
+    return template
+
+
+def tokenizer(
+    special: list[str],
+    placeholders: Mapping[str, str],
+    *,
+    literal: tuple[str, ...] = (),
+    named: Mapping[str, str] | None = None,
+) -> PreTrainedTokenizerFast:
+    """VOCABULARY tokens: `special` ones follow the common three, `literal` strings come last and are tokens of text.
+
+    `named` are the special tokens that the family's processor asks the tokenizer for by name.
+    """
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(literal),
+        special_tokens=[END, TURN, TURN_END, *special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=1,
+        show_progress=False,
+    )
+    trained.train_from_iterator(SENTENCES, trainer)
+    trained.add_tokens(list(literal))
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=trained,
+        bos_token=END,
+        eos_token=TURN_END,
+        pad_token=END,
+        extra_special_tokens=dict(named or {}),
+        chat_template=chat_template(placeholders),
+    )
+    assert len(found) == VOCABULARY
+    return found
+
+
+def ids(found: PreTrainedTokenizerFast, **names: str) -> dict[str, int]:
+    """Configuration fields that hold the ids of tokens."""
+    return {name: found.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    embeddings: float = 1.0,
+    renames: Mapping[str, str] | None = None,
+) -> None:
+    """Fill the model with random weights and save it as bf16.
+
+    `embeddings` is their scale: a tied head wants small ones. `renames` maps beginnings of the names that transformers
+    saves to those that vLLM loads.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = random_weights(name, parameter, generator)
+            parameter.copy_(drawn * embeddings if "embed_tokens" in name else drawn)
+    logging.disable_progress_bar()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    logging.enable_progress_bar()
+    if renames:
+        _rename(folder / "model.safetensors", renames)
+
+
+def _rename(weights: Path, renames: Mapping[str, str]) -> None:
+    found = load_file(weights)
+    save_file({_renamed(name, renames): tensor for name, tensor in found.items()}, weights, {"format": "pt"})
+
+
+def _renamed(name: str, renames: Mapping[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in renames.items() if name.startswith(old)), name)
