@@ -143,7 +143,7 @@ def test_assembling_leaves_the_processor_as_it_was(renderer, processor, assemble
 
 
 def test_stand_in_has_a_size_and_no_memory():
-    image = stand_in(MediaSize(width=4000, height=3000))
+    image = stand_in("image", MediaSize(width=4000, height=3000))
     assert image.shape == (3000, 4000, 3)
     assert image.base.nbytes == 3
 

@@ -49,7 +49,7 @@ class Assembly:
 
 
 def _is_quick(prompt: MediaPrompt, features: tuple[Feature, ...]) -> bool:
-    num_pixels = sum(f.size.width * f.size.height for f in features)
+    num_pixels = sum(f.size.width * f.size.height * max(1, f.size.num_frames) for f in features)
     within = len(prompt.token_ids) <= MAX_QUICK_TOKENS and len(features) <= MAX_QUICK_ITEMS
     # With options, vLLM makes a Hugging Face processor of their own for the prompt: 10 ms.
     return within and num_pixels <= MAX_QUICK_PIXELS and prompt.options == b"{}"

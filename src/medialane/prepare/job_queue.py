@@ -24,7 +24,7 @@ class Job:
     def __init__(
         self,
         source: Lease[EncodedMedia],
-        options: bytes,
+        options: bytes | None,
         mm_hash: str,
         *,
         timeout_s: float,

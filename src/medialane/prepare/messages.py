@@ -104,12 +104,15 @@ ControlReport = Ready | Refused | Forked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
-    """Decode and process one item. `io` is as in `MediaRef`, `options` are the processor's; both canonical JSON."""
+    """Decode and process one item. `io` is as in `MediaRef`, `options` are the processor's; both canonical JSON.
+
+    Without `options` the item is only decoded.
+    """
 
     job_id: int
     encoded: EncodedMedia
     io: bytes
-    options: bytes
+    options: bytes | None
 
 
 class Range(msgspec.Struct, frozen=True, tag=True):

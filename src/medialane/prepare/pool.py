@@ -126,7 +126,7 @@ class PreparerPool:
     async def prepare_item(
         self,
         encoded: Lease[EncodedMedia],
-        options: bytes,
+        options: bytes | None,
         mm_hash: str,
         timeline: StageTimeline | None = None,
         *,
@@ -134,7 +134,8 @@ class PreparerPool:
     ) -> Lease[Feature]:
         """Decode and process one item and publish its feature in the arena under `mm_hash`; the lease is the caller's.
 
-        `io` says how to decode (as in `MediaRef`), `options` are the processor's.
+        `io` says how to decode (as in `MediaRef`), `options` are the processor's; without them the item is only
+        decoded (stage `decoded`).
 
         `encoded` stays the caller's: the job takes a pin of its own. Raises PreparersBusy (queue full, or no preparer
         in time), ArenaFull, PreparerTimeout, PreparerCrashed, Unavailable, and what decoding and processing raise.

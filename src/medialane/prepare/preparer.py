@@ -19,6 +19,7 @@ from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
 from medialane.media import decode
 from medialane.prepare import confinement
+from medialane.prepare.decoded import decoded_item
 from medialane.prepare.messages import (
     LENGTH,
     Done,
@@ -88,7 +89,7 @@ class Preparer:
             self._encoded(encoded), encoded.modality, encoded.media_type, job.io, self._media, self._processor
         )
         decoded = time.perf_counter()
-        item = self._processor.process(media, job.options)
+        item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # its pixels need not stay while the gateway makes room
         processed = time.perf_counter()
         self._send(NeedRange(job.job_id, item.specs, item.header, item.size, decoded - started, processed - decoded))

@@ -47,6 +47,16 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
     assert timeline.seconds["process"] > 0
 
 
+async def test_without_options_an_item_is_only_decoded(arena):
+    array = np.random.default_rng(3).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    async with running(make_pool(arena)) as pool:
+        with put(arena, png(40, 30, seed=3)) as encoded, await pool.prepare_item(encoded, None, "d" * 64) as lease:
+            (tensor,) = lease.value.tensors
+            assert (tensor.spec.dtype, tensor.spec.shape) == ("uint8", (30, 40, 3))
+            assert bytes(arena.view.tensor(tensor)) == array.tobytes()
+            assert (lease.value.header, lease.value.size) == (b"", MediaSize(40, 30))
+
+
 async def test_two_preparers_work_at_the_same_time(arena, encoded):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         started = time.monotonic()
