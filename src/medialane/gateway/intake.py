@@ -11,6 +11,9 @@ Theory of operation. Three steps, none of which looks at a media payload byte by
 3. *Lift.* Each media string becomes a `MediaRef`, and the string in the body `medialane:<n>`, by slices of the original
    body: every other byte is passed on as it came, payloads cut from other strings included.
 
+What a client says of our own is read on the way: the options of an item beside its URL, and what is asked for under
+the body's `medialane`, which is taken out.
+
 A body that is not JSON, or not of the expected form, is passed on untouched, and the application answers as it does. A
 URL that was not lifted from its place is nothing that the application could fetch: it resolves references only.
 """
@@ -25,11 +28,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidMediaUrl, MedialaneError, TooManyMediaItems
+from medialane.core.errors import InvalidMediaUrl, InvalidRequest, MedialaneError, TooManyMediaItems
 from medialane.core.media import MediaRef, Modality
+from medialane.gateway.item_options import ItemOptions, read_io, read_processor_options
 from medialane.gateway.scope import REFERENCE_SCHEME
-from medialane.media import DataUrl, MediaConfig, decode_base64, parse_data_url
-from medialane.media.data_url import parse_header
+from medialane.media import DataUrl, MediaConfig, decode_base64
+from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
 
 _MARK = b";base64,"
 #: Shorter payloads are not worth a cut. No more than so many strings are looked at, whatever a body is made of.
@@ -54,10 +58,15 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class _Part(msgspec.Struct, gc=False):
+    """A part of a message. Of Anthropic's, `image` has a source, and `tool_result` parts of its own."""
+
+    type: msgspec.Raw = msgspec.Raw()
     image_url: msgspec.Raw = msgspec.Raw()
     video_url: msgspec.Raw = msgspec.Raw()
     audio_url: msgspec.Raw = msgspec.Raw()
     input_audio: msgspec.Raw = msgspec.Raw()
+    source: msgspec.Raw = msgspec.Raw()
+    content: list[_Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -65,17 +74,19 @@ class _Message(msgspec.Struct, gc=False):
 
 
 _Messages = list[_Message | list[msgspec.Raw] | _Scalar] | _Object | _Scalar
+_Conversations = list[_Message | list[_Message | list[msgspec.Raw] | _Scalar] | _Scalar] | _Object | _Scalar
 
 
 class _Body(msgspec.Struct):
-    """A chat completion has messages, a response has input."""
+    """A chat completion has messages (a batch of them: lists of messages), a response has input."""
 
-    messages: _Messages = None
+    messages: _Conversations = None
     input: _Messages = None
     cache_salt: msgspec.Raw = msgspec.Raw()
+    medialane: msgspec.Raw = msgspec.Raw()
 
 
-class _UrlObject(msgspec.Struct):
+class _UrlObject(ItemOptions):
     url: msgspec.Raw = msgspec.Raw()
 
 
@@ -84,9 +95,21 @@ class _AudioObject(msgspec.Struct):
     format: msgspec.Raw = msgspec.Raw()
 
 
+class _Source(msgspec.Struct):
+    """Where an Anthropic image is: at a URL, or here."""
+
+    type: msgspec.Raw = msgspec.Raw()
+    url: msgspec.Raw = msgspec.Raw()
+    data: msgspec.Raw = msgspec.Raw()
+    media_type: msgspec.Raw = msgspec.Raw()
+
+
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_url_object = msgspec.json.Decoder(_UrlObject).decode
 _decode_audio_object = msgspec.json.Decoder(_AudioObject).decode
+_decode_source = msgspec.json.Decoder(_Source).decode
+_decode_own = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_bool = msgspec.json.Decoder(bool).decode
 _decode_string = msgspec.json.Decoder(str).decode
 
 #: What msgspec raises for bytes that are not JSON of the wanted form: broken UTF-8 and deep nesting included.
@@ -97,23 +120,25 @@ _NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class Intake:
     """A body without its media. `refs[n]` is what stands as `medialane:<n>` in `body`; they share `cache_salt`.
 
-    In an `input_audio` part the reference stands in place of the base64 data, which vLLM's app then makes a data: URL
-    of: `data:audio/<format>;base64,medialane:<n>`.
+    Where the client sends bare base64 (`input_audio`, an Anthropic image), the reference stands in its place, and
+    vLLM's app makes a data: URL of it: `data:audio/<format>;base64,medialane:<n>`. `report` is whether the client
+    asks what was used of the media.
     """
 
     body: bytes
     refs: tuple[MediaRef, ...] = ()
     cache_salt: str | None = None
+    report: bool = False
 
     def __repr__(self) -> str:
         return f"Intake({len(self.body)} bytes, {self.refs})"
 
 
 def lift(body: bytes | bytearray, config: MediaConfig) -> Intake:
-    """Take the media out of an OpenAI request body (chat completions, responses).
+    """Take the media out of a request body (chat completions, batches of them, responses, Anthropic's messages).
 
     Raises TooManyMediaItems, InvalidMediaUrl (one in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
-    EmptyMedia; each names the field.
+    EmptyMedia, InvalidRequest (an option of an item, or of our own); each names the field.
     """
     skeleton = _Skeleton(body)
     try:
@@ -125,19 +150,29 @@ def lift(body: bytes | bytearray, config: MediaConfig) -> Intake:
     if len(places) > config.max_items:
         message = f"the request has {len(places)} media items, more than {config.max_items}"
         raise TooManyMediaItems(message, param=places[config.max_items].param)
+    report = _wants_report(parsed.medialane)
     located = [skeleton.locate(place.string) for place in places]
     refs = tuple(map(partial(_ref, salt=cache_salt or "", config=config), places, located))
-    return Intake(_with_references(body, located), refs, cache_salt)
+    edits = [(found.start, found.end, f'"{REFERENCE_SCHEME}{n}"'.encode()) for n, found in enumerate(located)]
+    if memoryview(parsed.medialane):
+        edits.append((*_member(body, skeleton.locate(parsed.medialane)), b""))
+    return Intake(_edited(body, edits), refs, cache_salt, report)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A JSON string that stands for media. `audio_format` is set where it is bare base64."""
+    """A JSON string that stands for media. `media_type` is set where it is bare base64."""
 
     modality: Modality
     param: str
     string: msgspec.Raw
-    audio_format: str | None = None
+    media_type: str | None = None
+    options: ItemOptions | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a string, and media: vLLM takes "" as none."""
+        return len(memoryview(self.string)) > 2 and bytes(memoryview(self.string)[:1]) == b'"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,62 +250,111 @@ def _address(data: bytes | msgspec.Raw) -> int:
 
 
 def _places(field: str, messages: object) -> Iterator[_Place]:
-    """Every media string of a list of messages, in order."""
+    """Every media string of a list of messages, or of lists of them, in order."""
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.content if isinstance(message, _Message) else None
-        for j, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, _Part):
-                yield from _places_of(part, f"{field}[{i}].content[{j}]")
+        param = f"{field}[{i}]"
+        if isinstance(message, list):
+            yield from _places(param, message)
+        elif isinstance(message, _Message):
+            yield from _places_in(message.content, f"{param}.content")
+
+
+def _places_in(content: object, param: str) -> Iterator[_Place]:
+    for j, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, _Part):
+            yield from (place for place in _places_of(part, f"{param}[{j}]") if place.is_given)
 
 
 def _places_of(part: _Part, param: str) -> Iterator[_Place]:
     for name, modality in _MODALITIES:
         value: msgspec.Raw = getattr(part, name)
-        kind = bytes(memoryview(value)[:1])
+        kind = _kind(value)
         if kind == b'"' and name != "input_audio":
-            string, audio_format = value, None
+            yield _Place(modality, f"{param}.{name}", value)
         elif kind == b"{":
-            string, audio_format = _string_of(name, value)
-        else:
-            continue
-        if len(memoryview(string)) > 2 and bytes(memoryview(string)[:1]) == b'"':  # vLLM takes "" as no media
-            yield _Place(modality, f"{param}.{name}", string, audio_format)
+            yield _place_inside(name, modality, f"{param}.{name}", value)
+    if _kind(part.source) == b"{" and _string_or_none(part.type) == "image":
+        yield _place_of_source(_decode_source(part.source), f"{param}.source")
+    if isinstance(part.content, list) and _string_or_none(part.type) == "tool_result":
+        yield from _places_in(part.content, f"{param}.content")
 
 
-def _string_of(name: str, value: msgspec.Raw) -> tuple[msgspec.Raw, str | None]:
-    """The media string inside an object, and its format where it is bare base64."""
-    if name != "input_audio":
-        return _decode_url_object(value).url, None
-    audio = _decode_audio_object(value)
-    return audio.data, _string_or_none(audio.format) or ""
+def _kind(value: msgspec.Raw) -> bytes:
+    """The first character of a JSON value, which tells what it is; empty where there is none."""
+    return bytes(memoryview(value)[:1])
+
+
+def _place_inside(name: str, modality: Modality, param: str, value: msgspec.Raw) -> _Place:
+    """The place of the media string inside an object."""
+    if name == "input_audio":
+        audio = _decode_audio_object(value)
+        return _Place(modality, param, audio.data, media_type=f"audio/{_string_or_none(audio.format) or ''}")
+    found = _decode_url_object(value)
+    return _Place(modality, param, found.url, options=found)
+
+
+def _place_of_source(source: _Source, param: str) -> _Place:
+    """As vLLM reads it: what is not said to be a URL is base64, of a JPEG unless said otherwise."""
+    if _string_or_none(source.type) == "url":
+        return _Place("image", param, source.url)
+    return _Place("image", param, source.data, media_type=_string_or_none(source.media_type) or "image/jpeg")
 
 
 def _string_or_none(value: msgspec.Raw) -> str | None:
-    return _decode_string(value) if bytes(memoryview(value)[:1]) == b'"' else None
+    return _decode_string(value) if _kind(value) == b'"' else None
+
+
+def _wants_report(own: msgspec.Raw) -> bool:
+    """What the client asks for under `medialane`. Raises InvalidRequest for what we do not know."""
+    if _kind(own) in (b"", b"n"):
+        return False
+    try:
+        asked = _decode_own(own)
+    except _NOT_OURS as error:
+        raise InvalidRequest("medialane must be an object", param="medialane") from error
+    for name in asked:
+        if name != "report":
+            raise InvalidRequest("the only key of medialane is report", param=f"medialane.{name[:64]}")
+    try:
+        return "report" in asked and _decode_bool(asked["report"])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("report must be true or false", param="medialane.report") from error
 
 
 def _ref(place: _Place, located: _Located, *, salt: str, config: MediaConfig) -> MediaRef:
     """The reference that a media string stands for. Errors name the field."""
+    io = options = b"{}"
+    if (asked := place.options) is not None:
+        io = read_io(asked, place.modality, place.param, config)
+        options = read_processor_options(asked, place.modality, place.param, config)
     try:
-        if place.audio_format is not None:
-            data = decode_base64(located.value(), config.max_data_url_bytes)
-            return MediaRef(place.modality, place.param, data=data, media_type=f"audio/{place.audio_format}", salt=salt)
-        found = _data_url(located, config.max_data_url_bytes)
-        if found is not None:
-            return MediaRef(place.modality, place.param, data=found.data, media_type=found.media_type, salt=salt)
-        return MediaRef(place.modality, place.param, url=_url(located), salt=salt)
+        found = _data(place, located, config.max_data_url_bytes)
+        url = _url(located) if found is None else None
     except MedialaneError as error:
         raise error.at(place.param) from error
+    data, media_type = (None, None) if found is None else (found.data, found.media_type)
+    return MediaRef(place.modality, place.param, url, data, media_type, salt, io, options)
 
 
-def _data_url(located: _Located, max_bytes: int) -> DataUrl | None:
-    """The decoded data: URL, its payload straight from the body; None if it is no data: URL."""
+def _data(place: _Place, located: _Located, max_bytes: int) -> DataUrl | None:
+    """The media that the string holds itself; None if it is the URL of some that it does not."""
+    if place.media_type is not None:
+        return DataUrl(place.media_type, decode_base64(located.value(), max_bytes))
     head = located.head()
     if bytes(head[:5]).lower() != b"data:":
         return None
+    header, payload = _split(located, head)
+    media_type = parse_header(header)
+    if place.modality == "video" and media_type == "video/jpeg":
+        return DataUrl(media_type, read_jpeg_frames(payload, max_bytes))
+    return DataUrl(media_type, decode_base64(payload, max_bytes))
+
+
+def _split(located: _Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
+    """Header and payload of a data: URL, the payload straight from the body where it was cut from there."""
     if located.payload and bytes(head).find(b",") == len(head) - 1:
-        return DataUrl(parse_header(bytes(head[:-1])), decode_base64(located.payload, max_bytes))
-    return parse_data_url(located.value(), max_bytes)
+        return bytes(head[:-1]), located.payload
+    return split_data_url(located.value())
 
 
 def _url(located: _Located) -> str:
@@ -283,12 +367,25 @@ def _url(located: _Located) -> str:
     return url
 
 
-def _with_references(body: bytes | bytearray, located: list[_Located]) -> bytes:
-    """The body, the n-th of the located strings replaced by a reference to n."""
+def _member(body: bytes | bytearray, value: _Located) -> tuple[int, int]:
+    """Where a member of an object stands in the body, its key and one of the commas around it included."""
+    start = body.rindex(b'"', 0, body.rindex(b'"', 0, body.rindex(b":", 0, value.start)))
+    while body[start - 1 : start].isspace():
+        start -= 1
+    if body[start - 1 : start] == b",":
+        return start - 1, value.end
+    end = value.end
+    while body[end : end + 1].isspace():
+        end += 1
+    return start, end + 1 if body[end : end + 1] == b"," else end
+
+
+def _edited(body: bytes | bytearray, edits: list[tuple[int, int, bytes]]) -> bytes:
+    """The body, each range [start, end) of it replaced."""
     view = memoryview(body)
     parts: list[bytes | memoryview] = []
     at = 0
-    for n in sorted(range(len(located)), key=lambda n: located[n].start):
-        parts += [view[at : located[n].start], f'"{REFERENCE_SCHEME}{n}"'.encode()]
-        at = located[n].end
+    for start, end, replacement in sorted(edits):
+        parts += [view[at:start], replacement]
+        at = end
     return b"".join([*parts, view[at:]])

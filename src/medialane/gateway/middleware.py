@@ -13,6 +13,7 @@ from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
 from medialane.gateway.intake import Intake, lift
+from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import current_scope, open_scope
 from medialane.gateway.turns import Turns
 from medialane.media import MediaConfig
@@ -61,6 +62,9 @@ class ScopeMiddleware:
 class IntakeMiddleware:
     """Gives the app JSON bodies without their media. Every body is read within its bound.
 
+    Being the innermost, it is also where a report is put into the answer of who asked for one: before anything else
+    may compress it.
+
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
 
@@ -86,6 +90,8 @@ class IntakeMiddleware:
         if not may_have_media:
             await self._app(scope, _bounded(receive, limit), send)
         elif body is not None:
+            request = current_scope()
+            send = ReportSender(send, request.report) if request.wants_report else send
             await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
 
     async def _lift(self, receive: Receive) -> bytes | None:
@@ -101,6 +107,7 @@ class IntakeMiddleware:
 
         intake = await self._turns.run(len(body), work)
         request.refs = intake.refs
+        request.wants_report = intake.report
         return intake.body
 
 

@@ -12,10 +12,13 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+import msgspec
+
 from medialane.arena import Lease
 from medialane.core.errors import InvalidMediaUrl, MedialaneError
 from medialane.core.feature import Feature
-from medialane.core.media import MediaRef
+from medialane.core.media import MediaRef, MediaSize
+from medialane.gateway.report import Cache, MediaReport, RequestReport, timestamps
 from medialane.observability.timeline import StageTimeline
 
 #: What intake puts in place of a media URL: the scheme, then the reference's number in the scope.
@@ -30,7 +33,8 @@ class RequestScope:
     """What one request holds. Resources are released in the reverse order of taking.
 
     `features` are the leases that it took on features, by mm_hash; they are among the resources. `error_code` tells
-    which error the request was answered with, if any.
+    which error the request was answered with, if any. `items` are what the answer's report tells of the media, noted
+    only if `wants_report`.
     """
 
     def __init__(self) -> None:
@@ -38,6 +42,9 @@ class RequestScope:
         self.refs: tuple[MediaRef, ...] = ()
         self.features: dict[str, Lease[Feature]] = {}
         self.error_code: str | None = None
+        self.wants_report = False
+        self.items: list[MediaReport] = []
+        self._way: tuple[str, str | None] | None = None
         self._stack = ExitStack()
         self._closed = False
 
@@ -49,11 +56,64 @@ class RequestScope:
             self._stack.callback(resource.release)
 
     def resolve(self, url: str) -> MediaRef:
-        """The media reference that intake left as `url` in the body. Raises InvalidMediaUrl."""
+        """The media reference that intake left as `url` in the body. Raises InvalidMediaUrl.
+
+        Where a client sends bare base64 (`input_audio`, an Anthropic image), vLLM's app makes a data: URL of what
+        stands in its place: `data:audio/wav;base64,medialane:0`.
+        """
+        if url.startswith("data:"):
+            url = url.rpartition(";base64,")[2]
         number = url.removeprefix(REFERENCE_SCHEME)
         if not url.startswith(REFERENCE_SCHEME) or not number.isdecimal() or int(number) >= len(self.refs):
             raise InvalidMediaUrl("the media URL did not come through the gateway's intake")
         return self.refs[int(number)]
+
+    def note_item(
+        self,
+        ref: MediaRef,
+        *,
+        mm_hash: str,
+        cache: Cache = "none",
+        size: MediaSize | None = None,
+        num_tokens: int = 0,
+    ) -> None:
+        """Note what was used of one item. `size` and `num_tokens` are not known where a worker prepares it."""
+        if not self.wants_report:
+            return
+        size = size or MediaSize()
+        self.items.append(
+            MediaReport(
+                ref.param,
+                ref.modality,
+                cache,
+                mm_hash,
+                width=size.width,
+                height=size.height,
+                num_frames=size.num_frames,
+                num_samples=size.num_samples,
+                timestamps=timestamps(size),
+                num_tokens=num_tokens,
+            )
+        )
+
+    def note_way(self, stage: str, transport: str | None) -> None:
+        """Note how the media are handed over. The last way counts: it is the one that worked."""
+        self._way = stage, transport
+
+    def report(self) -> bytes:
+        """JSON of what was used for the request so far, the items in the order of the request."""
+        places = {ref.param: n for n, ref in enumerate(self.refs)}
+        stage, transport = self._way or (None, None)
+        timeline = self.timeline
+        return msgspec.json.encode(
+            RequestReport(
+                tuple(sorted(self.items, key=lambda item: places.get(item.param, len(places)))),
+                stage=stage,
+                transport=transport,
+                times_ms={name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()},
+                copied_bytes=timeline.copied_bytes,
+            )
+        )
 
     def fail(self, error: MedialaneError) -> None:
         """Remember that the request is answered with `error`. The first one counts: others follow from it."""
@@ -66,6 +126,7 @@ class RequestScope:
             self._closed = True
             self.refs = ()
             self.features = {}
+            self.items = []
             self._stack.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from binascii import Error as Base64Error
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ _MAX_HEADER_CHARS = 1024
 
 #: As vLLM has it: base64 must be the last parameter. The scheme and the word are case-insensitive (RFC 2397, 2045).
 _HEADER = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64", re.ASCII | re.IGNORECASE)
+
+_FRAMES_ALPHABET = string.ascii_letters.encode() + string.digits.encode() + b"+/=,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +37,20 @@ def parse_data_url(url: str | bytes | bytearray | memoryview, max_bytes: int) ->
     Raises InvalidDataUrl, InvalidBase64, MediaTooLarge, EmptyMedia.
     """
     try:
-        view = memoryview(url.encode("ascii") if isinstance(url, str) else url)
+        header, payload = split_data_url(url.encode("ascii") if isinstance(url, str) else url)
     except UnicodeEncodeError as error:
         raise InvalidDataUrl("a data: URL has ASCII characters only") from error
+    return DataUrl(parse_header(header), decode_base64(payload, max_bytes))
+
+
+def split_data_url(url: bytes | bytearray | memoryview) -> tuple[bytes, memoryview]:
+    """What stands before the comma of a data: URL, and a view of what stands after it. Raises InvalidDataUrl."""
+    view = memoryview(url)
     head = bytes(view[: _MAX_HEADER_CHARS + 1])
     comma = head.find(b",")
     if comma < 0:
         raise InvalidDataUrl("a data: URL needs a comma between its media type and its data")
-    media_type = parse_header(head[:comma])
-    return DataUrl(media_type, decode_base64(view[comma + 1 :], max_bytes))
+    return head[:comma], view[comma + 1 :]
 
 
 def parse_header(header: bytes) -> str | None:
@@ -53,16 +61,33 @@ def parse_header(header: bytes) -> str | None:
     return found[1].lower() if found[1] else None
 
 
+def read_jpeg_frames(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes:
+    """The payload of a `video/jpeg` URL as it is: frames in base64, joined by commas (a form of vLLM's own).
+
+    Frames are not decoded here; only what base64 and commas are made of is let through.
+    Raises MediaTooLarge, EmptyMedia, InvalidBase64.
+    """
+    _check_length(payload, max_bytes)
+    text = bytes(payload)
+    if text.translate(None, _FRAMES_ALPHABET):
+        raise InvalidBase64("the frames are not valid base64, joined by commas")
+    return text
+
+
 def decode_base64(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes:
     """Decode standard base64 (RFC 4648, section 4) with padding and nothing else in it.
 
     Raises MediaTooLarge (before decoding), EmptyMedia, InvalidBase64.
     """
-    if len(payload) > max_bytes:
-        raise MediaTooLarge(f"the encoded media has {len(payload)} bytes, more than {max_bytes}")
-    if not payload:
-        raise EmptyMedia("the media is empty")
+    _check_length(payload, max_bytes)
     try:
         return pybase64.b64decode(payload, validate=True)
     except Base64Error as error:
         raise InvalidBase64("the media is not valid base64") from error
+
+
+def _check_length(payload: bytes | bytearray | memoryview, max_bytes: int) -> None:
+    if len(payload) > max_bytes:
+        raise MediaTooLarge(f"the encoded media has {len(payload)} bytes, more than {max_bytes}")
+    if not payload:
+        raise EmptyMedia("the media is empty")

@@ -1,0 +1,83 @@
+"""What a client says of one media item beside its URL: how many frames, and how many pixels the model is given.
+
+`{"type": "video_url", "video_url": {"url": ..., "fps": 2, "max_frames": 64, "max_pixels": 200704}}`. Keys that mean
+nothing for the item's modality are ignored, as vLLM ignores them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from medialane.core.errors import InvalidRequest, TooManyFrames
+from medialane.core.hashing import canonical_options
+from medialane.core.media import Modality
+from medialane.media import MediaConfig
+
+#: Faster than any camera that films for a model. Some of vLLM's samplers take time in proportion to it.
+MAX_FPS = 240
+
+_decode_number = msgspec.json.Decoder(int | float | None).decode
+
+
+class ItemOptions(msgspec.Struct):
+    """The options of an item as they stand in the request, unread."""
+
+    fps: msgspec.Raw = msgspec.Raw()
+    num_frames: msgspec.Raw = msgspec.Raw()
+    max_frames: msgspec.Raw = msgspec.Raw()
+    min_pixels: msgspec.Raw = msgspec.Raw()
+    max_pixels: msgspec.Raw = msgspec.Raw()
+
+
+def read_io(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
+    """The decode options of the item, for `MediaRef.io`. Raises InvalidRequest naming the key."""
+    if modality != "video":
+        return b"{}"
+    fps = _read(found.fps, f"{param}.fps")
+    if fps is not None and not 0 < fps <= MAX_FPS:
+        raise InvalidRequest(f"fps must be above 0 and at most {MAX_FPS}", param=f"{param}.fps")
+    num_frames = _read_count(found.num_frames, f"{param}.num_frames")
+    if num_frames is not None and num_frames > config.max_sampled_frames:
+        message = f"num_frames must be at most {config.max_sampled_frames}"
+        raise TooManyFrames(message, param=f"{param}.num_frames")
+    max_frames = _read_count(found.max_frames, f"{param}.max_frames")
+    if max_frames is not None:
+        max_frames = min(max_frames, config.max_sampled_frames)
+    return _given(fps=fps, num_frames=num_frames, max_frames=max_frames)
+
+
+def read_processor_options(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
+    """The processor options of the item, for `MediaRef.options`. Raises InvalidRequest naming the key."""
+    if modality == "audio":
+        return b"{}"
+    limit = config.max_image_pixels if modality == "image" else config.max_video_pixels
+    max_pixels = _read_count(found.max_pixels, f"{param}.max_pixels")
+    if max_pixels is not None:
+        max_pixels = min(max_pixels, limit)
+    min_pixels = _read_count(found.min_pixels, f"{param}.min_pixels")
+    if min_pixels is not None and min_pixels > (max_pixels or limit):
+        message = f"min_pixels must be at most {'max_pixels' if max_pixels else limit}"
+        raise InvalidRequest(message, param=f"{param}.min_pixels")
+    return _given(min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def _given(**options: float | None) -> bytes:
+    return canonical_options({key: value for key, value in options.items() if value is not None})
+
+
+def _read_count(raw: msgspec.Raw, param: str) -> int | None:
+    number = _read(raw, param)
+    if number is not None and (not isinstance(number, int) or number < 1):
+        raise InvalidRequest("the option must be a whole number of at least 1", param=param)
+    return number
+
+
+def _read(raw: msgspec.Raw, param: str) -> int | float | None:
+    """The number, an integer if it is whole; None where there is none."""
+    if not memoryview(raw):
+        return None
+    try:
+        number = _decode_number(raw)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("the option must be a number", param=param) from error
+    return int(number) if isinstance(number, float) and number.is_integer() else number
