@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts, eventually, png, prompt, ref, request
 
-from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import (
     ArenaFull,
     GenerationFailed,
@@ -29,34 +28,9 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.media import MediaConfig
-from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.transfer import TransferConfig
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
-
-
-@pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    assert (stats.num_leases, stats.num_reservations) == (0, 0)
-
-
-@pytest.fixture
-async def preparers(arena):
-    pool = PreparerPool(
-        PrepareConfig(num_preparers=2, start_timeout_s=15),
-        factory="medialane.prepare.fake:build_processor",
-        factory_config=b"{}",
-        arena=arena,
-        media=MediaConfig(),
-    )
-    await pool.start()
-    yield pool
-    await pool.close()
 
 
 @pytest.fixture
@@ -135,7 +109,7 @@ async def test_one_image_twice_in_a_request_is_one_entry_in_two_places(arena, pr
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             await parts.answer(prompt(png(), png()))
-        assert arena.stats().num_entries == 1
+        assert arena.stats().num_entries == 2  # as it was sent, and the feature
     first, second = seen[0].prompt.features
     assert first.mm_hash == second.mm_hash
     assert first.placeholder.offset != second.placeholder.offset
@@ -157,7 +131,7 @@ async def test_leases_of_scope_and_worker_end_when_the_answer_is_complete(arena,
             await parts.answer(prompt(png(), png(seed=1)))
         await eventually(lambda: parts.num_held == 0)
         assert arena.stats().num_leases == 0
-        assert arena.stats().num_entries == 2  # cached
+        assert arena.stats().num_entries == 4  # cached: each as it was sent, and its feature
 
 
 async def test_worker_keeps_its_lease_until_the_engine_has_let_go(arena, preparers, make_worker):

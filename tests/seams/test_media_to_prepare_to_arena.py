@@ -9,36 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, ArenaView, Lease
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaView, Lease
 from medialane.core.errors import InvalidRequest
 from medialane.core.hashing import content_hash
 from medialane.core.media import EncodedMedia
 from medialane.media import MediaConfig
 from medialane.media.image import decode_image
-from medialane.prepare import PrepareConfig, PreparerPool
-
-
-@pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    assert (stats.num_leases, stats.num_reservations) == (0, 0)
-
-
-@pytest.fixture
-async def pool(arena):
-    pool = PreparerPool(
-        PrepareConfig(num_preparers=2, start_timeout_s=15),
-        factory="medialane.prepare.fake:build_processor",
-        factory_config=b"{}",
-        arena=arena,
-        media=MediaConfig(),
-    )
-    await pool.start()
-    yield pool
-    await pool.close()
 
 
 def encode(width: int, height: int, file_format: str) -> bytes:
@@ -57,10 +33,10 @@ def put(arena: Arena, data: bytes, media_type: str) -> Lease[EncodedMedia]:
 
 
 @pytest.mark.parametrize(("file_format", "media_type"), [("JPEG", "image/jpeg"), ("PNG", "image/png")])
-async def test_tensors_in_the_arena_are_those_of_the_decoded_pixels(arena, pool, file_format, media_type):
+async def test_tensors_in_the_arena_are_those_of_the_decoded_pixels(arena, preparers, file_format, media_type):
     files = [encode(61 + n, 47, file_format) for n in range(6)]
     sources = [put(arena, data, media_type) for data in files]
-    jobs = [pool.prepare_item(source, b'{"scale": 0.5}', f"{n:064}") for n, source in enumerate(sources)]
+    jobs = [preparers.prepare_item(source, b'{"scale": 0.5}', f"{n:064}") for n, source in enumerate(sources)]
     leases = await asyncio.gather(*jobs)
     reader = ArenaView.open(arena.id, str(arena.path.parent))
     for data, source, lease in zip(files, sources, leases, strict=True):
@@ -75,10 +51,10 @@ async def test_tensors_in_the_arena_are_those_of_the_decoded_pixels(arena, pool,
     reader.close()
 
 
-async def test_broken_image_is_the_clients_error_and_the_next_is_prepared(arena, pool):
+async def test_broken_image_is_the_clients_error_and_the_next_is_prepared(arena, preparers):
     whole = encode(640, 480, "JPEG")
     with put(arena, whole[: len(whole) // 3], "image/jpeg") as broken, pytest.raises(InvalidRequest):
-        await pool.prepare_item(broken, b"{}", "a" * 64)
+        await preparers.prepare_item(broken, b"{}", "a" * 64)
     with put(arena, whole, "image/jpeg") as source:
-        (await pool.prepare_item(source, b"{}", "b" * 64)).release()
-    assert pool.stats().num_restarts == 0
+        (await preparers.prepare_item(source, b"{}", "b" * 64)).release()
+    assert preparers.stats().num_restarts == 0

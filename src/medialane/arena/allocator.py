@@ -76,6 +76,21 @@ class Allocator:
             size += after
         self._add_hole(offset, size)
 
+    def shrink(self, offset: int, nbytes: int) -> None:
+        """Give back the end of the piece that begins at `offset`, all but `nbytes` rounded up to the alignment.
+
+        Raises ValueError if no piece begins there, or it is not longer than that.
+        """
+        size, left = self._taken.get(offset, 0), align(nbytes)
+        if not 0 < left < size:
+            raise ValueError(f"the piece of {size} bytes at {offset} cannot be shrunk to {nbytes}")
+        self._taken[offset] = left
+        del self._taken_before[offset + size]
+        self._taken_before[offset + left] = offset
+        self._taken[offset + left] = size - left  # the end, a piece of its own for as long as it takes to free it
+        self._taken_before[offset + size] = offset + left
+        self.free(offset + left)
+
     def extent(self, offset: int) -> tuple[int, int]:
         """Begin and end of the hole that freeing the piece at `offset` would leave."""
         end = offset + self._taken[offset]

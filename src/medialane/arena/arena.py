@@ -6,36 +6,39 @@ with `ArenaView` and are handed ranges and descriptors; they never allocate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
+from typing import Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import ArenaStats, EntryTable
+from medialane.arena.entries import ArenaStats, EntryTable, Kind
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, stamp
-from medialane.arena.lease import Lease, Reservation
+from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.view import ArenaView
 from medialane.core.feature import Feature
+from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
 
 T = TypeVar("T")
+C = TypeVar("C", EncodedMedia, Feature)
 
 
 class Arena:
     """The one owner of an arena file and of its entries; made by `Arena.create`, ended by `close`."""
 
-    def __init__(self, file: ArenaFile) -> None:
+    def __init__(self, file: ArenaFile, shares: Mapping[Kind, float]) -> None:
         self._file = file
         self._closed = False
-        self._table: EntryTable[Feature] = EntryTable(
-            self.id, PAGE_BYTES, file.view.size_bytes - PAGE_BYTES, self._clear
+        self._table: EntryTable[Cached] = EntryTable(
+            self.id, PAGE_BYTES, file.view.size_bytes - PAGE_BYTES, self._clear, shares=shares
         )
 
     @classmethod
     def create(cls, config: ArenaConfig) -> Arena:
         """Make the file and lock it. Raises StartupFailed, leaving nothing behind. Call `reap` first."""
-        return cls(ArenaFile.create(config))
+        return cls(ArenaFile.create(config), config.shares)
 
     @property
     def id(self) -> str:
@@ -64,26 +67,32 @@ class Arena:
         """Make all pages, in a thread: see `ArenaFile.prefault`. Join that thread before `close`."""
         return self._file.prefault(stop)
 
-    def reserve(self, num_bytes: int) -> Reservation:
+    def reserve(self, num_bytes: int, kind: Kind = "processed") -> Reservation:
         """Take a range for a payload of `num_bytes`, evicting cached entries that nobody holds if need be.
+
+        What it will hold, its kind, decides whose share of the arena it counts for.
 
         The caller owns the reservation. Raises ArenaFull when held entries leave no room; nothing was evicted then.
         """
         if num_bytes < 0:
             raise ValueError(f"a payload of {num_bytes} bytes")
         self._check_open()
-        entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes)
+        entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes, kind)
         stamp(self._file.view.words, entry.range)
         return Reservation(self._table, entry, self._file.view)
 
-    def publish(self, reservation: Reservation, key: str, value: Feature) -> Lease[Feature]:
-        """Cache what was written under `key` and lease it.
+    def publish(self, reservation: Reservation, key: str, value: C) -> Lease[C]:
+        """Cache what was written under `key`, among the reservation's kind, and lease it.
 
-        If the key is taken, the new range is freed and the lease is on the older entry, with the older value.
-        The caller owns the lease. Raises RuntimeError if the reservation is over.
+        Encoded entries are described by `EncodedMedia`, the others by `Feature`; TypeError else. If the key is taken,
+        the new range is freed and the lease is on the older entry, with the older value. The caller owns the lease.
+        Raises RuntimeError if the reservation is over.
         """
         self._check_open()
-        return Lease(self._table, *self._table.publish(reservation.take(), key, value))
+        if isinstance(value, EncodedMedia) != (reservation.kind == "encoded"):
+            raise TypeError(f"a {type(value).__name__} does not describe an entry of kind {reservation.kind}")
+        entry, found = self._table.publish(reservation.take(), key, value)
+        return Lease(self._table, entry, cast("C", found))
 
     def keep(self, reservation: Reservation, value: T) -> Lease[T]:
         """Lease what was written without caching it: it is freed when the last of its leases ends."""
@@ -92,18 +101,22 @@ class Arena:
         self._table.keep(entry)
         return Lease(self._table, entry, value)
 
-    def lookup(self, key: str) -> Lease[Feature] | None:
-        """Lease the entry of `key`, if there is one. The caller owns the lease."""
-        found = self._table.lookup(key)
-        return None if found is None else Lease(self._table, *found)
+    @overload
+    def lookup(self, key: str, kind: Literal["decoded", "processed"] = "processed") -> Lease[Feature] | None: ...
+    @overload
+    def lookup(self, key: str, kind: Literal["encoded"]) -> Lease[EncodedMedia] | None: ...
+    def lookup(self, key: str, kind: Kind = "processed") -> Lease[Feature] | Lease[EncodedMedia] | None:
+        """Lease the entry of `key` among its kind, if there is one. The caller owns the lease."""
+        found = self._table.lookup(key, kind)
+        return None if found is None else cast("Lease[Feature]", Lease(self._table, *found))
 
-    def contains(self, key: str) -> bool:
+    def contains(self, key: str, kind: Kind = "processed") -> bool:
         """Whether `key` is cached now; is no use of the entry."""
-        return self._table.contains(key)
+        return self._table.contains(key, kind)
 
-    def evict(self, key: str) -> bool:
+    def evict(self, key: str, kind: Kind = "processed") -> bool:
         """Free the entry of `key`. False if there is none, or somebody holds it."""
-        return self._table.evict(key)
+        return self._table.evict(key, kind)
 
     def clear(self) -> int:
         """Free every cached entry that nobody holds; return their number."""

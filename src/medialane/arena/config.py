@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from medialane.arena.entries import Kind
 from medialane.arena.reaper import reclaimable_bytes
 from medialane.core.errors import StartupFailed
 
@@ -23,10 +24,23 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         msgspec.Meta(description="shared memory for processed media, one file per host, bytes (at least 16 MiB)"),
     ] = 2 * GIB
+    encoded_share: Annotated[
+        float,
+        msgspec.Meta(
+            description="fraction of the shared memory that encoded media (as fetched or sent) may take at most before "
+            "they make room first, themselves and for others"
+        ),
+    ] = 0.25
+    decoded_share: Annotated[float, msgspec.Meta(description="the same for decoded media")] = 0.5
+    processed_share: Annotated[float, msgspec.Meta(description="the same for processed media")] = 1.0
     directory: Annotated[
         str,
         msgspec.Meta(description="where the shared memory's file lies; must be a memory file system"),
     ] = "/dev/shm"  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
+
+    @property
+    def shares(self) -> dict[Kind, float]:
+        return {"encoded": self.encoded_share, "decoded": self.decoded_share, "processed": self.processed_share}
 
     def validate(self) -> None:
         """Raise StartupFailed if the arena cannot be made there.
@@ -35,6 +49,9 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.size_bytes < MIN_BYTES:
             raise StartupFailed(f"--arena-size is {_human(self.size_bytes)}; the least is {_human(MIN_BYTES)}")
+        for kind, share in self.shares.items():
+            if not 0 <= share <= 1:
+                raise StartupFailed(f"arena_{kind}_share must be between 0 and 1")
         try:
             found = os.statvfs(self.directory)
         except OSError as error:

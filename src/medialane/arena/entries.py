@@ -1,5 +1,9 @@
 """The entry table: who holds which range of the arena, and what is evicted. Pure: no memory, no clock, no loop.
 
+Entries are of three *kinds*: encoded bytes as they came, decoded media, processed features. There is one order of use
+over all of them. Each kind has a share of the arena; it may take more while there is room, and when there is none,
+entries of kinds over their share go first, the kind of the new entry counted with it.
+
     reserve -> WRITING --publish--> PUBLISHED  cached under a key; pinned, or idle and evictable in order of use
                   |  `---keep-----> PUBLISHED  without a key; freed when its last pin ends
                   |                    |
@@ -11,20 +15,29 @@ once, by `_free`, which tells `on_free` (it clears the generation word) before t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
-from typing import Generic, TypeVar
+from heapq import merge
+from itertools import count, islice
+from types import MappingProxyType
+from typing import Generic, Literal, TypeVar, get_args
 
 import msgspec
 
 from medialane.arena.allocator import Allocator
-from medialane.arena.eviction import choose_span
+from medialane.arena.eviction import Span, choose_span
 from medialane.core.errors import ArenaFull
 from medialane.core.tensor import ArenaRange, align
 
 V = TypeVar("V")
+
+Kind = Literal["encoded", "decoded", "processed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+#: Among the entries of kinds over their share, a span is looked for around so many: they may lie too scattered to make
+#: one hole, and then looking around all of them (20 000 small images) would keep the loop for a tenth of a second.
+_MOST_SEEDS = 64
 
 
 class EntryState(Enum):
@@ -38,6 +51,7 @@ class Entry:
     """One entry. Only its table changes it."""
 
     range: ArenaRange
+    kind: Kind = "processed"
     state: EntryState = EntryState.WRITING
     key: str | None = None
     pins: int = 0
@@ -47,7 +61,8 @@ class Entry:
 class ArenaStats(msgspec.Struct, frozen=True):
     """What an arena holds now, and how often it was asked. Bytes are allocated bytes: headers and padding counted.
 
-    free + writing + published = size; pinned is the part of published that leases hold.
+    free + writing + published = size; pinned is the part of published that leases hold. encoded + decoded + processed
+    = writing + published.
     """
 
     size_bytes: int
@@ -56,6 +71,9 @@ class ArenaStats(msgspec.Struct, frozen=True):
     writing_bytes: int
     published_bytes: int
     pinned_bytes: int
+    encoded_bytes: int
+    decoded_bytes: int
+    processed_bytes: int
     num_reservations: int
     num_entries: int
     num_leases: int
@@ -65,9 +83,20 @@ class ArenaStats(msgspec.Struct, frozen=True):
 
 
 class EntryTable(Generic[V]):
-    """Entries of one arena in [start, start + size_bytes) of its file; V is what keyed entries are described by."""
+    """Entries of one arena in [start, start + size_bytes) of its file; V is what keyed entries are described by.
 
-    def __init__(self, arena: str, start: int, size_bytes: int, on_free: Callable[[ArenaRange], None]) -> None:
+    `shares` are fractions of `size_bytes` by kind; a kind that is not there may take everything.
+    """
+
+    def __init__(
+        self,
+        arena: str,
+        start: int,
+        size_bytes: int,
+        on_free: Callable[[ArenaRange], None],
+        *,
+        shares: Mapping[Kind, float] = MappingProxyType({}),
+    ) -> None:
         self._arena = arena
         self._start = start
         self._allocator = Allocator(size_bytes)
@@ -75,26 +104,45 @@ class EntryTable(Generic[V]):
         self._generations = count(1)
         self._uses = count(1)
         self._held: dict[int, Entry] = {}
-        self._by_key: dict[str, tuple[Entry, V]] = {}
-        self._idle: dict[int, Entry] = {}  # by offset, least recently used first
+        self._by_key: dict[tuple[Kind, str], tuple[Entry, V]] = {}
+        self._idle: dict[Kind, dict[int, Entry]] = {kind: {} for kind in KINDS}  # by offset, least recently used first
+        self._kind_bytes = dict.fromkeys(KINDS, 0)
+        self._most_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
         self._writing_bytes = self._pinned_bytes = 0
         self._num_reservations = self._num_leases = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
 
-    def reserve(self, nbytes: int) -> Entry:
-        """Take a range for writing, evicting idle entries if need be.
+    def reserve(self, nbytes: int, kind: Kind = "processed") -> Entry:
+        """Take a range for writing an entry of `kind`, evicting idle entries if need be.
 
         Raises ArenaFull when held entries leave no room; nothing was evicted then.
         """
         offset = self._allocator.allocate(nbytes)
         if offset is None:
-            offset = self._make_room(nbytes)
+            offset = self._make_room(nbytes, kind)
         range_ = ArenaRange(self._arena, self._start + offset, nbytes, next(self._generations))
-        entry = Entry(range_)
+        entry = Entry(range_, kind)
         self._held[range_.generation] = entry
         self._num_reservations += 1
         self._writing_bytes += align(nbytes)
+        self._kind_bytes[kind] += align(nbytes)
         return entry
+
+    def trim(self, entry: Entry, nbytes: int) -> None:
+        """Give back the end of an entry that is being written, all but `nbytes`. Its range changes, not its generation.
+
+        Raises ValueError if it is not that long.
+        """
+        self._check_writing(entry)
+        old = entry.range
+        if not 0 < nbytes <= old.nbytes:
+            raise ValueError(f"entry {old} cannot be trimmed to {nbytes} bytes")
+        given_back = align(old.nbytes) - align(nbytes)
+        if given_back:
+            self._allocator.shrink(self._offset(entry), nbytes)
+        entry.range = ArenaRange(old.arena, old.offset, nbytes, old.generation)
+        self._writing_bytes -= given_back
+        self._kind_bytes[entry.kind] -= given_back
 
     def abandon(self, entry: Entry) -> None:
         """Free an entry that is still being written. Its writer must be gone."""
@@ -102,13 +150,16 @@ class EntryTable(Generic[V]):
         self._free(entry)
 
     def publish(self, entry: Entry, key: str, value: V) -> tuple[Entry, V]:
-        """Cache `entry` under `key` and pin it. If the key is taken, free `entry` and pin the older one instead."""
+        """Cache `entry` under `key` among its kind and pin it.
+
+        If the key is taken, free `entry` and pin the older one instead.
+        """
         self._end_writing(entry)
-        if (found := self._by_key.get(key)) is not None:
+        if (found := self._by_key.get((entry.kind, key))) is not None:
             self._free(entry)
         else:
             entry.state, entry.key = EntryState.PUBLISHED, key
-            found = self._by_key[key] = (entry, value)
+            found = self._by_key[entry.kind, key] = (entry, value)
         self.pin(found[0])
         return found
 
@@ -118,9 +169,9 @@ class EntryTable(Generic[V]):
         entry.state = EntryState.PUBLISHED
         self.pin(entry)
 
-    def lookup(self, key: str) -> tuple[Entry, V] | None:
+    def lookup(self, key: str, kind: Kind = "processed") -> tuple[Entry, V] | None:
         """Pin the entry of `key` if there is one; counts as its use, and as a hit or a miss."""
-        found = self._by_key.get(key)
+        found = self._by_key.get((kind, key))
         if found is None:
             self._num_misses += 1
             return None
@@ -128,8 +179,8 @@ class EntryTable(Generic[V]):
         self.pin(found[0])
         return found
 
-    def contains(self, key: str) -> bool:
-        return key in self._by_key
+    def contains(self, key: str, kind: Kind = "processed") -> bool:
+        return (kind, key) in self._by_key
 
     def pin(self, entry: Entry) -> None:
         """Add a pin to a published entry. Raises RuntimeError for any other."""
@@ -138,7 +189,7 @@ class EntryTable(Generic[V]):
         if entry.pins == 0:
             self._held[entry.range.generation] = entry
             self._pinned_bytes += align(entry.range.nbytes)
-            self._idle.pop(self._offset(entry), None)
+            self._idle[entry.kind].pop(self._offset(entry), None)
         entry.pins += 1
         self._num_leases += 1
 
@@ -156,11 +207,11 @@ class EntryTable(Generic[V]):
             self._free(entry)
         else:
             entry.last_use = next(self._uses)
-            self._idle[self._offset(entry)] = entry
+            self._idle[entry.kind][self._offset(entry)] = entry
 
-    def evict(self, key: str) -> bool:
+    def evict(self, key: str, kind: Kind = "processed") -> bool:
         """Free the entry of `key`. False if there is none, or it is pinned."""
-        found = self._by_key.get(key)
+        found = self._by_key.get((kind, key))
         if found is None or found[0].pins:
             return False
         self._evict(found[0])
@@ -168,7 +219,7 @@ class EntryTable(Generic[V]):
 
     def clear(self) -> int:
         """Free every entry that nobody holds; return their number."""
-        idle = list(self._idle.values())
+        idle = [entry for kind in KINDS for entry in self._idle[kind].values()]
         for entry in idle:
             self._evict(entry)
         return len(idle)
@@ -181,43 +232,61 @@ class EntryTable(Generic[V]):
             writing_bytes=self._writing_bytes,
             published_bytes=self._allocator.used_bytes - self._writing_bytes,
             pinned_bytes=self._pinned_bytes,
+            encoded_bytes=self._kind_bytes["encoded"],
+            decoded_bytes=self._kind_bytes["decoded"],
+            processed_bytes=self._kind_bytes["processed"],
             num_reservations=self._num_reservations,
-            num_entries=len(self._held) - self._num_reservations + len(self._idle),
+            num_entries=len(self._held) - self._num_reservations + sum(map(len, self._idle.values())),
             num_leases=self._num_leases,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_evictions=self._num_evictions,
         )
 
-    def _make_room(self, nbytes: int) -> int:
+    def _make_room(self, nbytes: int, kind: Kind) -> int:
         need = align(nbytes)
         if need > self._allocator.size_bytes:
             raise ArenaFull("the media need more memory than the server has set aside", retry_after_s=None)
-        span = choose_span(self._allocator, need, self._idle, self._last_use)
+        span = self._choose(need, self._over_share(kind, need), _MOST_SEEDS) or self._choose(need, KINDS, None)
         if span is None:
             raise ArenaFull("no memory is free for media at the moment")
         for offset in span.offsets:
-            self._evict(self._idle[offset])
+            self._evict(next(self._idle[k][offset] for k in KINDS if offset in self._idle[k]))
         found = self._allocator.allocate(nbytes)
         if found is None:
             raise AssertionError(f"evicting {len(span.offsets)} neighbours left no hole of {nbytes} bytes")
         return found
 
-    def _last_use(self, offset: int) -> int | None:
-        entry = self._idle.get(offset)
-        return None if entry is None else entry.last_use
+    def _over_share(self, kind: Kind, need: int) -> list[Kind]:
+        """The kinds that are over their share when `kind` takes `need` bytes more."""
+        wanted = {k: self._kind_bytes[k] + (need if k == kind else 0) for k in KINDS}
+        return [k for k in KINDS if wanted[k] > self._most_bytes[k]]
+
+    def _choose(self, need: int, kinds: Collection[Kind], most_seeds: int | None) -> Span | None:
+        """What to evict of `kinds` alone."""
+
+        def last_use(offset: int) -> int | None:
+            found = (self._idle[kind].get(offset) for kind in kinds)
+            return next((entry.last_use for entry in found if entry is not None), None)
+
+        oldest_first = merge(*(self._idle[kind].values() for kind in kinds), key=lambda entry: entry.last_use)
+        seeds = (self._offset(entry) for entry in islice(oldest_first, most_seeds))
+        return choose_span(self._allocator, need, seeds, last_use)
 
     def _offset(self, entry: Entry) -> int:
         return entry.range.offset - self._start
 
     def _evict(self, entry: Entry) -> None:
         self._num_evictions += 1
-        del self._idle[self._offset(entry)]
+        del self._idle[entry.kind][self._offset(entry)]
         self._free(entry)
 
-    def _end_writing(self, entry: Entry) -> None:
+    def _check_writing(self, entry: Entry) -> None:
         if self._held.get(entry.range.generation) is not entry or entry.state is not EntryState.WRITING:
             raise RuntimeError(f"entry {entry.range} is not being written here")
+
+    def _end_writing(self, entry: Entry) -> None:
+        self._check_writing(entry)
         del self._held[entry.range.generation]
         self._num_reservations -= 1
         self._writing_bytes -= align(entry.range.nbytes)
@@ -225,6 +294,7 @@ class EntryTable(Generic[V]):
     def _free(self, entry: Entry) -> None:
         entry.state = EntryState.FREED
         if entry.key is not None:
-            del self._by_key[entry.key]
+            del self._by_key[entry.kind, entry.key]
+        self._kind_bytes[entry.kind] -= align(entry.range.nbytes)
         self._on_free(entry.range)
         self._allocator.free(self._offset(entry))

@@ -6,13 +6,17 @@ import warnings
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from medialane.arena.entries import Entry, EntryTable
-from medialane.arena.layout import ENTRY_HEADER_BYTES
+from medialane.arena.entries import Entry, EntryTable, Kind
+from medialane.arena.layout import ENTRY_HEADER_BYTES, stamp
 from medialane.arena.view import ArenaView
 from medialane.core.feature import Feature
+from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
 
 T = TypeVar("T")
+
+#: What describes a cached entry: encoded media as such; decoded and processed media as features.
+Cached = EncodedMedia | Feature
 
 
 class Reservation:
@@ -22,9 +26,10 @@ class Reservation:
     instead keeps its range (somebody may still be writing there) and warns.
     """
 
-    def __init__(self, table: EntryTable[Feature], entry: Entry, view: ArenaView) -> None:
+    def __init__(self, table: EntryTable[Cached], entry: Entry, view: ArenaView) -> None:
         self._table = table
         self._entry = entry
+        self._view = view
         self._over = True  # until the next line has succeeded
         self._buffer = view.entry(entry.range, writable=True)[ENTRY_HEADER_BYTES:]
         self._over = False
@@ -38,6 +43,21 @@ class Reservation:
     def buffer(self) -> memoryview:
         """The payload, writable, as long as was asked for. Raises ValueError when the reservation is over."""
         return self._buffer[:]
+
+    @property
+    def kind(self) -> Kind:
+        return self._entry.kind
+
+    def trim(self, num_bytes: int) -> None:
+        """Give back the end of the payload, all but `num_bytes`: `range` and `buffer` are others afterwards.
+
+        Nobody else may know the range. Raises ValueError if the payload is not that long or the reservation is over.
+        """
+        self._buffer[:0]  # raises if it is over
+        self._table.trim(self._entry, ENTRY_HEADER_BYTES + num_bytes)
+        stamp(self._view.words, self.range)
+        self._buffer.release()
+        self._buffer = self._view.entry(self.range, writable=True)[ENTRY_HEADER_BYTES:]
 
     def take(self) -> Entry:
         """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it is over."""
@@ -74,7 +94,7 @@ class Lease(Generic[T]):
     A lease that is dropped instead keeps its pin (somebody may still be reading) and warns.
     """
 
-    def __init__(self, table: EntryTable[Feature], entry: Entry, value: T) -> None:
+    def __init__(self, table: EntryTable[Cached], entry: Entry, value: T) -> None:
         """Take over a pin that `entry` already has."""
         self._table = table
         self._entry = entry

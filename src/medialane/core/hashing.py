@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import msgspec
 from blake3 import blake3
 
+_decode_object = msgspec.json.Decoder(dict[str, object]).decode
+
 
 def content_hash(data: bytes | bytearray | memoryview) -> str:
     """Hash encoded media: 64 hex digits."""
@@ -21,12 +23,22 @@ def canonical_options(options: Mapping[str, object]) -> bytes:
     return msgspec.json.encode(options, order="deterministic")
 
 
-def feature_key(*, processor: str, content: str, options: bytes, salt: str) -> str:
+def merged_options(request: bytes, item: bytes) -> bytes:
+    """Canonical options of one item: the request's, its own winning key by key. Both are JSON objects, canonical."""
+    if item == b"{}":
+        return request
+    if request == b"{}":
+        return item
+    return canonical_options({**_decode_object(request), **_decode_object(item)})
+
+
+def feature_key(*, processor: str, content: str, io: bytes, options: bytes, salt: str) -> str:
     """Identify the features of one item before it is decoded: 64 hex digits.
 
-    `processor` is the digest of model and processor settings, `content` the content hash, `options` canonical.
+    `processor` is the digest of model and processor settings, `content` the content hash. `io` says how to decode,
+    `options` how to process; both are canonical.
     """
-    parts = ("medialane-feature-1", processor, content, options, salt)
+    parts = ("medialane-feature-2", processor, content, io, options, salt)
     return blake3(msgspec.msgpack.encode(parts)).hexdigest()
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.core.hashing import canonical_options, content_hash, digest, feature_key
+from medialane.core.hashing import canonical_options, content_hash, digest, feature_key, merged_options
 
-BASE = {"processor": "p", "content": "c", "options": b"{}", "salt": ""}
+BASE = {"processor": "p", "content": "c", "io": b"{}", "options": b"{}", "salt": ""}
 
 
 def test_content_hash_is_blake3_in_hex():
@@ -18,19 +18,34 @@ def test_content_hash_is_blake3_in_hex():
 
 def test_every_part_of_a_feature_key_counts():
     changed = [BASE, {**BASE, "processor": "q"}, {**BASE, "content": "d"}, {**BASE, "salt": "s"}]
-    changed += [{**BASE, "options": b'{"a":1}'}]
+    changed += [{**BASE, "options": b'{"a":1}'}, {**BASE, "io": b'{"a":1}'}]
     keys = [feature_key(**parts) for parts in changed]
     assert len(set(keys)) == len(keys)
     assert all(len(key) == 64 and int(key, 16) >= 0 for key in keys)
     assert feature_key(**BASE) == keys[0]
 
 
-@given(st.lists(st.text("ab{}", max_size=4), min_size=4, max_size=4, unique=True))
+@given(st.lists(st.text("ab{}", max_size=4), min_size=5, max_size=5, unique=True))
 def test_parts_of_a_feature_key_cannot_pose_as_each_other(parts):
     keys = {
-        feature_key(processor=a, content=b, options=c.encode(), salt=d) for a, b, c, d in itertools.permutations(parts)
+        feature_key(processor=a, content=b, io=c.encode(), options=d.encode(), salt=e)
+        for a, b, c, d, e in itertools.permutations(parts)
     }
-    assert len(keys) == 24
+    assert len(keys) == 120
+
+
+@pytest.mark.parametrize(
+    ("request_", "item", "merged"),
+    [
+        (b"{}", b"{}", b"{}"),
+        (b'{"b":1}', b"{}", b'{"b":1}'),
+        (b"{}", b'{"b":1}', b'{"b":1}'),
+        (b'{"b":1,"c":2}', b'{"a":3,"b":4}', b'{"a":3,"b":4,"c":2}'),
+        (b'{"size":{"x":1}}', b'{"size":{"y":2}}', b'{"size":{"y":2}}'),
+    ],
+)
+def test_items_own_options_win_key_by_key(request_, item, merged):
+    assert merged_options(request_, item) == merged
 
 
 def test_options_are_equal_whatever_the_order_of_their_keys():

@@ -1,0 +1,31 @@
+"""A real arena and real preparers with the fake processor."""
+
+import pytest
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
+
+
+@pytest.fixture
+def arena():
+    """A test that leaves a lease or a reservation fails."""
+    arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
+    yield arena
+    stats = arena.stats()
+    arena.close()
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+
+
+@pytest.fixture
+async def preparers(arena):
+    pool = PreparerPool(
+        PrepareConfig(num_preparers=2, start_timeout_s=15),
+        factory="medialane.prepare.fake:build_processor",
+        factory_config=b"{}",
+        arena=arena,
+        media=MediaConfig(),
+    )
+    await pool.start()
+    yield pool
+    await pool.close()
