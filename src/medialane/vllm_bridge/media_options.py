@@ -1,0 +1,178 @@
+"""What vLLM calls `media_io_kwargs`, at three levels: the operator's (model), the request's, and the item's own.
+
+An item's options beat the request's, which beat the model's, by vLLM's own rules of merging. The operator may set
+whatever vLLM's loaders take and our decoders can honour. A client may set how frames are sampled and nothing else: no
+decoder, no device, no option that this table does not name. vLLM ignores what it does not know; we refuse it, since an
+option that is part of no cache key must not be one that a later vLLM obeys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from vllm.config import ModelConfig
+from vllm.multimodal.media.video import VideoMediaIO
+
+from medialane.core.errors import InvalidRequest, StartupFailed
+from medialane.core.hashing import canonical_options
+from medialane.core.media import Modality
+
+IoOptions = Mapping[str, Mapping[str, object]]
+
+#: What vLLM's `VideoMediaIO` takes where nobody says how many frames.
+DEFAULT_NUM_FRAMES = 32
+
+#: As in `gateway.item_options`: some samplers take time in proportion to it.
+_MAX_FPS = 240
+_MAX_DURATION_S = 86_400
+_MAX_COUNT = 1 << 31
+
+_Check = Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_fps(value: Any) -> bool:
+    return _is_number(value) and (value == -1 or 0 < value <= _MAX_FPS)
+
+
+def _is_duration(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= _MAX_DURATION_S
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COUNT
+
+
+def _is_count_or_all(value: Any) -> bool:
+    return _is_count(value) or (value == -1 and not isinstance(value, float))
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_indices(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_count(index) or index == 0 for index in value)
+
+
+def _one_of(*words: str) -> _Check:
+    return lambda value: isinstance(value, str) and value in words
+
+
+#: What a client may set of a video, in all of vLLM 0.32's loaders (`multimodal/video.py`, `multimodal/media/video.py`).
+_VIDEO: dict[str, _Check] = {
+    "num_frames": _is_count_or_all,
+    "fps": _is_fps,
+    "max_duration": _is_duration,
+    "frame_recovery": _is_flag,
+    # Qwen, GLM, EmbeddingGemma
+    "min_frames": _is_count,
+    "max_frames": _is_count,
+    "temporal_patch_size": lambda value: _is_count(value) and value <= 16,
+    "overflow_strategy": _one_of("truncate", "uniform"),
+    # Molmo 2
+    "frame_sample_mode": _one_of("uniform_last_frame", "fps"),
+    "max_fps": lambda value: _is_fps(value) and value > 0,
+    "sampling_fps": lambda value: _is_fps(value) and value > 0,
+    # video/jpeg: frames that the client has sampled itself
+    "frames_indices": _is_indices,
+    "total_num_frames": _is_count,
+    "duration": _is_duration,
+    "do_sample_frames": _is_flag,
+}
+
+#: What our image decoder does. A client may say so, to no effect.
+_IMAGE: dict[str, _Check] = {
+    "image_mode": lambda value: value == "RGB",
+    "rgba_background_color": lambda value: isinstance(value, list | tuple) and list(value) == [255, 255, 255],
+}
+
+_ALLOWED: Mapping[str, Mapping[str, _Check]] = {"image": _IMAGE, "video": _VIDEO, "audio": {}}
+
+#: What the operator may set of images and sound: what our decoders do anyway.
+_HONOURED: Mapping[str, Mapping[str, _Check]] = {
+    "image": _IMAGE,
+    "audio": {"audio_backend": lambda value: value in (None, "auto")},
+}
+
+#: Where vLLM would decode video by something else than what our decoder stands in for.
+_DECODERS = ("hw_decoders", "pool_size", "timeout_sec", "device", "num_ffmpeg_threads", "seek_mode")
+
+
+def model_io(model_config: ModelConfig) -> IoOptions:
+    """The operator's options (`--media-io-kwargs`), by modality."""
+    config = model_config.multimodal_config
+    return {} if config is None else config.media_io_kwargs
+
+
+def check_model_io(model_config: ModelConfig) -> None:
+    """Raise StartupFailed for an option of the operator that our decoders do not honour.
+
+    Stage `url` leaves decoding to the worker's vLLM, which honours them all: there is nothing to check then.
+    """
+    for modality, options in model_io(model_config).items():
+        for key, value in options.items():
+            if not _is_honoured(modality, key, value):
+                name = f"{modality}.{key}"
+                raise StartupFailed(f"--media-io-kwargs: {name} is not supported by the gateway; use --stage url")
+
+
+def _is_honoured(modality: str, key: str, value: object) -> bool:
+    if modality != "video":
+        check = _HONOURED.get(modality, {}).get(key)
+        return check is not None and check(value)
+    # Other names of `video_backend` are samplers; those that decode on a GPU are named as their decoder is.
+    return key not in _DECODERS and (key not in ("backend", "video_backend") or value not in _OTHER_DECODERS)
+
+
+_OTHER_DECODERS = ("torchcodec", "pynvvideocodec", "deepstream")
+
+
+def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, item: bytes) -> bytes:
+    """The options that one item is decoded with, canonical JSON, for `MediaRef.io`.
+
+    `request` is what the client sent, or what vLLM has merged with the model's already: what equals the model's passes.
+    `item` are the item's own (`MediaRef.io` as intake made it). An item's `max_frames` caps the number of frames,
+    however that was arrived at; a request's is the sampler's to give a meaning, as in vLLM. For images and sound there
+    is nothing to choose. Raises InvalidRequest naming the option that a client may not set, or not so.
+    """
+    request = request or {}
+    for name, options in request.items():
+        _check(name, options, model.get(name, {}))
+    if modality != "video":
+        return b"{}"
+    merge = VideoMediaIO.merge_kwargs
+    own = msgspec.json.decode(item, type=dict[str, Any])
+    found = merge(merge(dict(model.get("video", {})), dict(request.get("video", {}))), own)
+    return canonical_options(_capped(found, own["max_frames"]) if "max_frames" in own else found)
+
+
+def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:
+    """The options with no more than `max_frames` frames, for samplers that count and for those that have a cap."""
+    num_frames = options.get("num_frames", DEFAULT_NUM_FRAMES)
+    if num_frames > 0 and num_frames <= max_frames:
+        return dict(options)
+    return {**options, "num_frames": max_frames}
+
+
+def _check(modality: str, options: object, model: Mapping[str, object]) -> None:
+    allowed = _ALLOWED.get(modality)
+    if allowed is None:
+        message = f"media_io_kwargs has options of {', '.join(sorted(_ALLOWED))} only"
+        raise InvalidRequest(message, param=f"media_io_kwargs.{modality[:64]}")
+    if not isinstance(options, Mapping):
+        raise InvalidRequest("the options must be an object", param=f"media_io_kwargs.{modality}")
+    for key, value in options.items():
+        if key in model and model[key] == value:
+            continue
+        param = f"media_io_kwargs.{modality}.{key[:64]}"
+        if key not in allowed:
+            raise InvalidRequest("the option cannot be set by a request", param=param)
+        if not allowed[key](value):
+            raise InvalidRequest("the option cannot have this value", param=param)
