@@ -61,6 +61,11 @@ def test_double_free_is_refused():
         allocator.free(UNIT)
 
 
+def test_what_is_not_allocated_cannot_be_shrunk():
+    with pytest.raises(ValueError, match="cannot be shrunk"):
+        Allocator(4 * UNIT).shrink(UNIT, 1)
+
+
 @pytest.mark.parametrize("size", [0, -64, 65])
 def test_impossible_sizes_are_refused(size):
     with pytest.raises(ValueError, match="multiple"):
@@ -120,6 +125,17 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free(self, offset):
         self.allocator.free(offset)
         self.map = [None if owner == offset else owner for owner in self.map]
+
+    @rule(offset=pieces, nbytes=st.integers(1, 24 * UNIT))
+    def shrink(self, offset, nbytes):
+        units, left = self.map.count(offset), -(-nbytes // UNIT)
+        if left >= units:
+            with pytest.raises(ValueError, match="cannot be shrunk"):
+                self.allocator.shrink(offset, nbytes)
+            return
+        self.allocator.shrink(offset, nbytes)
+        end = offset // UNIT + left
+        self.map = [None if owner == offset and unit >= end else owner for unit, owner in enumerate(self.map)]
 
     @rule(offset=pieces)
     def look_around(self, offset):

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from medialane.arena import Arena, ArenaView, describe, layout
+from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
 from medialane.core.errors import ArenaFull, HandoverFailed
 from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
+from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import TensorSpec
 
 MIB = 1 << 20
@@ -36,6 +36,12 @@ def write(arena, key, fill, num_bytes=1000):
     reservation.buffer[:] = bytes([fill]) * num_bytes
     feature = Feature("image", key, b"", describe(reservation.range, specs), MediaSize())
     return arena.publish(reservation, key, feature)
+
+
+def write_encoded(arena, key, data):
+    reservation = arena.reserve(len(data), "encoded")
+    reservation.buffer[:] = data
+    return arena.publish(reservation, key, EncodedMedia("image", key, "image/png", reservation.range, 64, len(data)))
 
 
 def read(view, feature):
@@ -192,3 +198,47 @@ def test_entries_written_during_prefault_are_untouched_by_it(arena, reader):
     for fill, lease in enumerate(leases, start=1):
         assert read(reader, lease.value) == {fill}
         lease.release()
+
+
+def test_encoded_bytes_and_a_feature_of_one_key_are_two_entries(arena, reader):
+    write(arena, "a", 7).release()
+    write_encoded(arena, "a", b"bytes").release()
+    with arena.lookup("a") as feature, arena.lookup("a", "encoded") as encoded:
+        assert read(reader, feature.value) == {7}
+        assert bytes(reader.entry(encoded.value.range)[64:]) == b"bytes"
+    assert arena.evict("a", "encoded")
+    assert arena.lookup("a", "encoded") is None
+    assert arena.contains("a")
+
+
+def test_entry_is_described_by_what_its_kind_is_described_by(arena):
+    feature = Feature("image", "a", b"", (), MediaSize())
+    with arena.reserve(8, "encoded") as reservation, pytest.raises(TypeError, match="Feature"):
+        arena.publish(reservation, "a", feature)
+    assert arena.stats().num_reservations == 0
+
+
+def test_trimmed_reservation_keeps_what_was_written_and_its_old_range_is_dead(arena, reader):
+    reservation = arena.reserve(1000, "encoded")
+    reservation.buffer[:5] = b"bytes"
+    before = reservation.range
+    reservation.trim(5)
+    assert bytes(reservation.buffer) == b"bytes"
+    with pytest.raises(HandoverFailed):
+        reader.entry(before)
+    with arena.keep(reservation, None) as lease:
+        assert bytes(reader.entry(lease.range)[64:]) == b"bytes"
+    with pytest.raises(ValueError, match="released"):
+        reservation.trim(1)
+    assert arena.stats().free_bytes == arena.stats().size_bytes
+
+
+def test_shares_of_the_configuration_hold(shm):
+    arena = Arena.create(ArenaConfig(size_bytes=16 * MIB, directory=shm, encoded_share=0.25))
+    write(arena, "old", 1, 5 * MIB).release()
+    for key in "abc":
+        write_encoded(arena, key, bytes(3 * MIB)).release()
+    write(arena, "new", 1, 5 * MIB).release()
+    assert arena.contains("old")
+    assert arena.stats().encoded_bytes < 4 * MIB
+    arena.close()

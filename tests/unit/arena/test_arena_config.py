@@ -59,3 +59,9 @@ def test_arena_below_the_minimum_is_refused():
 def test_missing_directory_is_named(tmp_path):
     with pytest.raises(StartupFailed, match=r"--arena-directory .*nowhere cannot be used: No such file"):
         ArenaConfig(size_bytes=16 * MIB, directory=str(tmp_path / "nowhere")).validate()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_share_that_is_no_fraction_is_refused_by_its_name(share):
+    with pytest.raises(StartupFailed, match="arena_decoded_share"):
+        ArenaConfig(decoded_share=share).validate()

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from medialane.arena.entries import EntryState, EntryTable
+from medialane.arena.entries import KINDS, EntryState, EntryTable
 from medialane.core.errors import ArenaFull
 
 UNIT = 64
@@ -20,15 +20,15 @@ class Freed(list):
         self.append(range_)
 
 
-def make(units):
+def make(units, **shares):
     freed = Freed()
-    table: EntryTable[str] = EntryTable(ARENA, START, units * UNIT, freed)
+    table: EntryTable[str] = EntryTable(ARENA, START, units * UNIT, freed, shares=shares)
     return table, freed
 
 
-def cached(table, key, units=1):
+def cached(table, key, units=1, kind="processed"):
     """Publish an entry of `units` under `key` and let go of it."""
-    entry, _ = table.publish(table.reserve(units * UNIT), key, key.upper())
+    entry, _ = table.publish(table.reserve(units * UNIT, kind), key, key.upper())
     table.unpin(entry)
     return entry
 
@@ -172,21 +172,89 @@ def test_pins_cannot_go_below_zero_or_onto_what_is_not_published():
         table.pin(entry)
 
 
+def test_kinds_have_keys_of_their_own():
+    table, _ = make(4)
+    entries = {kind: cached(table, "a", kind=kind) for kind in KINDS}
+    for kind, entry in entries.items():
+        assert table.lookup("a", kind)[0] is entry
+        table.unpin(entry)
+    assert table.evict("a", "encoded")
+    assert [table.contains("a", kind) for kind in KINDS] == [False, True, True]
+
+
+def test_kind_takes_all_the_room_that_nobody_else_wants():
+    table, freed = make(4, encoded=0.25)
+    for key in "abcd":
+        cached(table, key, kind="encoded")
+    assert freed == []
+    assert (table.stats().encoded_bytes, table.stats().free_bytes) == (4 * UNIT, 0)
+
+
+def test_kind_over_its_share_makes_room_first_though_others_were_used_longer_ago():
+    table, _ = make(4, encoded=0.25)
+    cached(table, "old")
+    for key in "abc":
+        cached(table, key, kind="encoded")
+    cached(table, "new")
+    assert [table.contains(key, "encoded") for key in "abc"] == [False, True, True]
+    cached(table, "newer")
+    assert [table.contains(key, "encoded") for key in "abc"] == [False, False, True]
+    cached(table, "newest")  # encoded is within its share now: plain order of use
+    assert (table.contains("old"), table.contains("c", "encoded")) == (False, True)
+
+
+def test_new_entry_of_a_kind_counts_for_its_share():
+    table, _ = make(4, encoded=0.5)
+    cached(table, "old")
+    cached(table, "a", kind="encoded")
+    cached(table, "b", kind="encoded")
+    cached(table, "other")
+    cached(table, "c", kind="encoded")
+    assert [table.contains(key, "encoded") for key in "abc"] == [False, True, True]
+    assert table.contains("old")
+
+
+def test_entries_of_a_kind_over_its_share_that_leave_no_hole_cost_others_theirs():
+    table, _ = make(4, encoded=0.25)
+    for key, kind in (("a", "encoded"), ("x", "processed"), ("b", "encoded"), ("y", "processed")):
+        cached(table, key, kind=kind)
+    table.reserve(2 * UNIT)
+    assert not table.contains("a", "encoded")
+    assert not table.contains("x")
+
+
+def test_trimmed_entry_gives_its_end_back():
+    table, _ = make(4)
+    entry = table.reserve(3 * UNIT, "encoded")
+    table.trim(entry, UNIT + 1)
+    assert entry.range.nbytes == UNIT + 1
+    stats = table.stats()
+    assert (stats.writing_bytes, stats.encoded_bytes, stats.free_bytes) == (2 * UNIT, 2 * UNIT, 2 * UNIT)
+    assert stats.largest_hole_bytes == 2 * UNIT
+    with pytest.raises(ValueError, match="cannot be trimmed"):
+        table.trim(entry, UNIT + 2)
+    table.keep(entry)
+    with pytest.raises(RuntimeError, match="not being written"):
+        table.trim(entry, UNIT)
+
+
 class EntryMachine(RuleBasedStateMachine):
     """Against a model that only knows what must never happen: a held byte given away, a wrong count."""
 
     UNITS = 24
     writing = Bundle("writing")
     pinned = Bundle("pinned")
-    KEYS = st.sampled_from("abcdefgh")
+    KEYS = st.sampled_from("abcde")
+    KIND = st.sampled_from(KINDS)
+    SHARES = {"encoded": 0.25, "decoded": 0.5}  # noqa: RUF012 - the machine is made once a run
 
     def __init__(self):
         super().__init__()
         self.freed = Freed()
-        self.table: EntryTable[int] = EntryTable(ARENA, START, self.UNITS * UNIT, self.freed)
+        self.table: EntryTable[int] = EntryTable(ARENA, START, self.UNITS * UNIT, self.freed, shares=self.SHARES)
         self.owner = [None] * self.UNITS  # per unit the entry that has it
         self.pins = {}  # entry -> pins; every published entry
-        self.keys = {}  # key -> entry
+        self.keys = {}  # kind and key -> entry
         self.written = set()
         self.hits = self.misses = 0
 
@@ -202,28 +270,51 @@ class EntryMachine(RuleBasedStateMachine):
             self.keys = {k: e for k, e in self.keys.items() if e is not entry}
         self.freed.clear()
 
-    def largest_possible_hole(self):
+    def largest_possible_hole(self, kinds=KINDS):
+        """The largest hole that evicting entries of these kinds can make."""
         best = run = 0
         for entry in self.owner:
-            run = 0 if entry in self.written or self.pins.get(entry) else run + 1
+            held = entry in self.written or self.pins.get(entry)
+            run = 0 if held or (entry is not None and entry.kind not in kinds) else run + 1
             best = max(best, run)
         return best
 
-    @rule(target=writing, units=st.integers(1, 10), slack=st.integers(0, 63))
-    def reserve(self, units, slack):
+    def over_share(self, kind, units):
+        taken = {k: units if k == kind else 0 for k in KINDS}
+        for entry in self.owner:
+            if entry is not None:
+                taken[entry.kind] += 1
+        return [k for k in KINDS if taken[k] > self.SHARES.get(k, 1.0) * self.UNITS]
+
+    @rule(target=writing, units=st.integers(1, 10), slack=st.integers(0, 63), kind=KIND)
+    def reserve(self, units, slack, kind):
         possible = self.largest_possible_hole() >= units
+        over = self.over_share(kind, units)
+        enough_over = self.largest_possible_hole(over) >= units
+        kinds = {e.range.generation: e.kind for e in self.owner if e is not None}
         try:
-            entry = self.table.reserve(units * UNIT - slack)
+            entry = self.table.reserve(units * UNIT - slack, kind)
         except ArenaFull:
             assert not possible
             assert not self.freed, "evicted for nothing"
             return multiple()
         assert possible
+        if enough_over:
+            assert {kinds[r.generation] for r in self.freed} <= {*over}, "a kind within its share made room"
         self.settle()
         first = (entry.range.offset - START) // UNIT
         assert self.owner[first : first + units] == [None] * units, "bytes of a live entry were given away"
         self.owner[first : first + units] = [entry] * units
         self.written.add(entry)
+        return entry
+
+    @rule(target=writing, entry=consumes(writing), nbytes=st.integers(1, 10 * UNIT))
+    def trim(self, entry, nbytes):
+        nbytes = min(nbytes, entry.range.nbytes)
+        self.table.trim(entry, nbytes)
+        first = self.owner.index(entry)
+        left = -(-nbytes // UNIT)
+        self.owner = [None if e is entry and i >= first + left else e for i, e in enumerate(self.owner)]
         return entry
 
     @rule(entry=consumes(writing))
@@ -238,7 +329,7 @@ class EntryMachine(RuleBasedStateMachine):
         got, value = self.table.publish(entry, key, entry.range.generation)
         self.written.remove(entry)
         self.settle()
-        assert got is self.keys.setdefault(key, entry)
+        assert got is self.keys.setdefault((entry.kind, key), entry)
         assert value == got.range.generation
         self.pins[got] = self.pins.get(got, 0) + 1
         return got
@@ -250,15 +341,15 @@ class EntryMachine(RuleBasedStateMachine):
         self.pins[entry] = 1
         return entry
 
-    @rule(target=pinned, key=KEYS)
-    def lookup(self, key):
-        found = self.table.lookup(key)
-        if key not in self.keys:
+    @rule(target=pinned, kind=KIND, key=KEYS)
+    def lookup(self, kind, key):
+        found = self.table.lookup(key, kind)
+        if (kind, key) not in self.keys:
             assert found is None
             self.misses += 1
             return multiple()
         entry, value = found
-        assert entry is self.keys[key]
+        assert entry is self.keys[kind, key]
         assert value == entry.range.generation
         self.hits += 1
         self.pins[entry] += 1
@@ -277,12 +368,12 @@ class EntryMachine(RuleBasedStateMachine):
         self.settle()
         assert (entry in self.owner) == (self.pins.get(entry, 0) > 0 or entry in self.keys.values())
 
-    @rule(key=KEYS)
-    def evict(self, key):
-        idle = key in self.keys and not self.pins[self.keys[key]]
-        assert self.table.evict(key) == idle
+    @rule(kind=KIND, key=KEYS)
+    def evict(self, kind, key):
+        idle = (kind, key) in self.keys and not self.pins[self.keys[kind, key]]
+        assert self.table.evict(key, kind) == idle
         self.settle()
-        assert (key in self.keys) == self.table.contains(key)
+        assert ((kind, key) in self.keys) == self.table.contains(key, kind)
 
     @rule()
     def clear(self):
@@ -298,6 +389,12 @@ class EntryMachine(RuleBasedStateMachine):
         assert stats.writing_bytes == sum(units[e] for e in self.written) * UNIT
         assert stats.published_bytes == sum(units[e] for e in self.pins) * UNIT
         assert stats.pinned_bytes == sum(units[e] for e, pins in self.pins.items() if pins) * UNIT
+        by_kind = {kind: sum(n for e, n in units.items() if e.kind == kind) * UNIT for kind in KINDS}
+        assert by_kind == {
+            "encoded": stats.encoded_bytes,
+            "decoded": stats.decoded_bytes,
+            "processed": stats.processed_bytes,
+        }
         assert stats.free_bytes + stats.writing_bytes + stats.published_bytes == stats.size_bytes
         assert (stats.num_reservations, stats.num_entries) == (len(self.written), len(self.pins))
         assert stats.num_leases == sum(self.pins.values())
