@@ -11,6 +11,7 @@ from medialane.core.errors import (
     InvalidBase64,
     InvalidDataUrl,
     InvalidMediaUrl,
+    InvalidRequest,
     MedialaneError,
     MediaTooLarge,
     TooManyMediaItems,
@@ -103,6 +104,154 @@ def test_input_audio(data):
     assert lifted_part["input_audio"] == {"data": "medialane:0", "format": "wav"}
 
 
+def anthropic(**source) -> dict:
+    return {"type": "image", "source": source}
+
+
+def test_anthropic_images_are_lifted_wherever_they_stand():
+    base64 = b64encode(PIXELS).decode()
+    inline = anthropic(type="base64", media_type="image/webp", data=base64)
+    linked = anthropic(type="url", url=HTTP, data="ignored")
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "x"}, inline]}
+    found = lifted(chat(linked, result, anthropic(data=base64)))
+    assert [ref.url or ref.data for ref in found.refs] == [HTTP, PIXELS, PIXELS]
+    assert [ref.media_type for ref in found.refs] == [None, "image/webp", "image/jpeg"]
+    assert [ref.param for ref in found.refs] == [
+        "messages[0].content[0].source",
+        "messages[0].content[1].content[1].source",
+        "messages[0].content[2].source",
+    ]
+    parts = json.loads(found.body)["messages"][0]["content"]
+    assert parts[0]["source"] == {"type": "url", "url": "medialane:0", "data": "ignored"}
+    assert parts[1]["content"][1]["source"] == {"type": "base64", "media_type": "image/webp", "data": "medialane:1"}
+    assert parts[2]["source"] == {"data": "medialane:2"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "document", "source": {"type": "base64", "data": "QUJD"}},
+        {"type": "image", "source": "x"},
+        {"type": "image", "source": {"type": "url", "url": 3, "data": "QUJD"}},
+        {"type": "image", "source": {"type": "base64", "data": ""}},
+        {"type": "tool_result", "content": "text"},
+        {"type": "tool_result", "content": [["x"], 1, "data:;base64,QUJD"]},
+        {"type": "tool_use", "content": [{"type": "image", "source": {"data": "QUJD"}}]},
+        {"type": ["image"], "source": {"data": "QUJD"}},
+        {"type": "image_embeds", "image_embeds": "QUJD" * 1000},
+        {"type": "audio_embeds", "audio_embeds": {"a": "QUJD" * 1000}},
+        {"type": "prompt_embeds", "data": "QUJD"},
+    ],
+    ids=str,
+)
+def test_part_that_is_no_media_of_ours_is_left_alone(part):
+    body = json.dumps(chat(part)).encode()
+    found = lift(body, CONFIG)
+    assert (found.body, found.refs) == (body, ())
+
+
+def test_batch_of_conversations():
+    conversations = [[{"role": "user", "content": [image(PNG)]}], [{"content": "x"}, {"content": [image(HTTP)]}]]
+    found = lifted({"messages": conversations})
+    assert [ref.url or ref.data for ref in found.refs] == [PIXELS, HTTP]
+    assert [ref.param for ref in found.refs] == [
+        "messages[0][0].content[0].image_url",
+        "messages[1][1].content[0].image_url",
+    ]
+    assert json.loads(found.body)["messages"][1][1]["content"] == [image("medialane:1")]
+
+
+FRAMES = ",".join(b64encode(PIXELS + bytes([n])).decode() for n in range(3))
+
+
+@pytest.mark.parametrize("frames", [FRAMES, "QUJD,QUJD", "QUJD"])
+@pytest.mark.parametrize("header", ["data:video/jpeg;base64", "DATA:Video/JPEG;fps=1;Base64"])
+@pytest.mark.parametrize("escape", [False, True])
+def test_frames_in_base64_are_kept_as_they_came(frames, header, escape):
+    url = f"{header},{frames}"
+    body = json.dumps(chat({"type": "video_url", "video_url": {"url": "URL"}}))
+    found = lift(body.replace("URL", url.replace("/", "\\/") if escape else url).encode(), CONFIG)
+    (ref,) = found.refs
+    assert (ref.modality, ref.data, ref.media_type) == ("video", frames.encode(), "video/jpeg")
+    assert json.loads(found.body) == chat({"type": "video_url", "video_url": {"url": "medialane:0"}})
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        ("QUJD;QUJD", InvalidBase64),
+        ("QUJD QUJD", InvalidBase64),
+        ("_-" * 1000, InvalidBase64),
+        ("é", InvalidBase64),
+        ("", EmptyMedia),
+        ("QUJD," * (5 << 20), MediaTooLarge),
+    ],
+    ids=lambda value: value[:9] if isinstance(value, str) else value.__name__,
+)
+def test_frames_that_are_not_base64_are_refused(payload, error):
+    with pytest.raises(error) as raised:
+        lifted(chat({"type": "video_url", "video_url": f"data:video/jpeg;base64,{payload}"}))
+    assert raised.value.param == "messages[0].content[0].video_url"
+
+
+def test_image_that_calls_itself_a_video_is_base64():
+    with pytest.raises(InvalidBase64):
+        lifted(chat(image("data:video/jpeg;base64,QUJD,QUJD")))
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        ('{"medialane":{"report":true},"messages":[]}', '{"messages":[]}'),
+        ('{"messages":[],"medialane":{"report":true}}', '{"messages":[]}'),
+        ('{"a":1 , "medialane" :\n{ "report" : true } , "messages":[]}', '{"a":1  , "messages":[]}'),
+        ('{ "medialane" : {"report":true} }', "{}"),
+        ('{"medialane":null,"a":"b"}', '{"a":"b"}'),
+        ('{"a":",", "\\u006dedialane":{"report":true}}', '{"a":","}'),
+        ('{"x":{"medialane":3},"medialane":{"report":true}}', '{"x":{"medialane":3}}'),
+    ],
+)
+def test_what_is_asked_of_us_is_taken_out(body, left):
+    found = lift(body.encode(), CONFIG)
+    assert found.body.decode().replace(" ", "") == left.replace(" ", "")
+    assert found.report == ("true" in body)
+
+
+def test_report_is_asked_for_beside_media():
+    body = {"medialane": {"report": True}, **chat(image(PNG)), "z": PNG}
+    found = lifted(body)
+    assert json.loads(found.body) == {**chat(image("medialane:0")), "z": PNG}
+    assert found.report
+    assert found.refs[0].data == PIXELS
+
+
+@pytest.mark.parametrize("own", [{}, {"report": False}])
+def test_report_is_not_asked_for(own):
+    found = lifted({"medialane": own, **chat(image(PNG))})
+    assert not found.report
+    assert "medialane" not in json.loads(found.body)
+
+
+@pytest.mark.parametrize(
+    ("own", "param"),
+    [
+        ({"report": True, "rapport": 1}, "medialane.rapport"),
+        ({"x" * 5000: 1}, "medialane." + "x" * 64),
+        ({"report": 1}, "medialane.report"),
+        ({"report": None}, "medialane.report"),
+        ({"report": "true"}, "medialane.report"),
+        (True, "medialane"),
+        ([], "medialane"),
+        ("report", "medialane"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_we_do_not_know_is_refused_by_name(own, param):
+    with pytest.raises(InvalidRequest) as raised:
+        lifted({"medialane": own, **chat(image(PNG))})
+    assert raised.value.param == param
+
+
 @pytest.mark.parametrize("value", [None, "", {"url": None}, {"url": ""}, {}, 7, ["x"], {"url": 3}, {"url": {"a": 1}}])
 def test_part_without_a_url_is_left_alone(value):
     body = json.dumps(chat({"type": "image_url", "image_url": value, "uuid": "known"})).encode()
@@ -123,6 +272,8 @@ def test_part_without_a_url_is_left_alone(value):
         b'{"messages": {"a": [1]}}',
         b'{"messages": [1, null, "x", [2], {"content": 3}, {"content": {"a": 1}}, {"content": [[1], 2, "x", null]}]}',
         b'{"input": [[1, 2], [3]]}',
+        b'{"messages": [[1, null], [[{"content": [{"image_url": "x"}]}]], [{"content": 3}], [{"content": [1]}]]}',
+        b'{"messages": [{"content": [' + b'{"type":"tool_result","content":[' * 5000,
         b'{"input": "embed me"}',
         b'{"temperature": NaN}',
         b'{"messages": "\xff"}',

@@ -273,6 +273,49 @@ async def test_only_requests_proper_are_observed(method, count):
     assert exchange.registry.get_sample_value("medialane_request_seconds_count") == count
 
 
+ASKING = BODY.replace(b'{"messages"', b'{"medialane": {"report": true}, "messages"')
+
+
+class Answering(App):
+    """Notes its item as the gateway does, and answers in JSON."""
+
+    async def __call__(self, scope, receive, send):
+        await receive()
+        request = current_scope()
+        request.note_item(request.resolve("medialane:0"), mm_hash="h", cache="hit", num_tokens=4)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"id":"a"}'})
+
+
+async def test_report_is_in_the_answer_of_who_asked():
+    exchange = await Exchange(Answering()).run(ASKING)
+    found = json.loads(exchange.sent[1]["body"])
+    assert exchange.header(b"content-length") == str(len(exchange.sent[1]["body"]))
+    assert found["id"] == "a"
+    (item,) = found["medialane"]["items"]
+    assert item == {
+        "param": "messages[0].content[0].image_url",
+        "modality": "image",
+        "cache": "hit",
+        "mm_hash": "h",
+        "num_tokens": 4,
+    }
+    assert found["medialane"]["times_ms"].keys() == {"lift"}
+
+
+async def test_answer_of_who_did_not_ask_is_untouched():
+    exchange = await Exchange(Answering()).run(BODY)
+    assert exchange.sent[1]["body"] == b'{"id":"a"}'
+    assert exchange.header(b"content-length") == "9"
+
+
+async def test_question_that_we_do_not_know_is_answered_here():
+    app = App()
+    exchange = await Exchange(app).run(BODY.replace(b'{"messages"', b'{"medialane": {"x": 1}, "messages"'))
+    assert (app.calls, exchange.status, exchange.error["param"]) == (0, 400, "medialane.x")
+
+
 def test_error_is_spelled_as_openai_spells_it():
     error = InvalidImage("not an image \udcff", param="messages[0]", retry_after_s=3)
     assert json.loads(error_body(error)) == {

@@ -72,8 +72,28 @@ def test_media_of_the_request_do_not_outlive_it():
         scope.resolve("medialane:0")
 
 
+@pytest.mark.parametrize("url", ["data:audio/wav;base64,medialane:0", "data:x;y,z;base64,medialane:0"])
+def test_reference_that_vllm_took_for_base64_is_found(url):
+    with open_scope() as scope:
+        scope.refs = (MediaRef("audio", "p", data=b"a"),)
+        assert scope.resolve(url).data == b"a"
+
+
 @pytest.mark.parametrize(
-    "url", ["medialane:1", "medialane:-1", "medialane:", "medialane:0x0", "medialane:²", "0", "http://a/"]
+    "url",
+    [
+        "medialane:1",
+        "medialane:-1",
+        "medialane:",
+        "medialane:0x0",
+        "medialane:²",
+        "0",
+        "http://a/",
+        "http://a/;base64,medialane:0",
+        "data:audio/wav,medialane:0",
+        "data:audio/wav;base64,",
+        "data:audio/wav;base64,UklGRg==",
+    ],
 )
 def test_url_that_intake_did_not_leave_is_refused(url):
     with open_scope() as scope:

@@ -1,0 +1,277 @@
+"""The report in an answer: spliced into its bytes, whatever pieces they come in, and understood by OpenAI's client."""
+
+import json
+
+import httpx2
+import msgspec
+import openai
+import pytest
+
+from medialane.core.media import MediaRef, MediaSize
+from medialane.gateway import open_scope
+from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
+
+REPORT = b'{"items":[{"param":"x"}]}'
+TOLD = json.loads(REPORT)
+
+ANSWER = {"id": "c", "choices": [{"message": {"content": 'a } "medialane" {'}}], "usage": {"total_tokens": 3}}
+
+
+def chunk(text, **fields):
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    document = {
+        "id": "c1",
+        "object": "chat.completion.chunk",
+        "created": 7,
+        "model": "m",
+        "choices": [choice],
+        **fields,
+    }
+    return f"data: {json.dumps(document)}\n\n".encode()
+
+
+USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+EVENTS = [
+    chunk("a"),
+    chunk("data: [DONE]"),
+    chunk("", choices=[], usage=USAGE, system_fingerprint="f"),
+    b"data: [DONE]\n\n",
+]
+
+
+def fed(splice, pieces):
+    return [splice.feed(piece, last=False) for piece in pieces] + [splice.feed(b"", last=True)]
+
+
+def cut(data, size):
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("answer", [ANSWER, {}, {"a": {}}, {"a": "{"}, {"a": [{}]}], ids=str)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_report_is_a_member_of_the_object_that_is_the_answer(answer, size, indent):
+    data = json.dumps(answer, indent=indent).encode() + b"\n "
+    assert json.loads(b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size)))) == {**answer, "medialane": TOLD}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("data", [b"[{}]", b'"}"', b"3", b"", b"not } json"])
+def test_answer_that_is_no_object_passes_as_it_is(data, size):
+    assert b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size))) == data
+
+
+def test_answer_in_pieces_is_not_held_back():
+    splice = JsonSplice(lambda: REPORT)
+    assert splice.feed(b'{"a":"' + b"x" * 5000, last=False) == b'{"a":"' + b"x" * 5000
+
+
+def events_of(data):
+    return [json.loads(line[6:]) for line in data.decode().split("\n") if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("pieces", [EVENTS, [b"".join(EVENTS)], [*EVENTS[:2], b"".join(EVENTS[2:])]])
+def test_report_is_the_last_event_before_the_end(pieces):
+    out = b"".join(fed(StreamSplice(lambda: REPORT), pieces))
+    assert out.startswith(b"".join(EVENTS[:-1]))
+    assert out.endswith(b"\n\ndata: [DONE]\n\n")
+    *chunks, last = events_of(out)
+    assert chunks == events_of(b"".join(EVENTS))
+    assert last == {
+        "id": "c1",
+        "created": 7,
+        "model": "m",
+        "system_fingerprint": "f",
+        "usage": USAGE,
+        "object": "medialane.report",
+        "choices": [],
+        "medialane": TOLD,
+    }
+
+
+def test_events_of_a_stream_pass_at_once():
+    splice = StreamSplice(lambda: REPORT)
+    assert [splice.feed(event, last=False) for event in EVENTS[:3]] == EVENTS[:3]
+
+
+def test_end_mark_that_a_model_wrote_is_no_end():
+    splice = StreamSplice(lambda: REPORT)
+    for piece in (b'data: {"a":"', b'data: [DONE]"}\n\n'):
+        assert splice.feed(piece, last=False) == piece
+
+
+@pytest.mark.parametrize("before", [[], [b": comment\n\n"], [b"data: not json\n\n"], [b"data: [1]\n\n"]])
+def test_report_stands_without_a_chunk_before_it(before):
+    out = b"".join(fed(StreamSplice(lambda: REPORT), [*before, b"data: [DONE]\n\n"]))
+    assert events_of(out) == [{"object": "medialane.report", "choices": [], "medialane": TOLD}]
+
+
+def test_stream_of_another_form_ends_with_an_event_of_its_own_type():
+    events = [
+        b'event: message_start\ndata: {"type":"message_start"}\n\n',
+        b'event: message_stop\ndata: {"type":"s"}\n\n',
+    ]
+    out = b"".join(fed(StreamSplice(lambda: REPORT), events))
+    assert out.startswith(b"".join(events))
+    assert out[len(b"".join(events)) :].startswith(b"event: medialane.report\ndata: ")
+    assert events_of(out)[-1] == {"type": "medialane.report", "medialane": TOLD}
+
+
+class Sent(list):
+    async def __call__(self, message):
+        self.append(message)
+
+    @property
+    def headers(self):
+        return dict(self[0]["headers"])
+
+    @property
+    def body(self):
+        return b"".join(message["body"] for message in self[1:])
+
+
+async def answered(*pieces, status=200, headers=((b"content-type", b"application/json"),), length=True):
+    sent = Sent()
+    send = ReportSender(sent, lambda: REPORT)
+    headers = list(headers)
+    if length:
+        headers.append((b"Content-Length", str(sum(map(len, pieces))).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for n, piece in enumerate(pieces):
+        await send({"type": "http.response.body", "body": piece, "more_body": n < len(pieces) - 1})
+    return sent
+
+
+async def test_length_is_that_of_what_is_sent():
+    sent = await answered(json.dumps(ANSWER).encode())
+    assert json.loads(sent.body)["medialane"] == TOLD
+    assert sent.headers == {b"content-type": b"application/json", b"content-length": str(len(sent.body)).encode()}
+
+
+async def test_length_of_an_answer_in_pieces_is_not_announced():
+    sent = await answered(*cut(json.dumps(ANSWER).encode(), 10))
+    assert sent.headers == {b"content-type": b"application/json"}
+    assert json.loads(sent.body)["medialane"] == TOLD
+
+
+async def test_stream_begins_with_its_first_event():
+    sent = Sent()
+    send = ReportSender(sent, lambda: REPORT)
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": EVENTS[0], "more_body": True})
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent.body == EVENTS[0]
+    assert sent.headers == dict(headers)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (400, [(b"content-type", b"application/json")]),
+        (200, [(b"content-type", b"text/plain")]),
+        (200, [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]),
+        (200, []),
+    ],
+)
+async def test_other_answers_pass_untouched(status, headers):
+    sent = await answered(b'{"error":{}}', b"", status=status, headers=headers)
+    assert sent.body == b'{"error":{}}'
+    assert sent.headers[b"Content-Length"] == b"12"
+
+
+def client(answer, content_type):
+    respond = httpx2.MockTransport(
+        lambda _request: httpx2.Response(200, content=answer, headers={"content-type": content_type})
+    )
+    http = httpx2.Client(transport=respond)
+    return openai.OpenAI(api_key="none", base_url="http://gateway.test/v1", http_client=http)
+
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def test_openais_client_reads_the_stream():
+    answer = b"".join(fed(StreamSplice(lambda: REPORT), EVENTS))
+    with client(answer, "text/event-stream") as found:
+        chunks = list(found.chat.completions.create(**ASK, stream=True))
+    assert "".join(c.choices[0].delta.content for c in chunks if c.choices) == "adata: [DONE]"
+    assert [c.model_extra.get("medialane") for c in chunks] == [None, None, None, TOLD]
+
+
+def test_openais_stream_helper_keeps_the_usage():
+    answer = b"".join(fed(StreamSplice(lambda: REPORT), EVENTS))
+    with client(answer, "text/event-stream") as found, found.chat.completions.stream(**ASK) as stream:
+        final = stream.get_final_completion()
+    assert final.usage.total_tokens == 5
+    assert final.system_fingerprint == "f"
+    assert final.choices[0].message.content == "adata: [DONE]"
+
+
+def test_openais_client_reads_the_answer():
+    answer = b"".join(fed(JsonSplice(lambda: REPORT), [json.dumps(ANSWER).encode()]))
+    with client(answer, "application/json") as found:
+        completion = found.chat.completions.create(**ASK)
+    assert completion.usage.total_tokens == 3
+    assert completion.model_extra["medialane"] == TOLD
+
+
+def test_openais_client_reads_a_stream_of_responses():
+    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"hi"}\n\n'
+    answer = b"".join(fed(StreamSplice(lambda: REPORT), [event]))
+    with client(answer, "text/event-stream") as found:
+        events = list(found.responses.create(model="m", input="x", stream=True))
+    assert [e.type for e in events] == ["response.output_text.delta", "medialane.report"]
+    assert events[1].model_extra["medialane"] == TOLD
+
+
+VIDEO = MediaSize(width=640, height=360, num_frames=3, metadata=b'{"fps":30.0,"frames_indices":[0,15,31],"x":[]}')
+
+
+def test_timestamps_of_sampled_frames():
+    assert timestamps(VIDEO) == (0.0, 0.5, 1.033)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"{}", b'{"fps":0,"frames_indices":[1]}', b'{"fps":null}', b'{"fps":2}'])
+def test_video_that_tells_no_times_has_no_timestamps(metadata):
+    assert timestamps(MediaSize(metadata=metadata)) == ()
+
+
+def test_scope_reports_items_in_the_order_of_the_request():
+    refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
+    with open_scope() as scope:
+        scope.wants_report = True
+        scope.refs = refs
+        scope.note_item(refs[1], mm_hash="h2", cache="miss", size=VIDEO, num_tokens=9)
+        scope.note_item(refs[0], mm_hash="h1")
+        scope.note_way("features", "shm")
+        scope.timeline.add("decode", 0.0123456)
+        scope.timeline.copied_bytes = 5
+        found = msgspec.json.decode(scope.report())
+    assert found == {
+        "items": [
+            {"param": "a", "modality": "image", "cache": "none", "mm_hash": "h1"},
+            {
+                "param": "b",
+                "modality": "video",
+                "cache": "miss",
+                "mm_hash": "h2",
+                "width": 640,
+                "height": 360,
+                "num_frames": 3,
+                "timestamps": [0.0, 0.5, 1.033],
+                "num_tokens": 9,
+            },
+        ],
+        "stage": "features",
+        "transport": "shm",
+        "times_ms": {"decode": 12.35},
+        "copied_bytes": 5,
+    }
+
+
+def test_scope_notes_nothing_where_nobody_asks():
+    with open_scope() as scope:
+        scope.note_item(MediaRef("image", "a", data=b"1"), mm_hash="h", size=MediaSize(metadata=b"broken"))
+        assert scope.items == []
+        assert msgspec.json.decode(scope.report()) == {"items": []}
