@@ -33,7 +33,7 @@ async def test_same_image_as_data_and_by_url_is_one_entry(ours):
         assert server.num_requests == {"a": 1, "b": 1}
     assert [found.cache for found in (by_data, by_url, elsewhere, fetched_again)] == ["miss", "hit", "hit", "hit"]
     assert by_data.ids == by_url.ids == elsewhere.ids == fetched_again.ids
-    assert (await ours.metrics()).value(entries) == before + 1
+    assert (await ours.metrics()).value(entries) == before + 2  # as it was sent, and its feature
 
 
 async def test_new_and_known_images_in_one_request_are_mixed(ours):

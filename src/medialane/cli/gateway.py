@@ -23,6 +23,7 @@ from medialane.config import Config
 from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.core.hashing import digest
 from medialane.gateway import (
+    EncodedStore,
     FeatureSource,
     Gateway,
     Handover,
@@ -108,7 +109,8 @@ async def _serve(
         stack.push_async_callback(pool.close)
         frontend = await _load(pool, model, vllm_args, needs_preparers=config.gateway.stage != "url")
         config = await _fit(config, frontend, pool)
-        fetcher = await stack.enter_async_context(Fetcher(config.media))
+        bodies = EncodedStore(arena, config.media)
+        fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=bodies))
         links = _links(config, frontend, arena, workers, metrics)
         turns = Turns()
         stack.callback(turns.close)

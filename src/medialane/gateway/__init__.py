@@ -1,6 +1,7 @@
 """The story of a request, and everything around it: scope, intake, features, hand-over, workers."""
 
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
@@ -10,6 +11,7 @@ from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
+    "EncodedStore",
     "FeatureSource",
     "Gateway",
     "GatewayConfig",

@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractResolver
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef, Modality
+from medialane.media.body import Bodies, HeapBodies
 from medialane.media.config import MediaConfig
 from medialane.media.http_source import HttpSource, Received
 from medialane.media.local_files import LocalFiles
@@ -21,7 +22,10 @@ from medialane.media.url_cache import KnownUrl, UrlCache, url_key
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Content by its blake3-256 hash in hex. `data` is None where the hash was known without fetching."""
+    """Content by its blake3-256 hash in hex.
+
+    `data` is None where the hash was known without fetching, and where `Bodies` keeps what was fetched.
+    """
 
     content_hash: str
     data: bytes | bytearray | None
@@ -37,11 +41,16 @@ class Fetcher:
         self,
         config: MediaConfig,
         *,
+        bodies: Bodies | None = None,
         resolver: AbstractResolver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`resolver` looks names up in place of the system's; its answers are vetted all the same."""
+        """HTTP bodies go where `bodies` says, by default to the heap.
+
+        `resolver` looks names up in place of the system's; its answers are vetted all the same.
+        """
         self._config = config
+        self._bodies = bodies or HeapBodies()
         self._resolver = resolver
         self._clock = clock
         self._urls = UrlCache(config.max_cached_urls)
@@ -59,30 +68,35 @@ class Fetcher:
         await self._http.close()
 
     async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
-        """The content of `ref`; with `need_data` its bytes in any case, else its hash alone where that is known.
+        """The content of `ref`; with `need_data` its bytes are got in any case, else not where their hash is known.
 
         Callers who want the same share one fetch; a cancelled one leaves it to the others, the last one ends it. The
         bytes are the callers' in common: nobody changes them. Errors have no `param`. Raises InvalidMediaUrl,
         UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge,
-        EmptyMedia, UnsupportedMediaType (a modality that is not taken), UpstreamFailed.
+        EmptyMedia, UnsupportedMediaType (a modality that is not taken), UpstreamFailed, and what `Bodies` raises.
         """
         if ref.data is not None:
             return Fetched(content_hash(ref.data), ref.data)
         url = ref.url or ""
         if url[:5].lower() == "file:":
             data = await self._files.read(url, self._config.fetch_limits(ref.modality))
-            return Fetched(content_hash(data), data)
+            return Fetched(await self._files.hash(data), data)
         key = url_key(url, ref.salt)
         if not need_data and (known := self._urls.fresh(key, self._clock())) is not None:
             return Fetched(known.content_hash, None)
         flight = (key, ref.modality, need_data)
-        return await self._flights.do(flight, lambda: self._fetch(url, ref.modality, key, need_data))
+        return await self._flights.do(flight, lambda: self._fetch(ref, url, key, need_data=need_data))
 
-    async def _fetch(self, url: str, modality: Modality, key: bytes, need_data: bool) -> Fetched:
+    async def _fetch(self, ref: MediaRef, url: str, key: bytes, *, need_data: bool) -> Fetched:
         known = None if need_data else self._urls.get(key)
         asked_at = self._clock()
-        limits = self._config.fetch_limits(modality)
-        received = await self._http.get(url, limits, None if known is None else known.validators)
+        limits = self._config.fetch_limits(ref.modality)
+        received = await self._http.get(
+            url,
+            limits,
+            None if known is None else known.validators,
+            open_body=lambda: self._bodies.open(ref.modality, ref.salt, limits.max_bytes),
+        )
         hash_ = _hash(received, known)
         self._remember(key, hash_, received, known, asked_at)
         return Fetched(hash_, received.data)
@@ -92,15 +106,15 @@ class Fetcher:
             self._urls.forget(key)
             return
         lifetime_s = received.freshness.lifetime_s
-        if lifetime_s is None and received.data is None and known is not None:
+        if lifetime_s is None and received.content_hash is None and known is not None:
             lifetime_s = known.lifetime_s  # a 304 that says nothing leaves what was granted (RFC 9111, section 3.2)
         fresh_until = asked_at + min(lifetime_s or 0.0, self._config.max_fresh_s)
         self._urls.put(key, KnownUrl(hash_, fresh_until, lifetime_s, received.validators), self._clock())
 
 
 def _hash(received: Received, known: KnownUrl | None) -> str:
-    if received.data is not None:
-        return content_hash(received.data)
+    if received.content_hash is not None:
+        return received.content_hash
     if known is None:
         raise ValueError("not modified, but nothing is known of it")
     return known.content_hash

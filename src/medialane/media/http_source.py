@@ -2,19 +2,21 @@
 
 Theory of operation. A fetch is at most two attempts, an attempt at most `max_redirects` + 1 requests, all under one
 deadline. The second attempt is for what may pass by itself: no connection, 429, 5xx. What policy refuses is final. Only
-200 is success, and 304 if we asked conditionally. Content codings are refused, since a coding hides the size.
+200 is success, and 304 if we asked conditionally. Content codings are refused, since a coding hides the size. What
+arrives is hashed and handed to the body piece by piece (128 KiB at most, aiohttp's buffer): nothing here grows with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from blake3 import blake3
 from yarl import URL
 
 from medialane.core.errors import (
@@ -26,6 +28,7 @@ from medialane.core.errors import (
     TooManyRedirects,
     UpstreamFailed,
 )
+from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.freshness import Freshness, freshness_of
 from medialane.media.url_cache import Validators
@@ -40,14 +43,16 @@ _RETRY_PAUSE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What an origin answered. `data` is None if it is what it was (304)."""
+    """What an origin answered: no `content_hash` if it is what it was (304), no `data` if the body keeps its bytes."""
 
+    content_hash: str | None
     data: bytearray | None
     freshness: Freshness
     validators: Validators | None
 
     def __repr__(self) -> str:
-        return f"Received({None if self.data is None else len(self.data)} bytes, {self.freshness})"
+        content = "not modified" if self.content_hash is None else self.content_hash[:12]
+        return f"Received({content}, {self.freshness})"
 
 
 class HttpSource:
@@ -77,36 +82,46 @@ class HttpSource:
     async def close(self) -> None:
         await self._session.close()
 
-    async def get(self, url: str, limits: FetchLimits, validators: Validators | None = None) -> Received:
-        """Fetch `url`, conditionally if there are `validators`. Cancellation leaves nothing behind.
+    async def get(
+        self,
+        url: str,
+        limits: FetchLimits,
+        validators: Validators | None = None,
+        *,
+        open_body: Callable[[], Body] = HeapBody,
+    ) -> Received:
+        """Fetch `url` into a body, conditionally if there are `validators`. Cancellation leaves nothing behind.
 
         Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed,
-        MediaFetchTimeout, MediaTooLarge, EmptyMedia, UpstreamFailed.
+        MediaFetchTimeout, MediaTooLarge, EmptyMedia, UpstreamFailed, and what the body raises.
         """
+        wanted = _Wanted(url, limits, validators, open_body)
         try:
             async with asyncio.timeout(limits.timeout_s):
                 try:
-                    return await self._attempt(url, limits, validators)
+                    return await self._attempt(wanted)
                 except _Transient as failure:
                     if failure.pause_s > MAX_RETRY_AFTER_S:
                         raise failure.error from failure
                     await asyncio.sleep(failure.pause_s)
                 try:
-                    return await self._attempt(url, limits, validators)
+                    return await self._attempt(wanted)
                 except _Transient as failure:
                     raise failure.error from failure
         except TimeoutError as error:
             raise MediaFetchTimeout("the media's host did not send it in time") from error
 
-    async def _attempt(self, url: str, limits: FetchLimits, validators: Validators | None) -> Received:
-        target = self._guard.parse(url)
+    async def _attempt(self, wanted: _Wanted) -> Received:
+        target = self._guard.parse(wanted.url)
         redirected: list[Freshness] = []
         for _ in range(self._config.max_redirects + 1):
-            asked = validators if validators is not None and validators.url == str(target) else None
+            asked = wanted.validators
+            if asked is not None and asked.url != str(target):
+                asked = None
             with _mapped_errors():
                 async with self._session.get(target, allow_redirects=False, headers=_conditions(asked)) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._receive(response, target, limits, asked, redirected)
+                        return await self._receive(response, target, wanted, asked, redirected)
             redirected.append(freshness_of(response.headers))
             target = self._guard.follow(target, response.headers.get("Location"))
         raise TooManyRedirects(f"the media URL redirects more than {self._config.max_redirects} times")
@@ -115,7 +130,7 @@ class HttpSource:
         self,
         response: aiohttp.ClientResponse,
         target: URL,
-        limits: FetchLimits,
+        wanted: _Wanted,
         asked: Validators | None,
         redirected: list[Freshness],
     ) -> Received:
@@ -124,29 +139,57 @@ class HttpSource:
         for hop in redirected:
             freshness = freshness.through(hop)
         if response.status == 304 and asked is not None:
-            return Received(None, freshness, asked)
+            return Received(None, None, freshness, asked)
         _check(response)
-        data = await self._read(response, limits)
+        content, data = await self._read(response, wanted)
         validators = Validators(str(target), headers.get("ETag"), headers.get("Last-Modified"))
-        return Received(data, freshness, validators if validators.usable else None)
+        return Received(content, data, freshness, validators if validators.usable else None)
 
-    async def _read(self, response: aiohttp.ClientResponse, limits: FetchLimits) -> bytearray:
-        """The body, no more than its limit of it. That it is as long as declared, aiohttp checks."""
-        if (response.content_length or 0) > limits.max_bytes:
-            raise MediaTooLarge(f"the media has {response.content_length} bytes, more than {limits.max_bytes}")
-        data = bytearray()
+    async def _read(self, response: aiohttp.ClientResponse, wanted: _Wanted) -> tuple[str, bytearray | None]:
+        """The body's hash, and its bytes if it does not keep them."""
+        declared = response.content_length or 0
+        if declared > wanted.limits.max_bytes:
+            raise MediaTooLarge(f"the media has {declared} bytes, more than {wanted.limits.max_bytes}")
+        body = wanted.open_body()
+        try:
+            body.expect(declared)
+            content = await self._fill(body, response, wanted.limits)
+            return content, body.finish(content)
+        except BaseException:
+            body.abandon()
+            raise
+
+    async def _fill(self, body: Body, response: aiohttp.ClientResponse, limits: FetchLimits) -> str:
+        """Write what arrives to `body`, no more than the limit of it, and return its hash.
+
+        That it is as long as declared, aiohttp checks.
+        """
+        hasher = blake3()
+        num_bytes = 0
         clock = asyncio.get_running_loop().time
         started = clock()
-        async for chunk in response.content.iter_any():
-            data += chunk
-            if len(data) > limits.max_bytes:
+        async for piece in response.content.iter_any():
+            num_bytes += len(piece)
+            if num_bytes > limits.max_bytes:
                 raise MediaTooLarge(f"the media has more than {limits.max_bytes} bytes")
+            body.write(piece)
+            hasher.update(piece)
             elapsed_s = clock() - started
-            if elapsed_s > self._config.min_rate_grace_s and len(data) < elapsed_s * self._config.min_rate_bytes_per_s:
+            if elapsed_s > self._config.min_rate_grace_s and num_bytes < elapsed_s * self._config.min_rate_bytes_per_s:
                 raise MediaFetchTimeout("the media's host sends too slowly")
-        if not data:
+        if not num_bytes:
             raise EmptyMedia("the media is empty")
-        return data
+        return hasher.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What one fetch is for: the same in each of its attempts."""
+
+    url: str
+    limits: FetchLimits
+    validators: Validators | None
+    open_body: Callable[[], Body]
 
 
 class _VettingResolver(AbstractResolver):

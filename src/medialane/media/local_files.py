@@ -23,6 +23,7 @@ from medialane.core.errors import (
     MediaTooLarge,
     MediaUrlForbidden,
 )
+from medialane.core.hashing import content_hash
 from medialane.media.config import FetchLimits
 
 _SYS_OPENAT2 = 437  # the same on every architecture: /usr/include/asm-generic/unistd.h
@@ -66,6 +67,10 @@ class LocalFiles:
                 return await loop.run_in_executor(self._executor, read_beneath, root, path, limits.max_bytes)
         except TimeoutError as error:
             raise MediaFetchTimeout("the media file could not be read in time") from error
+
+    async def hash(self, data: bytes) -> str:
+        """The content hash, made in a thread: a video's takes several times what the loop may be kept for."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, content_hash, data)
 
     def _split(self, url: str) -> tuple[str, str]:
         """The root and what follows it. Raises MediaUrlForbidden, InvalidMediaUrl."""

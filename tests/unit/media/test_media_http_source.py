@@ -9,6 +9,7 @@ from http_origin import HttpOrigin, answer
 
 from medialane.core.errors import (
     EmptyMedia,
+    InvalidImage,
     MediaFetchFailed,
     MediaFetchTimeout,
     MediaTooLarge,
@@ -17,7 +18,9 @@ from medialane.core.errors import (
     UnsupportedUrlScheme,
     UpstreamFailed,
 )
+from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, MediaConfig
+from medialane.media.body import HeapBody
 from medialane.media.freshness import Freshness
 from medialane.media.http_source import HttpSource
 from medialane.media.url_cache import Validators
@@ -25,6 +28,25 @@ from medialane.media.url_cache import Validators
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))
 LIMITS = FetchLimits(max_bytes=100_000, timeout_s=10.0)
 BODY = bytes(range(256)) * 100
+
+
+class RecordedBody(HeapBody):
+    """Remembers what was done to it. The first `finish` raises `error`, if there is one."""
+
+    def __init__(self, log, error=None):
+        super().__init__()
+        self.log, self.error = log, error
+
+    def expect(self, num_bytes):
+        self.log.append(("expect", num_bytes))
+
+    def finish(self, content_hash):
+        self.log.append(("finish", content_hash))
+        if self.error is not None:
+            raise self.error
+
+    def abandon(self):
+        self.log.append("abandon")
 
 
 class Names(AbstractResolver):
@@ -71,7 +93,7 @@ async def canary():
 async def test_body_and_what_to_ask_with_next_time(source, origin):
     origin.routes["/a"] = answer(200, BODY, etag='"1"', last_modified="Tue", cache_control="max-age=60")
     received = await source.get(origin.url("/a"), LIMITS)
-    assert received.data == BODY
+    assert (received.data, received.content_hash) == (BODY, content_hash(BODY))
     assert received.freshness == Freshness(lifetime_s=60)
     assert received.validators == Validators(origin.url("/a"), '"1"', "Tue")
 
@@ -95,7 +117,8 @@ async def test_not_modified(source, origin):
     origin.routes["/a"] = answer(304, cache_control="max-age=5", content_length=None)
     validators = Validators(origin.url("/a"), '"1"', "Tue")
     received = await source.get(origin.url("/a"), LIMITS, validators)
-    assert (received.data, received.validators, received.freshness.lifetime_s) == (None, validators, 5)
+    assert (received.content_hash, received.data) == (None, None)
+    assert (received.validators, received.freshness.lifetime_s) == (validators, 5)
     assert origin.requests[0].headers["if-none-match"] == '"1"'
     assert origin.requests[0].headers["if-modified-since"] == "tue"
 
@@ -372,3 +395,75 @@ async def test_cancelled_fetch_closes_its_connection(source, origin):
         await fetching
     async with asyncio.timeout(2):
         await closed.wait()
+
+
+async def test_body_that_keeps_its_bytes_is_told_length_and_hash(source, origin):
+    log = []
+    origin.routes["/a"] = answer(200, BODY)
+    received = await source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log))
+    assert (received.content_hash, received.data) == (content_hash(BODY), None)
+    assert log == [("expect", len(BODY)), ("finish", content_hash(BODY))]
+
+
+async def test_no_body_is_opened_for_what_has_none(source, origin):
+    origin.routes["/moved"] = answer(302, location="/gone", body=b"elsewhere")
+    origin.routes["/gone"] = answer(404, b"not here")
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/moved"), LIMITS, open_body=lambda: pytest.fail("opened"))
+    origin.routes["/large"] = answer(200, b"", content_length="10000000")
+    with pytest.raises(MediaTooLarge):
+        await source.get(origin.url("/large"), LIMITS, open_body=lambda: pytest.fail("opened"))
+
+
+async def cut_short(request, writer):
+    await answer(200, BODY, content_length=str(len(BODY) + 1))(request, writer)
+    raise ConnectionError
+
+
+async def too_long(request, writer):
+    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(20):
+        writer.write(b"2000\r\n" + bytes(0x2000) + b"\r\n")
+    await writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("answering", "error"),
+    [
+        (cut_short, MediaFetchFailed),
+        (too_long, MediaTooLarge),
+        (slow_body, MediaFetchTimeout),
+        (answer(200), EmptyMedia),
+    ],
+    ids=["cut", "long", "slow", "empty"],
+)
+async def test_body_that_fails_is_abandoned(origin, answering, error):
+    log = []
+    origin.routes["/a"] = answering
+    source = HttpSource(msgspec.structs.replace(CONFIG, min_rate_grace_s=0.2, min_rate_bytes_per_s=1000.0))
+    with pytest.raises(error):
+        await source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log))
+    assert log[1:] == ["abandon"]
+    await source.close()
+
+
+async def test_body_that_is_refused_at_its_end_is_abandoned_and_not_fetched_again(source, origin):
+    log = []
+    origin.routes["/a"] = answer(200, BODY)
+    with pytest.raises(InvalidImage):
+        await source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log, InvalidImage("no image")))
+    assert log[1:] == [("finish", content_hash(BODY)), "abandon"]
+    assert len(origin.requests) == 1
+
+
+async def test_body_of_a_cancelled_fetch_is_abandoned(source, origin):
+    log = []
+    origin.routes["/a"] = slow_body
+    fetching = asyncio.create_task(source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log)))
+    async with asyncio.timeout(2):
+        while not log:  # noqa: ASYNC110 - the body's first piece comes through a socket
+            await asyncio.sleep(0.005)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert log[1:] == ["abandon"]

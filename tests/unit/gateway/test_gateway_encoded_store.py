@@ -1,0 +1,162 @@
+"""Encoded media in the arena: one copy, found by content, described for whoever asks."""
+
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image as PILImage
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.errors import ArenaFull, MediaTooLarge, UnsupportedMediaType
+from medialane.core.hashing import content_hash
+from medialane.core.media import MediaRef
+from medialane.gateway import EncodedStore
+from medialane.gateway.encoded_store import FIRST_BYTES
+from medialane.media import MediaConfig
+
+MIB = 1 << 20
+
+
+def bmp(width=300, height=300):
+    """A picture of some size in bytes."""
+    file = io.BytesIO()
+    PILImage.new("RGB", (width, height), (1, 2, 3)).save(file, "BMP")
+    return file.getvalue()
+
+
+BMP = bmp()
+
+
+def image(salt=""):
+    return MediaRef("image", "messages[0].content[0].image_url", url="http://host/", salt=salt)
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
+    yield arena
+    stats = arena.stats()
+    arena.close()
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+
+
+@pytest.fixture
+def store(arena):
+    return EncodedStore(arena, MediaConfig())
+
+
+def receive(store, data, *, piece=100_000, declared=True, salt=""):
+    body = store.open("image", salt, 8 * MIB)
+    body.expect(len(data) if declared else 0)
+    for at in range(0, len(data), piece):
+        body.write(data[at : at + piece])
+    return body
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_received_body_is_found_by_its_content(arena, store, declared):
+    body = receive(store, BMP, declared=declared)
+    assert body.finish(content_hash(BMP)) is None
+    body.abandon()  # nothing any more
+    with store.lookup(image(), content_hash(BMP)) as lease:
+        assert store.bytes(lease.value) == BMP
+        assert (lease.value.media_type, lease.value.num_bytes) == ("image/bmp", len(BMP))
+        assert lease.range.nbytes == 64 + len(BMP), "what was too much was given back"
+
+
+def test_declared_body_takes_its_room_once_and_with_its_first_piece(arena, store):
+    body = store.open("image", "", 8 * MIB)
+    body.expect(5 * MIB)
+    assert arena.stats().num_reservations == 0
+    body.write(b"x")
+    assert arena.stats().writing_bytes == 5 * MIB + 64
+    body.abandon()
+    assert arena.stats().writing_bytes == 0
+
+
+def test_body_longer_than_declared_is_received_all_the_same(store):
+    body = store.open("image", "", 8 * MIB)
+    body.expect(100)
+    body.write(BMP)
+    body.finish(content_hash(BMP))
+    store.lookup(image(), content_hash(BMP)).release()
+
+
+def test_body_of_unknown_length_never_takes_more_than_it_may(arena, store):
+    body = store.open("image", "", 100_000)
+    body.write(bytes(FIRST_BYTES))
+    body.write(bytes(1))
+    assert arena.stats().writing_bytes <= 100_000 + 64 + 64
+    body.abandon()
+
+
+def test_body_that_finds_no_room_leaves_what_it_has_to_be_abandoned(arena, store):
+    held = arena.keep(arena.reserve(14 * MIB), None)
+    body = store.open("image", "", 8 * MIB)
+    body.write(bytes(MIB))
+    with pytest.raises(ArenaFull):
+        body.write(bytes(MIB))
+    body.abandon()
+    held.release()
+
+
+def test_content_that_is_no_image_is_not_kept(arena, store):
+    body = receive(store, b"no image at all")
+    with pytest.raises(UnsupportedMediaType):
+        body.finish(content_hash(b"no image at all"))
+    body.abandon()
+    assert store.lookup(image(), content_hash(b"no image at all")) is None
+    assert arena.stats().num_entries == 0
+
+
+def test_refused_bytes_of_a_request_leave_nothing(arena):
+    store = EncodedStore(arena, MediaConfig(max_image_bytes=100))
+    with pytest.raises(MediaTooLarge):
+        store.put(image(), content_hash(BMP), BMP)
+    assert arena.stats().num_entries == 0
+
+
+def test_content_that_came_twice_is_one_entry(arena, store):
+    receive(store, BMP).finish(content_hash(BMP))
+    receive(store, BMP, declared=False).finish(content_hash(BMP))
+    store.put(image(), content_hash(BMP), BMP).release()
+    assert arena.stats().num_entries == 1
+
+
+def test_tenants_have_entries_of_their_own(store):
+    receive(store, BMP, salt="one").finish(content_hash(BMP))
+    assert store.lookup(image(), content_hash(BMP)) is None
+    assert store.lookup(image("two"), content_hash(BMP)) is None
+    store.lookup(image("one"), content_hash(BMP)).release()
+
+
+def test_entry_is_looked_at_again_for_another_modality(arena, store):
+    store.put(image(), content_hash(BMP), BMP).release()
+    sound = MediaRef("audio", "p", url="http://host/")
+    with pytest.raises(UnsupportedMediaType):
+        store.lookup(sound, content_hash(BMP))
+    assert arena.stats().num_leases == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 200_000), max_size=12), st.integers(0, 600_000))
+def test_any_pieces_and_any_promise_of_a_length_give_the_bytes(sizes, promised):
+    data = BMP[:100] + b"".join(bytes([n % 256]) * size for n, size in enumerate(sizes))
+    arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
+    try:
+        store = EncodedStore(arena, MediaConfig())
+        body = store.open("image", "", 4 * MIB)
+        body.expect(promised)
+        at = 0
+        for size in [100, *sizes]:
+            body.write(data[at : at + size])
+            at += size
+        body.finish(content_hash(data))
+        with store.lookup(image(), content_hash(data)) as lease:
+            assert content_hash(store.bytes(lease.value)) == lease.value.content_hash == content_hash(data)
+        assert arena.stats().num_reservations == 0
+        assert arena.clear() == 1
+        assert arena.stats().largest_hole_bytes == arena.stats().size_bytes
+    finally:
+        arena.close()
