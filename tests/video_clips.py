@@ -1,0 +1,78 @@
+"""Small video clips, made with PyAV."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from io import BytesIO
+
+import av
+import numpy as np
+
+#: Encoders' own words go to nobody: x265 and SVT-AV1 write to the process's stderr.
+_QUIET = {"libx265": {"x265-params": "log-level=none:pools=none"}, "libsvtav1": {"preset": "12"}}
+
+_FAST = {"libx264": {"preset": "ultrafast"}, "libx265": {"preset": "ultrafast"}, "libvpx-vp9": {"deadline": "realtime"}}
+
+
+def pixels(index: int, width: int, height: int) -> np.ndarray:
+    """A picture that says which it is: a moving gradient with a block of the frame's own colour."""
+    y, x = np.mgrid[0:height, 0:width]
+    frame = np.stack([x * 2 + index * 5, y * 3 - index * 2, x + y + index * 11], axis=-1).astype(np.uint8)
+    frame[: height // 3, : width // 3] = (index * 37 % 256, index * 101 % 256, index * 17 % 256)
+    return frame
+
+
+def clip(
+    num_frames: int = 30,
+    *,
+    codec: str = "libx264",
+    container: str = "mp4",
+    fps: Fraction | int = 25,
+    size: tuple[int, int] = (64, 48),
+    gop: int = 10,
+    b_frames: int = 0,
+    pix_fmt: str = "yuv420p",
+    rotation: int = 0,
+    options: dict[str, str] | None = None,
+    container_options: dict[str, str] | None = None,
+    pts: list[int] | None = None,
+    time_base: Fraction | None = None,
+) -> bytes:
+    """An encoded clip. `pts` are the frames' times in `time_base`; by default one frame follows the other at `fps`."""
+    out = BytesIO()
+    with av.open(out, "w", format=container, container_options=container_options or {}) as file:
+        chosen = {**_FAST.get(codec, {}), **_QUIET.get(codec, {}), **(options or {})}
+        stream = file.add_stream(codec, rate=fps, options=chosen)
+        stream.width, stream.height = size
+        stream.pix_fmt = pix_fmt
+        context = stream.codec_context
+        context.gop_size = gop
+        context.max_b_frames = b_frames
+        context.thread_count = 1
+        if time_base is not None:
+            context.time_base = time_base
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for index in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(pixels(index, *size), format="rgb24").reformat(format=pix_fmt)
+            frame.pts = index if pts is None else pts[index]
+            frame.time_base = context.time_base if time_base is not None else 1 / Fraction(fps)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def remux(data: bytes, *, shift: int = 0, container: str = "mp4", drop: int = 0, **options: str) -> bytes:
+    """The same packets with `shift` (in their own time base) added to their times, without the first `drop` ones."""
+    out = BytesIO()
+    with av.open(BytesIO(data)) as source, av.open(out, "w", format=container, container_options=options) as file:
+        stream = source.streams.video[0]
+        copy = file.add_stream_from_template(stream)
+        for index, packet in enumerate(source.demux(stream)):
+            if packet.dts is None or index < drop:
+                continue
+            packet.pts += shift
+            packet.dts += shift
+            packet.stream = copy
+            file.mux(packet)
+    return out.getvalue()
