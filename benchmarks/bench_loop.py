@@ -13,26 +13,21 @@ the loop's thread could have run and had no core (schedstat, proc(5)): what the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 import msgspec
 import pybase64
 import uvloop
 
+from gateway_process import gateway_process, until_ready, worker
 from harness import Bar, Options, Report, median, percentile
 from medialane.arena import ArenaConfig
-from medialane.cli import gateway, gateway_command
 from medialane.cli.sample_images import sample_jpeg
-from medialane.config import Config, enter_environ, process_environ
-from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
-from medialane.rpc.fake import FAKE_CARD
+from medialane.config import Config, process_environ
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
 ABOUT = "event-loop lag of the gateway while 50 requests with 10 MB data URLs pass at a time"
@@ -40,7 +35,6 @@ ABOUT = "event-loop lag of the gateway while 50 requests with 10 MB data URLs pa
 CONCURRENCY = 50
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 150, 50
 IDLE_S = 3.0
-START_S = 120.0
 TICK_S = 0.001
 
 #: A photo of 12 megapixels and some 7.5 MB, of which the model takes what fits its prompt.
@@ -55,66 +49,20 @@ _HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
 Lags = list[tuple[int, float, float]]
 
 
-class AgreeingWorker(FakeHandler):
-    """Takes features of any gateway: says that its processor is the gateway's, and that it maps the arena."""
-
-    async def register(self, hello: Hello) -> Welcome:
-        welcome = await super().register(hello)
-        card = msgspec.structs.replace(welcome.card, processor=hello.processor)
-        return msgspec.structs.replace(welcome, card=card)
-
-
 def run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(process_environ())))
+    config = Config(arena=ArenaConfig(size_bytes=1 << 30))
     niceness = os.nice(0)
     with tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder:
         address = f"unix://{folder}/worker"
-        with _gateway(model, address) as (port, end):
+        with gateway_process(model, address, config=config, flags=FLAGS, alongside=watch) as gateway:
             os.nice(19 - niceness)
-            phases = uvloop.run(_load(model, address, port, QUICK_NUM_REQUESTS if options.quick else NUM_REQUESTS))
-            return _report(phases, end())
+            num_requests = QUICK_NUM_REQUESTS if options.quick else NUM_REQUESTS
+            phases = uvloop.run(_load(model, address, gateway.url, num_requests))
+            return _report(phases, gateway.end())
 
 
-@contextlib.contextmanager
-def _gateway(model: str, worker: str) -> Iterator[tuple[int, object]]:
-    """The gateway's process: its port, and a function that ends it and returns the lags."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_gateway, args=(model, worker, theirs))
-    process.start()
-
-    def end() -> Lags:
-        process.terminate()
-        lags: Lags = ours.recv()
-        process.join()
-        return lags
-
-    try:
-        yield ours.recv(), end
-    finally:
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def run_gateway(model: str, worker: str, pipe: Connection) -> None:
-    """Be the gateway, as `medialane gateway` is, and measure."""
-    config = Config(arena=ArenaConfig(size_bytes=1 << 30))
-    enter_environ(config, model, FLAGS, on_gpu=False, own=gateway_command._OWN)
-    with gateway.bind("127.0.0.1", 0) as sock:
-        pipe.send(sock.getsockname()[1])
-        pipe.send(uvloop.run(_serve(config, model, worker, sock)))
-
-
-async def _serve(config: Config, model: str, worker: str, sock: object) -> Lags:
-    lags: Lags = []
-    watching = asyncio.create_task(_watch(lags))
-    await gateway._run(config, model, FLAGS, [worker], sock)
-    watching.cancel()
-    return lags
-
-
-async def _watch(lags: Lags) -> None:
+async def watch(lags: Lags) -> None:
     """Note how late the loop is, which runs in the process's first thread."""
     with open("/proc/self/schedstat", "rb", buffering=0) as schedstat:  # noqa: ASYNC230 - no disk behind it
         while True:
@@ -129,37 +77,22 @@ def _waited_ns(schedstat: int) -> int:
     return int(os.pread(schedstat, 100, 0).split()[1])
 
 
-async def _load(model: str, address: str, port: int, num_requests: int) -> dict[str, tuple[int, int]]:
+async def _load(model: str, address: str, url: str, num_requests: int) -> dict[str, tuple[int, int]]:
     """All requests, twice. Returns when each phase began and ended."""
-    server = RpcServer(AgreeingWorker(card=FAKE_CARD, shm=True), RpcConfig())
-    await server.serve(address)
     phases = {}
-    url = f"http://127.0.0.1:{port}"
     encoded = pybase64.b64encode(sample_jpeg(0, WIDTH, HEIGHT, quality=QUALITY)[2:])
-    try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
-            await _until_ready(session, url)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with worker(address), aiohttp.ClientSession(connector=connector) as session:
+        await until_ready(session, url)
+        started = time.perf_counter_ns()
+        await asyncio.sleep(IDLE_S)
+        phases["idle"] = (started, time.perf_counter_ns())
+        await _send_all(session, url, model, encoded, range(-CONCURRENCY, 0))  # everything for the first time
+        for phase in ("new images", "the same again"):
             started = time.perf_counter_ns()
-            await asyncio.sleep(IDLE_S)
-            phases["idle"] = (started, time.perf_counter_ns())
-            await _send_all(session, url, model, encoded, range(-CONCURRENCY, 0))  # everything for the first time
-            for phase in ("new images", "the same again"):
-                started = time.perf_counter_ns()
-                await _send_all(session, url, model, encoded, range(num_requests))
-                phases[phase] = (started, time.perf_counter_ns())
-    finally:
-        await server.close()
+            await _send_all(session, url, model, encoded, range(num_requests))
+            phases[phase] = (started, time.perf_counter_ns())
     return phases
-
-
-async def _until_ready(session: aiohttp.ClientSession, url: str) -> None:
-    async with asyncio.timeout(START_S):
-        while True:
-            with contextlib.suppress(aiohttp.ClientConnectionError):
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(0.1)
 
 
 async def _send_all(

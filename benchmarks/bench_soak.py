@@ -1,0 +1,285 @@
+"""`medialane bench soak`: does anything grow? Many thousand mixed requests, and a look at all processes now and then.
+
+A whole gateway with preparers runs in processes of its own; a fake worker answers. Requests come in batches: new and
+repeated images, by data URL and from a web server, clips, hostile input, and clients that give up on the way. After
+each batch the load stops until nothing is under way. Then no lease may be held, and what is looked at (memory of all
+processes, file descriptors, shared memory) would be the same every time, were there no growth.
+
+Growth is the slope over requests after the warm-up, the first third: the median of the slopes between all pairs of
+looks (Theil and Sen), which single looks do not sway. Memory is anonymous memory, shared pages counted once
+(`Pss_Anon`, proc(5)): the arena, which is mapped everywhere, is counted where it lies. The arena and the cache of URLs
+are made small, so that both are full and turn over before the warm-up ends.
+
+The limits. Memory: 1 MiB in 1000 requests is 1 KiB a request; the smallest thing of ours that a request could leave
+behind, its expanded prompt, takes several KiB, a picture a hundred times that. After a few hundred requests allocators
+still grow (measured: 2 MiB in the first thousand): `--quick` holds it against 8 MiB, which is what a prompt left behind
+by every request would be. File descriptors: a leak in one request of a thousand would be 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import combinations, islice
+from pathlib import Path
+
+import aiohttp
+import uvloop
+
+from gateway_process import GatewayProcess, gateway_process, until_ready, worker
+from harness import Bar, Options, Report, median
+from load import process_tree
+from medialane.arena import ArenaConfig
+from medialane.config import Config, process_environ
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from origin import origin
+from soak_requests import Request, Requests, files
+
+ABOUT = "does anything grow while thousands of mixed requests pass?"
+
+NUM_REQUESTS, QUICK_NUM_REQUESTS = 20_000, 1_000
+#: It ends after so long with what it has.
+TIME_S, QUICK_TIME_S = 3000.0, 300.0
+NUM_LOOKS = 20
+CONCURRENCY = 12
+WARM_UP = 1 / 3
+MIB = 1 << 20
+
+MOST_MIB, QUICK_MOST_MIB = 1.0, 8.0
+MOST_FDS = 1.0
+
+#: A request that takes longer has failed; what is under way must have ended so long after the last answer.
+ANSWER_S = 60.0
+SETTLE_S = 20.0
+#: Tokens of the worker, so that clients also give up while the answer streams.
+TOKEN_S = 0.01
+
+FLAGS = (*TINY_MODEL_FLAGS, '--mm-processor-kwargs={"max_pixels": 200704}', "--disable-uvicorn-access-log")
+NUM_PREPARERS = 2
+
+
+@dataclass(frozen=True)
+class Look:
+    """All processes of the gateway at rest, after `num_requests`."""
+
+    num_requests: int
+    seconds: float
+    anon_mib: float
+    gateway_mib: float
+    rss_mib: float
+    num_fds: int
+    num_processes: int
+    shm_mib: float
+    num_leases: float
+    num_in_flight: float
+
+
+class Soak:
+    """Sends requests in batches and looks after each."""
+
+    def __init__(self, gateway: GatewayProcess, session: aiohttp.ClientSession, shm: Path) -> None:
+        self.looks: list[Look] = []
+        self.statuses: Counter[str] = Counter()
+        self.wrong: Counter[str] = Counter()
+        self._gateway = gateway
+        self._session = session
+        self._shm = shm
+        self._num_sent = 0
+
+    async def run(self, requests: Requests, num_requests: int, time_s: float) -> None:
+        started = time.perf_counter()
+        todo = iter(requests.make(num_requests))
+        batch = max(1, num_requests // NUM_LOOKS)
+        await self._look(started)
+        while self._num_sent < num_requests and time.perf_counter() - started < time_s:
+            await self._send_all(list(islice(todo, batch)))
+            await self._settle()
+            await self._look(started)
+
+    async def _send_all(self, requests: Sequence[Request]) -> None:
+        todo = iter(requests)
+
+        async def client() -> None:
+            for request in todo:
+                await self._send(request)
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(CONCURRENCY):
+                clients.create_task(client())
+        self._num_sent += len(requests)
+
+    async def _send(self, request: Request) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S if request.patience_s is None else request.patience_s):
+                status = await self.ask(request)
+        except TimeoutError:
+            self._note(request, "given up" if request.patience_s is not None else "no answer")
+        except aiohttp.ClientError as error:
+            self._note(request, type(error).__name__)
+        else:
+            self._note(request, str(status))
+
+    async def ask(self, request: Request) -> int:
+        headers = {"content-type": "application/json"}
+        url = f"{self._gateway.url}/v1/chat/completions"
+        async with self._session.post(url, data=request.body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    def _note(self, request: Request, outcome: str) -> None:
+        self.statuses[outcome] += 1
+        if outcome != "given up" and not (outcome.isdigit() and int(outcome) in request.expected):
+            self.wrong[f"{request.kind}: {outcome}"] += 1
+
+    async def _settle(self) -> None:
+        """Wait until nothing is under way, or for so long; what is left then shows in the look."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while any(await self._under_way()):  # noqa: ASYNC110 - another process has no event for it
+                    await asyncio.sleep(0.1)
+
+    async def _under_way(self) -> tuple[float, float]:
+        """Leases held, requests at the worker."""
+        async with self._session.get(f"{self._gateway.url}/metrics") as response:
+            text = await response.text()
+        return _metric(text, "medialane_arena_leases"), _metric(text, "medialane_worker_in_flight")
+
+    async def _look(self, started: float) -> None:
+        leases, in_flight = await self._under_way()
+        pids = process_tree(self._gateway.pid)
+        memory = {pid: _memory(pid) for pid in pids}
+        look = Look(
+            num_requests=self._num_sent,
+            seconds=time.perf_counter() - started,
+            anon_mib=sum(anon for anon, _ in memory.values()),
+            gateway_mib=memory[self._gateway.pid][0],
+            rss_mib=sum(rss for _, rss in memory.values()),
+            num_fds=sum(_num_fds(pid) for pid in pids),
+            num_processes=len(pids),
+            shm_mib=_used_mib(self._shm),
+            num_leases=leases,
+            num_in_flight=in_flight,
+        )
+        self.looks.append(look)
+        print(
+            f"  {look.num_requests} requests, {look.seconds:.0f} s: {look.anon_mib:.0f} MiB, {look.num_fds} fds, "
+            f"{look.num_leases:g} leases",
+            flush=True,
+        )
+
+
+def run(options: Options) -> Report:
+    model = str(build_tiny_model(cache_folder(process_environ())))
+    num_requests, time_s = (QUICK_NUM_REQUESTS, QUICK_TIME_S) if options.quick else (NUM_REQUESTS, TIME_S)
+    with _shared_memory() as shm, tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder:
+        config = Config(
+            arena=ArenaConfig(size_bytes=128 * MIB, directory=str(shm)),
+            media=MediaConfig(allowed_media_networks=("127.0.0.1/32",), max_cached_urls=256),
+            prepare=PrepareConfig(num_preparers=NUM_PREPARERS),
+        )
+        address = f"unix://{folder}/worker"
+        with origin(files()) as files_url, gateway_process(model, address, config=config, flags=FLAGS) as gateway:
+            soak, notes = uvloop.run(_soak(gateway, model, files_url, address, shm, num_requests, time_s))
+            gateway.end()
+        left = [path.name for path in shm.iterdir()]
+    return _report(soak, num_requests, len(left), notes, quick=options.quick)
+
+
+@contextmanager
+def _shared_memory() -> Iterator[Path]:
+    """A folder of our own, so that what others have in shared memory is not counted."""
+    folder = Path(tempfile.mkdtemp(prefix="medialane-soak-", dir=ArenaConfig().directory))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+async def _soak(
+    gateway: GatewayProcess, model: str, files_url: str, address: str, shm: Path, num_requests: int, time_s: float
+) -> tuple[Soak, list[str]]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with worker(address, delay_s=TOKEN_S), aiohttp.ClientSession(connector=connector) as session:
+        await until_ready(session, gateway.url)
+        soak = Soak(gateway, session, shm)
+        with_video = await soak.ask(Requests(model, files_url, with_video=True).one("video")) == 200
+        await soak.run(Requests(model, files_url, with_video=with_video), num_requests, time_s)
+    return soak, [] if with_video else ["Video is off in this gateway: text was sent in place of clips."]
+
+
+def _metric(text: str, name: str) -> float:
+    """The sum over all labels."""
+    return sum(float(found) for found in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+
+
+def _memory(pid: int) -> tuple[float, float]:
+    """MiB of anonymous memory, shared pages by their share, and resident."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    anon, rss = (int(re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[0]) for name in ("Pss_Anon", "Rss"))
+    return anon / 1024, rss / 1024
+
+
+def _num_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _used_mib(folder: Path) -> float:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir()) / MIB
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of y over x: the median of the slopes between all pairs of points."""
+    return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
+
+
+def _report(soak: Soak, num_requests: int, num_left: int, notes: list[str], *, quick: bool) -> Report:
+    sent = soak.looks[-1].num_requests
+    warm = [look for look in soak.looks if look.num_requests >= sent * WARM_UP]
+    grown = {
+        name: 1000 * slope([(look.num_requests, float(getattr(look, name))) for look in warm])
+        for name in ("anon_mib", "gateway_mib", "num_fds", "shm_mib")
+    }
+    rows = [
+        {
+            "requests": look.num_requests,
+            "s": look.seconds,
+            "memory MiB": look.anon_mib,
+            "gateway's": look.gateway_mib,
+            "RSS": look.rss_mib,
+            "fds": look.num_fds,
+            "processes": look.num_processes,
+            "shm MiB": look.shm_mib,
+            "leases": look.num_leases,
+            "at worker": look.num_in_flight,
+        }
+        for look in soak.looks
+    ]
+    outcomes = [{"outcome": name, "requests": number} for name, number in sorted(soak.statuses.items())]
+    leases = max(look.num_leases for look in soak.looks)
+    in_flight = max(look.num_in_flight for look in soak.looks)
+    bars = [
+        Bar("soak: part of the requests that were sent in time", sent / num_requests, 0.5, "at least"),
+        Bar("soak: memory growth, MiB in 1000 requests", grown["anon_mib"], _most_mib(quick), "at most"),
+        Bar("soak: file descriptors, growth in 1000 requests", grown["num_fds"], MOST_FDS, "at most"),
+        Bar("soak: shared memory, growth in MiB in 1000 requests", grown["shm_mib"], 0.0, "at most"),
+        Bar("soak: most leases held at rest", leases, 0, "at most"),
+        Bar("soak: most requests left at the worker at rest", in_flight, 0, "at most"),
+        Bar("soak: files left in shared memory after the stop", num_left, 0, "at most"),
+        Bar("soak: wrong answers", sum(soak.wrong.values()), 0, "at most"),
+    ]
+    notes += [f"wrong: {name}, {number} times" for name, number in soak.wrong.most_common(10)]
+    return Report("soak", {"at rest": rows, "answers": outcomes}, bars, notes)
+
+
+def _most_mib(quick: bool) -> float:
+    return QUICK_MOST_MIB if quick else MOST_MIB

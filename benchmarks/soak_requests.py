@@ -1,0 +1,153 @@
+"""The requests of a soak: a mix that is the same at every run, and what each may be answered with."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pybase64
+
+import media_samples as samples
+from medialane.cli.sample_images import sample_jpeg
+from origin import File
+
+Kind = Literal["new image", "known image", "image by URL", "two images", "video", "text", "hostile"]
+
+#: Parts of a thousand. One request in ten, of whatever kind, is given up by its client somewhere on the way.
+MIX: Mapping[Kind, int] = {
+    "new image": 430,
+    "known image": 200,
+    "image by URL": 150,
+    "two images": 60,
+    "video": 50,
+    "text": 60,
+    "hostile": 50,
+}
+ABORTED = 0.10
+#: A client that gives up does so after up to so long: while it sends, or media are prepared, or the answer streams.
+MAX_PATIENCE_S = 0.25
+
+_SIZES = ((224, 168), (336, 252), (512, 384))
+#: So many pictures, and files of the web server, come again and again.
+_NUM_KNOWN = 24
+#: Begins a JPEG: start of image, and a comment of nine characters, so that equal pictures have bytes of their own.
+_HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
+
+
+@dataclass(frozen=True)
+class Request:
+    """`patience_s` is when the client gives up, None if it waits. `expected` are the statuses that it may see."""
+
+    kind: Kind
+    body: bytes
+    expected: frozenset[int]
+    patience_s: float | None = None
+
+
+class Requests:
+    """Makes requests. Equal seeds make equal ones."""
+
+    def __init__(self, model: str, url: str, *, with_video: bool, seed: int = 0) -> None:
+        """`url` is that of an origin of `files`."""
+        self._model = model
+        self._url = url
+        self._random = random.Random(seed)
+        self._jpegs = [sample_jpeg(number, *size)[2:] for number, size in enumerate(_SIZES)]
+        self._clip = samples.clip(160, 120, 1, gop=30) if with_video else b""
+        self._num_new = 0
+        self._hostile = [json.dumps(part).encode() for part in _hostile_parts(self._jpegs[0])]
+
+    def make(self, num_requests: int) -> Iterator[Request]:
+        kinds = list(MIX)
+        for kind in self._random.choices(kinds, [MIX[kind] for kind in kinds], k=num_requests):
+            yield self._make("text" if kind == "video" and not self._clip else kind)
+
+    def one(self, kind: Kind) -> Request:
+        """One request of a kind, whose client waits."""
+        return Request(kind, self._body(kind), _EXPECTED.get(kind, _FINE))
+
+    def _make(self, kind: Kind) -> Request:
+        patience_s = self._random.uniform(0, MAX_PATIENCE_S) if self._random.random() < ABORTED else None
+        return Request(kind, self._body(kind), _EXPECTED.get(kind, _FINE), patience_s)
+
+    def _body(self, kind: Kind) -> bytes:
+        parts = [*self._media(kind), b'{"type":"text","text":"What is it?"}']
+        head = b'{"model":%s,"max_tokens":3,"stream":%s,"messages":[{"role":"user","content":['
+        stream = b"true" if self._random.random() < 0.5 else b"false"
+        return b"".join([head % (json.dumps(self._model).encode(), stream), b",".join(parts), b"]}]}"])
+
+    def _media(self, kind: Kind) -> list[bytes]:
+        if kind == "new image":
+            return [self._image(new=True)]
+        if kind == "two images":
+            return [self._image(new=True), self._image(new=False)]
+        if kind == "known image":
+            return [self._image(new=False)]
+        if kind == "image by URL":
+            known = self._random.randrange(_NUM_KNOWN) if self._random.random() < 0.7 else self._new()
+            name = self._random.choice(("stored", "unstored"))
+            return [_part("image_url", f"{self._url}/{name}/{known}".encode())]
+        if kind == "video":
+            return [_part("video_url", _data_url("video/mp4", self._clip + _free_box(self._new() % 1000)))]
+        return [self._random.choice(self._hostile)] if kind == "hostile" else []
+
+    def _new(self) -> int:
+        self._num_new += 1
+        return _NUM_KNOWN + self._num_new
+
+    def _image(self, *, new: bool) -> bytes:
+        number = self._new() if new else self._random.randrange(_NUM_KNOWN)
+        jpeg = self._jpegs[number % len(self._jpegs)]
+        return _part("image_url", _data_url("image/jpeg", _HEAD % number + jpeg))
+
+
+#: Enough: nothing here may be answered otherwise, not even with 503.
+_FINE = frozenset((200,))
+_EXPECTED: Mapping[Kind, frozenset[int]] = {"hostile": frozenset((400, 413, 415, 502))}
+
+
+def files() -> dict[str, File]:
+    """What the web server has: one picture that may be kept for a second, one that has to be asked for every time."""
+    jpeg = sample_jpeg(99, 320, 240)
+    return {
+        "stored": File(jpeg, "image/jpeg", {"Cache-Control": "max-age=1", "ETag": '"1"'}),
+        "unstored": File(jpeg, "image/jpeg", {"Cache-Control": "no-store"}),
+        "page": File(b"<html>not found, but 200</html>", "text/html"),
+    }
+
+
+def _hostile_parts(jpeg: bytes) -> list[dict[str, Any]]:
+    """Media parts that must be refused, each in another room."""
+    huge = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (65000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(64)
+    urls = [
+        "http://169.254.169.254/latest/meta-data/",
+        "http://good.example\\@127.0.0.1/",
+        "ftp://example.com/a.jpg",
+        "data:image/jpeg,not-base64",
+        "data:image/jpeg;base64,====",
+        _data_url("image/jpeg", b"\xff\xd8" + jpeg[: len(jpeg) // 2]).decode(),
+        _data_url("image/png", huge).decode(),
+        _data_url("image/svg+xml", b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode(),
+        _data_url("image/jpeg", samples.noise(50_000)).decode(),
+    ]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls] + [
+        {"type": "video_url", "video_url": {"url": _data_url("video/mp4", b"#EXTM3U\nhttp://127.0.0.1/").decode()}},
+        {"type": "image_url", "image_url": {"url": "medialane:0"}},
+    ]
+
+
+def _part(name: str, url: bytes) -> bytes:
+    field = name.encode()
+    return b'{"type":"%s","%s":{"url":"%s"}}' % (field, field, url)
+
+
+def _data_url(media_type: str, content: bytes) -> bytes:
+    return b"data:%s;base64,%s" % (media_type.encode(), pybase64.b64encode(content))
+
+
+def _free_box(number: int) -> bytes:
+    """Ends an MP4 with bytes that no player looks at (ISO/IEC 14496-12, 8.1.2)."""
+    return (16).to_bytes(4, "big") + b"free" + number.to_bytes(8, "big")
