@@ -52,7 +52,7 @@ def _lifetime_s(directives: dict[str, str], headers: Headers) -> float | None:
         return None
     try:
         return (parsedate_to_datetime(headers["Expires"]) - parsedate_to_datetime(headers["Date"])).total_seconds()
-    except (KeyError, ValueError, TypeError):  # no date, no valid date, or one with a zone and one without
+    except (KeyError, ValueError, TypeError, OverflowError):  # no date, no valid one, or only one of them has a zone
         return 0.0
 
 

@@ -34,7 +34,7 @@ from PIL import Image as PILImage
 from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image
 from medialane.media.config import MediaConfig
-from medialane.media.image_header import ImageType, check_size, sniff_image
+from medialane.media.image_header import ImageType, check_exif, check_size, sniff_image
 
 #: The plugin that may open each type; naming it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -86,12 +86,19 @@ def decode_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -
         try:
             with PILImage.open(BytesIO(data), formats=(_FORMATS[sniffed.media_type],)) as picture:
                 check_size(*picture.size, config)
+                _check_exif(picture)
                 pixels = _fast_jpeg(data, picture) if sniffed.media_type == "image/jpeg" else None
                 return Image(_pillow(picture) if pixels is None else pixels)
         except PILImage.DecompressionBombError as error:
             raise ImageTooLarge("the image has too many pixels") from error
         except _PILLOW_ERRORS as error:
             raise InvalidImage(_UNDECODABLE) from error
+
+
+def _check_exif(picture: PILImage.Image) -> None:
+    """Raise ImageTooComplex for more EXIF than Pillow should read, in either of the places where it looks for some."""
+    check_exif(len(picture.info.get("exif", b"")))
+    check_exif(len(picture.info.get("Raw profile type exif", "")) // 2)  # in hexadecimal, in a PNG's text
 
 
 def _fast_jpeg(data: bytes, picture: PILImage.Image) -> NDArray[np.uint8] | None:

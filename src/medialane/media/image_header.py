@@ -7,20 +7,39 @@ decoder library might recognise is refused unseen.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from medialane.core.errors import EmptyMedia, ImageTooLarge, InvalidImage, MediaTooLarge, UnsupportedMediaType
+from medialane.core.errors import (
+    EmptyMedia,
+    ImageTooComplex,
+    ImageTooLarge,
+    InvalidImage,
+    MediaTooLarge,
+    UnsupportedMediaType,
+)
+from medialane.media.avif_header import avif_sizes
 from medialane.media.config import MediaConfig
+from medialane.media.header_bytes import big, little, take
 
 ImageType = Literal["image/jpeg", "image/png", "image/webp", "image/gif", "image/avif", "image/bmp"]
 
-#: Pillow skips junk and padding between JPEG segments, and walks segments and boxes one by one in Python. Real files
-#: have no junk, at most some hundreds of segments (a depth map in XMP) and some tens of boxes.
+#: Pillow skips junk and padding between JPEG segments, and walks segments one by one in Python. Real files have no junk
+#: and at most some hundreds of segments (a depth map in XMP).
 _MAX_JUNK_BYTES = 4096
 _MAX_SEGMENTS = 2048
-_MAX_BOXES = 1024
+
+#: Pillow unpacks EXIF value by value (2 s for a megabyte), glues all of a JPEG's EXIF segments together, walks all
+#: chunks of a PNG (20 us each), and puts a GIF's comment together piece by piece. Cameras write up to 64 KB of EXIF,
+#: coders PNG data in chunks of some KB.
+MAX_EXIF_BYTES = 512 * 1024
+_MAX_CHUNKS = 20_000
+_MAX_BLOCKS = 16_384
+
+#: Pillow decodes run-coded BMPs in Python, run by run (4 us each): this is 2 s.
+_MAX_RUN_CODED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,7 @@ def sniff_image(data: bytes | bytearray | memoryview, config: MediaConfig) -> Sn
     """Tell type and size of an encoded image, within the limits; reads headers only.
 
     Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, InvalidImage (a header that ends early or makes no sense),
-    ImageTooLarge.
+    ImageTooLarge, ImageTooComplex (metadata that would keep a decoder busy).
     """
     if not data:
         raise EmptyMedia("the media is empty")
@@ -63,24 +82,15 @@ def check_size(width: int, height: int, config: MediaConfig) -> None:
         raise ImageTooLarge(f"the image is {width}x{height}, more than {config.max_image_pixels} pixels")
 
 
-def _take(view: memoryview, offset: int, nbytes: int) -> bytes:
-    part = bytes(view[offset : offset + nbytes])
-    if len(part) < nbytes:
-        raise InvalidImage("the image ends within its header")
-    return part
-
-
-def _big(view: memoryview, offset: int, nbytes: int) -> int:
-    return int.from_bytes(_take(view, offset, nbytes), "big")
-
-
-def _little(view: memoryview, offset: int, nbytes: int) -> int:
-    return int.from_bytes(_take(view, offset, nbytes), "little")
+def check_exif(num_bytes: int) -> None:
+    """Raise ImageTooComplex for more EXIF than a decoder should read."""
+    if num_bytes > MAX_EXIF_BYTES:
+        raise ImageTooComplex(f"the image has more than {MAX_EXIF_BYTES} bytes of EXIF")
 
 
 # JPEG (ITU-T T.81, annex B)
 
-_SOS = 0xDA
+_SOS, _APP1 = 0xDA, 0xE1
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
@@ -89,16 +99,20 @@ _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 def _read_jpeg(view: memoryview) -> Sniffed:
     """The last frame header before the first scan is the one that Pillow reports."""
     frame: tuple[int, int, int, int] | None = None
+    num_exif = 0
     for marker, offset in _segments(view):
         if marker in _FRAMES:
-            frame = (marker, _big(view, offset + 5, 2), _big(view, offset + 3, 2), _big(view, offset + 7, 1))
+            frame = (marker, big(view, offset + 5, 2), big(view, offset + 3, 2), big(view, offset + 7, 1))
         elif marker == _SOS:
             if frame is None:
                 break
             kind, width, height, num_components = frame
             # libjpeg goes over a file scan by scan if it is progressive or its first scan lacks a component.
-            multi_scan = kind in _PROGRESSIVE or _big(view, offset + 2, 1) < num_components
+            multi_scan = kind in _PROGRESSIVE or big(view, offset + 2, 1) < num_components
             return Sniffed("image/jpeg", width, height, multi_scan)
+        elif marker == _APP1 and bytes(view[offset + 2 : offset + 8]) == b"Exif\0\0":
+            num_exif += big(view, offset, 2)
+            check_exif(num_exif)
     raise InvalidImage("the image has no frame header")
 
 
@@ -106,7 +120,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
     """(marker, offset of its length) of the segments up to the first scan, as Pillow walks them."""
     offset, num_junk = 2, 0
     for _ in range(_MAX_SEGMENTS):
-        while _big(view, offset, 1) != 0xFF or _big(view, offset + 1, 1) in (0x00, 0xFF):
+        while big(view, offset, 1) != 0xFF or big(view, offset + 1, 1) in (0x00, 0xFF):
             offset, num_junk = offset + 1, num_junk + 1
             if num_junk > _MAX_JUNK_BYTES:
                 raise InvalidImage("the image has junk in its header")
@@ -115,30 +129,70 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
         if marker in _STANDALONE:
             continue
         yield marker, offset
-        offset += max(_big(view, offset, 2), 2)
+        offset += max(big(view, offset, 2), 2)
     raise InvalidImage("the image has too many segments in its header")
 
 
 # PNG (https://www.w3.org/TR/png-3/), GIF89a, BMP
 
 
+_CHUNK_LENGTH = struct.Struct(">I")
+#: BI_RLE8, BI_RLE4
+_RUN_CODINGS = (b"\1\0\0\0", b"\2\0\0\0")
+
+
 def _read_png(view: memoryview) -> Sniffed:
-    if _take(view, 8, 8) != b"\x00\x00\x00\x0dIHDR":
+    if take(view, 8, 8) != b"\x00\x00\x00\x0dIHDR":
         raise InvalidImage("the image has no header")
-    _take(view, 24, 9)
-    return Sniffed("image/png", _big(view, 16, 4), _big(view, 20, 4))
+    take(view, 24, 9)
+    _check_chunks(view)
+    return Sniffed("image/png", big(view, 16, 4), big(view, 20, 4))
+
+
+def _check_chunks(view: memoryview) -> None:
+    """Chunks that make no sense are Pillow's to judge."""
+    offset, num_bytes = 8, len(view)
+    for _ in range(_MAX_CHUNKS):
+        if offset + 12 > num_bytes:
+            return
+        (length,) = _CHUNK_LENGTH.unpack_from(view, offset)
+        offset += 12 + length
+    raise ImageTooComplex(f"the image has more than {_MAX_CHUNKS} chunks")
 
 
 def _read_gif(view: memoryview) -> Sniffed:
-    _take(view, 0, 13)
-    return Sniffed("image/gif", _little(view, 6, 2), _little(view, 8, 2))
+    take(view, 0, 13)
+    _check_extensions(view)
+    return Sniffed("image/gif", little(view, 6, 2), little(view, 8, 2))
+
+
+def _check_extensions(view: memoryview) -> None:
+    for number, _ in enumerate(_blocks(view), 1):
+        if number > _MAX_BLOCKS:
+            raise ImageTooComplex(f"the image has more than {_MAX_BLOCKS} blocks before its first frame")
+
+
+def _blocks(view: memoryview) -> Iterator[int]:
+    """Offsets of what stands before the first frame, as Pillow goes over it: bytes that begin nothing are skipped."""
+    flags, num_bytes = view[10], len(view)
+    offset = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    while offset < num_bytes and view[offset] not in b",;":
+        yield offset
+        is_extension = view[offset] == 0x21
+        offset += 2 if is_extension else 1
+        while is_extension and offset < num_bytes:
+            yield offset
+            is_extension = view[offset] != 0
+            offset += view[offset] + 1
 
 
 def _read_bmp(view: memoryview) -> Sniffed:
     """Height is negative in files whose rows go from top to bottom."""
-    if _little(view, 14, 4) == 12:
-        return Sniffed("image/bmp", _little(view, 18, 2), _little(view, 20, 2))
-    width, height = (int.from_bytes(_take(view, offset, 4), "little", signed=True) for offset in (18, 22))
+    if little(view, 14, 4) == 12:
+        return Sniffed("image/bmp", little(view, 18, 2), little(view, 20, 2))
+    width, height = (int.from_bytes(take(view, offset, 4), "little", signed=True) for offset in (18, 22))
+    if view[30:34] in _RUN_CODINGS and len(view) > _MAX_RUN_CODED_BYTES:
+        raise ImageTooComplex(f"the image is run-coded and has more than {_MAX_RUN_CODED_BYTES} bytes")
     return Sniffed("image/bmp", width, abs(height))
 
 
@@ -146,20 +200,20 @@ def _read_bmp(view: memoryview) -> Sniffed:
 
 
 def _read_webp(view: memoryview) -> Sniffed:
-    kind = _take(view, 12, 4)
+    kind = take(view, 12, 4)
     if kind == b"VP8 ":
-        if _take(view, 23, 3) != b"\x9d\x01\x2a":
+        if take(view, 23, 3) != b"\x9d\x01\x2a":
             raise InvalidImage("the image has no frame header")
-        return Sniffed("image/webp", _little(view, 26, 2) & 0x3FFF, _little(view, 28, 2) & 0x3FFF)
+        return Sniffed("image/webp", little(view, 26, 2) & 0x3FFF, little(view, 28, 2) & 0x3FFF)
     if kind == b"VP8L":
-        bits = _little(view, 21, 4)
+        bits = little(view, 21, 4)
         return Sniffed("image/webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
     if kind == b"VP8X":
-        return Sniffed("image/webp", _little(view, 24, 3) + 1, _little(view, 27, 3) + 1)
+        return Sniffed("image/webp", little(view, 24, 3) + 1, little(view, 27, 3) + 1)
     raise InvalidImage("the image has no frame header")
 
 
-# AVIF (ISO/IEC 14496-12, 23008-12): the size is the largest of the image's parts, which is the whole of a grid.
+# AVIF
 
 
 def _is_avif(head: bytes) -> bool:
@@ -171,35 +225,12 @@ def _is_avif(head: bytes) -> bool:
 
 
 def _read_avif(view: memoryview) -> Sniffed:
-    sizes = [
-        (_big(ispe, 4, 4), _big(ispe, 8, 4))
-        for meta in _boxes(view, b"meta")
-        for iprp in _boxes(meta[4:], b"iprp")
-        for ipco in _boxes(iprp, b"ipco")
-        for ispe in _boxes(ipco, b"ispe")
-    ]
-    if not sizes:
-        raise InvalidImage("the image has no size in its header")
+    """The largest of the sizes is that of the whole: of a grid, or of the picture as it is decoded."""
+    sizes = avif_sizes(view, MAX_EXIF_BYTES)
+    if not all(map(all, sizes)):
+        raise InvalidImage("the image has no pixels")
     width, height = max(sizes, key=lambda size: size[0] * size[1])
     return Sniffed("image/avif", width, height)
-
-
-def _boxes(view: memoryview, kind: bytes) -> Iterator[memoryview]:
-    """Contents of the boxes of one kind that lie directly in `view`."""
-    offset = 0
-    for _ in range(_MAX_BOXES):
-        if offset + 8 > len(view):
-            return
-        size, start = _big(view, offset, 4), 8
-        if size == 1:
-            size, start = _big(view, offset + 8, 8), 16
-        end = len(view) if size == 0 else offset + size
-        if end < offset + start or end > len(view):
-            raise InvalidImage("the image ends within its header")
-        if view[offset + 4 : offset + 8] == kind:
-            yield view[offset + start : end]
-        offset = end
-    raise InvalidImage("the image has too many parts")
 
 
 _TYPES: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview], Sniffed]], ...] = (

@@ -32,10 +32,26 @@ _AUTHORITY = re.compile(
 #: A host whose last label is a number is an IPv4 address in some spelling (WHATWG URL, "ends in a number").
 _ENDS_IN_A_NUMBER = re.compile(r"(?:^|\.)(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?\Z", re.ASCII)
 
+#: Labels that a resolver can ask for (RFC 1035, section 2.3.4); underscores occur.
+_NAME = re.compile(r"(?=.{1,254}\Z)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?", re.ASCII)
+
 _GLOBAL_UNICAST_6 = IPv6Network("2000::/3")
-_RELAYS_6TO4 = IPv4Network("192.88.99.0/24")
+#: Not public, whatever this Python's `ipaddress` says of them; it changes from release to release (gh-113171).
+_NOT_PUBLIC_4 = (
+    IPv4Network("192.0.0.0/24"),  # protocol assignments (RFC 6890); Oracle Cloud's metadata are at 192.0.0.192
+    IPv4Network("192.88.99.0/24"),  # relays of 6to4 (RFC 7526)
+    IPv4Network("168.63.129.16/32"),  # Azure's platform, reachable from its virtual machines alone
+)
+_NOT_PUBLIC_6 = (
+    IPv6Network("2001::/23"),  # protocol assignments (RFC 2928), Teredo and ORCHID among them
+    IPv6Network("2001:db8::/32"),  # documentation (RFC 3849, RFC 9637)
+    IPv6Network("3fff::/20"),
+)
 #: IPv4 in the last 32 bits: compatible (RFC 4291), NAT64 (RFC 6052). Local NAT64 (RFC 8215) is not public at all.
 _EMBEDDING = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
+
+#: In front of an IPv4 address in an interface identifier, with or without the bit of global ones (RFC 5214).
+_ISATAP = 0x00005EFE
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -118,6 +134,8 @@ class UrlGuard:
                 self.vet(str(IPv4Address(host)), port)
             except AddressValueError as error:
                 raise MediaUrlForbidden("the media URL spells an address in an unusual way") from error
+        elif not _NAME.fullmatch(host):
+            raise InvalidMediaUrl("the media URL has no valid host")
 
     def _client_url(self, url: str, host: str, port: int) -> URL:
         """As the HTTP client reads it. Plain ASCII is requested byte for byte: a signed URL must not be requoted."""
@@ -143,6 +161,8 @@ def _unwrap(address: Address) -> Iterator[Address]:
         yield from address.teredo
     elif any(address in network for network in _EMBEDDING):
         yield IPv4Address(int(address) & 0xFFFFFFFF)
+    elif int(address) >> 32 & 0xFDFFFFFF == _ISATAP:
+        yield from (address, IPv4Address(int(address) & 0xFFFFFFFF))
     else:
         yield address
 
@@ -151,5 +171,5 @@ def _is_public(address: Address) -> bool:
     if not address.is_global or address.is_multicast:
         return False
     if isinstance(address, IPv4Address):
-        return address not in _RELAYS_6TO4
-    return address in _GLOBAL_UNICAST_6
+        return not any(address in network for network in _NOT_PUBLIC_4)
+    return address in _GLOBAL_UNICAST_6 and not any(address in network for network in _NOT_PUBLIC_6)

@@ -28,6 +28,8 @@ LATER = "Tue, 15 Nov 1994 08:13:31 GMT"
         ({"Expires": DATE, "Date": LATER}, 0),
         ({"Expires": LATER}, 0),
         ({"Expires": "0", "Date": DATE}, 0),
+        ({"Expires": "Thu, 01 Jan 2020 00:00:00 +99999999999999", "Date": DATE}, 0),
+        ({"Expires": "Thu, 01 Jan 99999999999999999999 00:00:00 GMT", "Date": DATE}, 0),
         ({"Expires": LATER, "Date": DATE, "Cache-Control": "max-age=5"}, 5),
     ],
     ids=lambda value: str(value)[:60],
