@@ -7,7 +7,14 @@ from medialane.media.audio import decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image import decode_image
 from medialane.media.sampling import FrameSampler
-from medialane.media.video import open_video
+
+# PyAV may be absent: pictures need none of it, and `sniff` refuses video then. It loads here, before preparers are
+# forked, so that all share its pages.
+try:
+    from medialane.media.video import open_video
+except ImportError as missing:
+    if (missing.name or "").partition(".")[0] != "av":
+        raise
 
 
 def decode(

@@ -84,10 +84,10 @@ def check_modality(modality: Modality) -> None:
         raise UnsupportedMediaType(f"this server does not take {modality}: it has no decoder for it")
 
 
-def check_type(media_type: str) -> None:
+def check_type(modality: Modality, media_type: str) -> None:
     """Raise UnsupportedMediaType if this server cannot decode a sniffed type. Of a video it says nothing: that type
     is the container's, and the codec inside is seen when it is opened."""
-    modality, name = _TYPES.get(media_type, ("image", None))
+    name = {"image": media_type.removeprefix("image/"), "audio": _SOUND_TYPES.get(media_type, "m4a")}.get(modality)
     if name is not None and not installed_kinds().takes(modality, name):
         raise UnsupportedMediaType(f"this server does not take {name.upper()} {modality}: it has no decoder for it")
 
@@ -97,13 +97,8 @@ _MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
 #: Image format -> Pillow's feature that decodes it, None for what Pillow itself does.
 _IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "avif", "bmp": None}
 
-#: Media type -> the kind that decodes it.
-_TYPES: dict[str, tuple[Modality, str | None]] = {
-    **{f"image/{name}": ("image", name) for name in _IMAGES},
-    **{f"audio/{name}": ("audio", name) for name in ("wav", "flac", "ogg")},
-    "audio/mpeg": ("audio", "mp3"),
-    "audio/mp4": ("audio", "m4a"),
-}
+#: Media type of sound -> the kind that decodes it; every other type is FFmpeg's, as M4A is.
+_SOUND_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "audio/ogg": "ogg"}
 
 #: Codec as users call it -> FFmpeg's decoders, any of which will do.
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
@@ -143,7 +138,7 @@ def _videos(av: ModuleType | str) -> list[Kind]:
 
 def _sounds(av: ModuleType | str, soundfile: Any) -> list[Kind]:
     known: Collection[str] = () if isinstance(soundfile, str) else soundfile.available_formats()
-    return [*(_by_soundfile(name, soundfile, known) for name in _SOUNDFILE), _m4a(av)]
+    return [*(_by_soundfile(name, soundfile, known) for name in _SOUNDFILE), _m4a(av, soundfile)]
 
 
 def _by_soundfile(name: str, soundfile: ModuleType | str, known: Collection[str]) -> Kind:
@@ -154,7 +149,9 @@ def _by_soundfile(name: str, soundfile: ModuleType | str, known: Collection[str]
     return Kind("audio", name)
 
 
-def _m4a(av: ModuleType | str) -> Kind:
+def _m4a(av: ModuleType | str, soundfile: ModuleType | str) -> Kind:
+    if isinstance(soundfile, str):  # every sound is shown to libsndfile first, as vLLM does
+        return Kind("audio", "m4a", soundfile, _INSTALL_SOUNDFILE)
     if isinstance(av, str):
         return Kind("audio", "m4a", av, _INSTALL_AV)
     return (

@@ -19,7 +19,7 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
     """
     check_modality(modality)
     media_type = _sniff(data, modality, config)
-    check_type(media_type)
+    check_type(modality, media_type)
     return media_type
 
 
