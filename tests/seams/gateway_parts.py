@@ -117,11 +117,12 @@ class Parts:
         *,
         config: GatewayConfig | None = None,
         transfer: TransferConfig | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.arena = arena
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
-        self.fetcher = ScriptedFetcher()
+        self.fetcher = fetcher or ScriptedFetcher()
         config = config or GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05)
         transfer = transfer or TransferConfig()
         hello = Hello(gateway_id="gateway", arena=ArenaOffer(arena.id, arena.nonce), processor=PROCESSOR)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import tempfile
 from contextlib import aclosing
 
 import msgspec
+import numpy as np
 import pytest
 from gateway_parts import FakeWorker, Parts, eventually, png, prompt, ref, request
+from PIL import Image as PILImage
 
 from medialane.core.errors import (
     ArenaFull,
@@ -25,8 +28,9 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
+from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
+from medialane.core.tensor import InlineTensor
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.transfer import TransferConfig
 
@@ -262,12 +266,12 @@ async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(a
         await eventually(lambda: parts.num_held == 0)
     kinds = [type(r.prompt) for r in seen]
     assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]
-    assert seen[2].prompt.media[0].tensors[0].data == png()
+    assert bytes_of(arena, seen[2].prompt) == png()
     assert len({r.request_id for r in seen}) == 3
 
 
 async def test_last_way_that_fails_is_a_failed_generation(arena, preparers, worker):
-    spy(worker, [HandoverFailed("/dev/shm/medialane-secret")] * 3)
+    spy(worker, [HandoverFailed("/dev/shm/medialane-secret")] * 4)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope, pytest.raises(GenerationFailed) as failed:
             await parts.answer(prompt(png()))
@@ -352,8 +356,31 @@ async def test_stage_url_sends_the_fetched_bytes_and_prepares_nothing(arena, pre
             await parts.answer(MediaPrompt([1, 7], (item,)))
         assert parts.fetcher.num_fetches == 1
         assert preparers.stats().num_done == 0
-    (sent,) = seen[0].prompt.media
-    assert sent.tensors[0].data == png()
+    assert (seen[0].prompt.stage, bytes_of(arena, seen[0].prompt)) == ("url", png())
+
+
+def bytes_of(arena, prompt):
+    """What was handed over as the only tensor of the prompt's only item."""
+    ((tensor,),) = [item.tensors for item in prompt.media]
+    return bytes(tensor.data if isinstance(tensor, InlineTensor) else arena.view.tensor(tensor))
+
+
+@pytest.mark.parametrize("transport", ["shm", "inline"])
+async def test_stage_decoded_hands_over_pixels_known_by_the_features_key(arena, preparers, worker, transport):
+    seen = spy(worker)
+    settings = {"config": GatewayConfig(stage="decoded", **FAST), "transfer": TransferConfig(transport=transport)}
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            expected = await parts.gateway.prepare(prompt(png()))
+    async with Parts(arena, preparers, [worker], **settings) as parts:
+        for num_hits in (0, 1):
+            with open_scope() as scope:
+                await parts.answer(prompt(png()))
+                assert scope.timeline.num_hits == num_hits
+        await eventually(lambda: arena.stats().num_leases == 0)
+    (item,) = seen[0].prompt.media
+    assert (seen[0].prompt.stage, item.mm_hash, item.size) == ("decoded", expected.mm_hashes[0], MediaSize(60, 40))
+    assert bytes_of(arena, seen[0].prompt) == np.asarray(PILImage.open(io.BytesIO(png()))).tobytes()
 
 
 async def test_content_that_changed_behind_its_url_is_never_known_by_the_old_hash(arena, preparers, worker):
@@ -381,7 +408,7 @@ async def test_content_that_changed_before_the_worker_gets_it_goes_by_its_own_ha
             prepared = await parts.gateway.prepare(MediaPrompt([1, 7], (item,)))
             parts.fetcher.contents[url] = png(seed=2)
             await parts.generate(request("r", prepared.token_ids), prepared)
-    assert seen[2].prompt.media[0].tensors[0].data == png(seed=2)
+    assert bytes_of(arena, seen[2].prompt) == png(seed=2)
     assert seen[2].prompt.media[0].mm_hash != prepared.mm_hashes[0]
 
 

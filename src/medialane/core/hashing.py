@@ -32,6 +32,11 @@ def merged_options(request: bytes, item: bytes) -> bytes:
     return canonical_options({**_decode_object(request), **_decode_object(item)})
 
 
+def decoded_key(*, content: str, io: bytes, salt: str) -> str:
+    """Identify the decoded form of one item before it is decoded: 64 hex digits. Parts are as in `feature_key`."""
+    return blake3(msgspec.msgpack.encode(("medialane-decoded-1", content, io, salt))).hexdigest()
+
+
 def feature_key(*, processor: str, content: str, io: bytes, options: bytes, salt: str) -> str:
     """Identify the features of one item before it is decoded: 64 hex digits.
 

@@ -11,10 +11,11 @@ from medialane.core.errors import StartupFailed
 
 class GatewayConfig(msgspec.Struct, frozen=True):
     stage: Annotated[
-        Literal["auto", "features", "url"],
+        Literal["auto", "features", "decoded", "url"],
         msgspec.Meta(
-            description="what is handed to workers: features (processed here), url (the worker decodes and processes), "
-            "auto (features, and url when handing features over fails)"
+            description="what is handed to workers: features (processed here), decoded (the worker processes), "
+            "url (the worker decodes and processes), auto (features; decoded where the worker's processor is another; "
+            "url when handing them over fails)"
         ),
     ] = "auto"
     max_requests: Annotated[

@@ -1,4 +1,4 @@
-"""From a media reference to leases on what the arena has of it: encoded bytes, and the feature made of them.
+"""From a media reference to leases on what the arena has of it: encoded bytes, decoded media, the feature.
 
 What is missing is fetched, decoded and processed; what is there is taken. Encoded bytes are cached under their content,
 so that other options, another stage, or a URL whose content is known to be what it was need neither a download nor a
@@ -8,18 +8,17 @@ copy.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Literal, NamedTuple
 
-import msgspec
-from blake3 import blake3
-
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
+from medialane.arena import Arena, Lease
 from medialane.core.errors import ArenaFull, MedialaneError
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
-from medialane.core.hashing import content_hash, feature_key, merged_options
+from medialane.core.hashing import content_hash, decoded_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.turns import Turns
-from medialane.media import Fetched, Fetcher, MediaConfig, sniff
+from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
@@ -27,6 +26,17 @@ from medialane.prepare import PreparerPool
 _TRIES = 3
 
 _TOO_SMALL = "the arena is too small for the media of the requests under way"
+
+
+class Found(NamedTuple):
+    """What the arena has of one item: a lease on its feature or its decoded form, and the hash of what it is made of.
+
+    `is_hit` tells whether it was there already.
+    """
+
+    content_hash: str
+    lease: Lease[Feature]
+    is_hit: bool
 
 
 class FeatureSource:
@@ -45,18 +55,19 @@ class FeatureSource:
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
-        self._media = media
+        self._store = EncodedStore(arena, media)
         self._digest = processor_digest
         self._turns = turns
         self._flights: SingleFlight[str, None] = SingleFlight()
 
-    async def lease(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Lease[Feature]:
-        """The feature of `ref`, processed with the request's `options` and its own.
+    async def find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
+        """The feature of `ref`, processed with the request's `options` and its own; without `options` what its decoder
+        gave.
 
         The caller owns the lease. Errors name the reference's field of the request.
         """
         try:
-            return await self._lease(ref, options, timeline)
+            return await self._find(ref, options, timeline)
         except MedialaneError as error:
             raise error.at(ref.param) from error
 
@@ -76,13 +87,6 @@ class FeatureSource:
         except MedialaneError as error:
             raise error.at(ref.param) from error
 
-    async def load(self, ref: MediaRef, timeline: StageTimeline) -> MediaRef:
-        """`ref` with the bytes that it stands for now. Errors name its field of the request."""
-        if ref.data is not None:
-            return ref
-        with await self.encoded(ref, timeline) as encoded:
-            return msgspec.structs.replace(ref, url=None, data=bytes(encoded_bytes(self._arena, encoded.value)))
-
     def key(self, ref: MediaRef, options: bytes, *, content: str | None = None) -> str:
         """What identifies the feature of `ref`, without making it.
 
@@ -96,8 +100,8 @@ class FeatureSource:
             salt=ref.salt,
         )
 
-    async def _lease(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Lease[Feature]:
-        """As `lease`.
+    async def _find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
+        """As `find`.
 
         A URL whose content is known by its hash alone may have other content by the time that its bytes are fetched:
         then that is what is looked up, and what the feature is made of and named after.
@@ -105,12 +109,13 @@ class FeatureSource:
         need_data = missed = False
         for _ in range(1 + _TRIES):
             fetched = await self._fetch(ref, timeline, need_data=need_data)
-            key = self.key(ref, options, content=fetched.content_hash)
-            if (lease := self._arena.lookup(key)) is not None:
+            kind: Literal["decoded", "processed"] = "decoded" if options is None else "processed"
+            key = self._key(ref, options, fetched.content_hash)
+            if (lease := self._arena.lookup(key, kind)) is not None:
                 timeline.num_hits += not missed
-                return lease
+                return Found(fetched.content_hash, lease, is_hit=not missed)
             # Held while it waits: a flight that another request began finds the bytes for as long as anybody waits.
-            encoded = self._arena.lookup(_encoded_key(fetched.content_hash, ref), "encoded")
+            encoded = self._store.lookup(ref, fetched.content_hash)
             need_data = encoded is None and fetched.data is None
             if need_data:
                 continue
@@ -118,11 +123,18 @@ class FeatureSource:
             missed = True
             with encoded or nullcontext():
                 await self._make(ref, fetched, options, key, timeline)
-                if (lease := self._arena.lookup(key)) is not None:
-                    return lease
+                if (lease := self._arena.lookup(key, kind)) is not None:
+                    return Found(fetched.content_hash, lease, is_hit=False)
         raise ArenaFull(_TOO_SMALL)
 
-    async def _make(self, ref: MediaRef, fetched: Fetched, options: bytes, key: str, timeline: StageTimeline) -> None:
+    def _key(self, ref: MediaRef, options: bytes | None, content: str) -> str:
+        if options is not None:
+            return self.key(ref, options, content=content)
+        return decoded_key(content=content, io=ref.io, salt=ref.salt)
+
+    async def _make(
+        self, ref: MediaRef, fetched: Fetched, options: bytes | None, key: str, timeline: StageTimeline
+    ) -> None:
         """Publish the feature of `key`, once for all who want it now."""
         await self._flights.do(key, lambda: self._prepare(ref, fetched, options, key, timeline))
 
@@ -133,61 +145,23 @@ class FeatureSource:
             return await self._fetcher.fetch(ref, need_data=need_data)
 
     async def _prepare(
-        self, ref: MediaRef, fetched: Fetched, options: bytes, key: str, timeline: StageTimeline
+        self, ref: MediaRef, fetched: Fetched, options: bytes | None, key: str, timeline: StageTimeline
     ) -> None:
-        """Publish the feature of `key`."""
+        """Publish the feature, or the decoded media, of `key`."""
         stored = await self._encoded(ref, fetched, timeline)
         if stored is None:
             raise ArenaFull(_TOO_SMALL)
         with stored as encoded:
-            options = merged_options(options, ref.options)
-            prepared = await self._pool.prepare_item(encoded, options, key, timeline, io=ref.io)
+            merged = None if options is None else merged_options(options, ref.options)
+            prepared = await self._pool.prepare_item(encoded, merged, key, timeline, io=ref.io)
             timeline.copied_bytes += prepared.value.nbytes
         prepared.release()
 
     async def _encoded(self, ref: MediaRef, fetched: Fetched, timeline: StageTimeline) -> Lease[EncodedMedia] | None:
         """The encoded bytes in the arena, cached there if they were not. None if they are not at hand either."""
-        if (lease := self._cached(ref, fetched)) is not None:
+        lease = self._store.lookup(ref, fetched.content_hash)
+        if lease is not None or (data := fetched.data) is None:
             return lease
-        if (data := fetched.data) is None:
-            return None
         async with self._turns.step(len(data)):
-            if (lease := self._cached(ref, fetched)) is None:
-                lease = self._store(ref, fetched.content_hash, data)
-                timeline.copied_bytes += len(data)
-        return lease
-
-    def _cached(self, ref: MediaRef, fetched: Fetched) -> Lease[EncodedMedia] | None:
-        """The cached encoded bytes, described for the modality of `ref`: a video's bytes may be wanted as sound, too.
-
-        Raises what `sniff` raises.
-        """
-        lease = self._arena.lookup(_encoded_key(fetched.content_hash, ref), "encoded")
-        if lease is None or lease.value.modality == ref.modality:
-            return lease
-        try:
-            media_type = sniff(encoded_bytes(self._arena, lease.value), ref.modality, self._media)
-        except BaseException:
-            lease.release()
-            raise
-        lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
-        return lease
-
-    def _store(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
-        """A copy of the bytes in the arena, cached. Raises what `sniff` raises, and ArenaFull."""
-        media_type = sniff(data, ref.modality, self._media)
-        reservation = self._arena.reserve(len(data), "encoded")
-        reservation.buffer[:] = data
-        encoded = EncodedMedia(ref.modality, content, media_type, reservation.range, ENTRY_HEADER_BYTES, len(data))
-        return self._arena.publish(reservation, _encoded_key(content, ref), encoded)
-
-
-def encoded_bytes(arena: Arena, encoded: EncodedMedia) -> memoryview:
-    """The bytes of an entry that the caller has a lease on, read-only."""
-    first = encoded.data_offset
-    return arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
-
-
-def _encoded_key(content: str, ref: MediaRef) -> str:
-    """Where encoded bytes are cached: under their content hash, among the tenant's own."""
-    return content if not ref.salt else blake3(msgspec.msgpack.encode((content, ref.salt))).hexdigest()
+            timeline.copied_bytes += len(data)
+            return self._store.put(ref, fetched.content_hash, data)

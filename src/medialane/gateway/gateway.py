@@ -12,17 +12,26 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from medialane.arena import Lease
-from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, MedialaneError, NoWorkerReady
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PreparedPrompt
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    InvalidFeature,
+    InvalidRequest,
+    MedialaneError,
+    NoWorkerReady,
+)
+from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
+from medialane.core.hashing import merged_options
 from medialane.core.media import MediaRef
 from medialane.core.request import Endpoint, EngineRequest, OutputDelta, Prompt, RoutingDecision
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.features import FeatureSource
-from medialane.gateway.handover import Handover
+from medialane.gateway.features import FeatureSource, Found
+from medialane.gateway.handover import Handover, Pins
+from medialane.gateway.report import Cache
 from medialane.gateway.scope import RequestScope, current_scope
+from medialane.gateway.source_entry import SourceStage
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
@@ -79,11 +88,18 @@ class Gateway:
         """Make features of the prompt's items and expand its placeholders. The request's scope holds the leases."""
         scope = current_scope()
         scope.take(self._admission.enter())
-        if self._config.stage == "url":
+        prompt = _with_common_options(prompt)
+        if self._config.stage in ("decoded", "url"):
             return await self._leave_to_worker(prompt, scope)
-        features = await _side_by_side([self._lease(ref, prompt.options, scope) for ref in prompt.items])
+        found = await _side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
+        features = tuple(item.lease.value for item in found)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
+        for ref, item, place in zip(prompt.items, found, assembled.placeholders, strict=True):
+            media = item.lease.value
+            scope.note_item(
+                ref, mm_hash=media.mm_hash, cache=_cache(item.is_hit), size=media.size, num_tokens=place.num_embeds
+            )
         return PreparedPrompt(
             token_ids=assembled.token_ids,
             features=tuple(map(PlacedFeature, features, assembled.placeholders)),
@@ -119,6 +135,7 @@ class Gateway:
             tries = self._ways(link, prepared)
         for way in tries:
             started = False
+            scope.note_way(way.stage, way.transport)
             try:
                 async with aclosing(self._attempt(request, prepared, way, link, scope)) as deltas:
                     async for delta in deltas:
@@ -133,16 +150,24 @@ class Gateway:
                 return
 
     async def _leave_to_worker(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
-        """Stage `url`: the content is fetched here all the same, under our guard; the worker does the rest."""
-        items = await _side_by_side([self._features.load(ref, scope.timeline) for ref in prompt.items])
-        keys = tuple(self._features.key(ref, prompt.options) for ref in items)
-        return PreparedPrompt(prompt.token_ids, (), keys, msgspec.structs.replace(prompt, items=items))
+        """Stages `decoded` and `url`: what is fetched and decoded here, under our guard, is in the arena from now on;
+        the worker does the rest."""
+        if any(ref.options != b"{}" for ref in prompt.items):
+            message = "in this stage all items of a request are processed with the same options"
+            raise InvalidRequest(message, param=prompt.items[0].param)
+        stage: SourceStage = "decoded" if self._config.stage == "decoded" else "url"
+        entries = await _side_by_side(
+            [self._handover.entry(stage, number, prompt, scope) for number in range(len(prompt.items))]
+        )
+        for entry in entries:
+            scope.note_item(entry.ref, mm_hash=entry.mm_hash, cache=_cache(entry.is_hit), size=entry.size)
+        return PreparedPrompt(prompt.token_ids, (), tuple(entry.mm_hash for entry in entries), prompt)
 
-    async def _lease(self, ref: MediaRef, options: bytes, scope: RequestScope) -> Feature:
-        lease = await self._features.lease(ref, options, scope.timeline)
-        scope.take(lease)
-        scope.features[lease.value.mm_hash] = lease
-        return lease.value
+    async def _find(self, ref: MediaRef, options: bytes, scope: RequestScope) -> Found:
+        found = await self._features.find(ref, options, scope.timeline)
+        scope.take(found.lease)
+        scope.features[found.lease.value.mm_hash] = found.lease
+        return found
 
     def _route(self) -> WorkerLink:
         decision = self._router.pick(self._workers.endpoints())
@@ -150,7 +175,7 @@ class Gateway:
 
     def _ways(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[Way]:
         if prepared is None:
-            return (Way("features"),)
+            return (Way("features", "inline"),)
         found = ways(
             self._config.stage,
             self._transfer.transport,
@@ -170,7 +195,7 @@ class Gateway:
         self._num_sent += 1
         with timeline.measure("handover"):
             prompt: Prompt = request.prompt
-            leases: list[Lease[Feature]] = []
+            leases: Pins = []
             if prepared is not None:
                 prompt, leases = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
             request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
@@ -199,6 +224,21 @@ class _Aborting:
 
     def release(self) -> None:
         self._remote.abort()
+
+
+def _cache(is_hit: bool | None) -> Cache:
+    if is_hit is None:
+        return "none"
+    return "hit" if is_hit else "miss"
+
+
+def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
+    """Options that all items have in common are the request's: then every stage and every family can honour them."""
+    found = {merged_options(prompt.options, ref.options) for ref in prompt.items}
+    if len(found) > 1:
+        return prompt
+    items = tuple(msgspec.structs.replace(ref, options=b"{}") for ref in prompt.items)
+    return msgspec.structs.replace(prompt, items=items, options=found.pop())
 
 
 async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:

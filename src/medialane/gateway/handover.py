@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from medialane.arena import Lease
+from medialane.arena import Lease, describe
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature, HandedMedia, PreparedPrompt
+from medialane.core.feature import Feature, HandedMedia, MediaPrompt, PreparedPrompt
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.scope import RequestScope
-from medialane.transfer import Transport, Way
+from medialane.gateway.source_entry import SourceEntry, SourceStage
+from medialane.transfer import HandedTensors, Transport, Way
+
+#: Leases that the worker needs until it has released the request.
+Pins = list[Lease[Feature] | Lease[EncodedMedia]]
 
 
 class Handover:
@@ -24,54 +29,73 @@ class Handover:
 
     async def prompt(
         self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
-    ) -> tuple[Prompt, list[Lease[Feature]]]:
+    ) -> tuple[Prompt, Pins]:
         """The prompt for `way`, and leases on the entries that the worker reads. Raises HandoverFailed."""
-        if way.stage == "url":
-            if prepared.features and len(token_ids) != len(prepared.token_ids):
-                raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
-            return await self._source(prepared, scope), []
-        return self._expanded(way, token_ids, prepared, scope)
-
-    async def _source(self, prepared: PreparedPrompt, scope: RequestScope) -> SourcePrompt:
-        """The items by value. Each is known by what is sent: a URL may have other content than when it was prepared."""
-        source = prepared.source
-        items, total = [], 0
-        for ref in source.items:
-            loaded = await self._features.load(ref, scope.timeline)
-            total += len(loaded.data or b"")
-            if total > self._max_inline_bytes:
-                raise HandoverFailed(f"the media are more than {self._max_inline_bytes} bytes in a message")
-            key = self._features.key(loaded, source.options)
-            data = loaded.data or b""
-            tensor = InlineTensor(TensorSpec("uint8", (len(data),)), data)
-            items.append(
-                HandedMedia(ref.modality, key, b"", (tensor,), media_type=loaded.media_type, io=ref.io, param=ref.param)
-            )
-        scope.timeline.copied_bytes += total
-        return SourcePrompt(source.token_ids, tuple(items), source.options)
+        if way.stage == "features":
+            return self._expanded(way, token_ids, prepared, scope)
+        if prepared.features and len(token_ids) != len(prepared.token_ids):
+            raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
+        return await self._source(way, prepared, scope)
 
     def _expanded(
         self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
-    ) -> tuple[ExpandedPrompt, list[Lease[Feature]]]:
-        total = sum(placed.feature.nbytes for placed in prepared.features)
-        if way.transport == "inline" and total > self._max_inline_bytes:
-            raise HandoverFailed(f"{total} bytes of features are more than {self._max_inline_bytes} bytes in a message")
-        transport = self._transports[way.transport or "shm"]
-        handed = []
-        for placed in prepared.features:
-            feature = placed.feature
-            tensors = transport.publish(feature)
-            handed.append(
-                HandedMedia(
-                    feature.modality, feature.mm_hash, feature.header, tensors, feature.size, placed.placeholder
-                )
+    ) -> tuple[ExpandedPrompt, Pins]:
+        features = [placed.feature for placed in prepared.features]
+        tensors = [feature.tensors for feature in features]
+        handed = tuple(
+            HandedMedia(f.modality, f.mm_hash, f.header, published, f.size, placed.placeholder)
+            for placed, f, published in zip(
+                prepared.features, features, self._publish(way, tensors, scope), strict=True
             )
-        expanded = ExpandedPrompt(token_ids, tuple(handed), prepared.source.options)
-        if way.transport == "shm":
-            return expanded, self._pin(prepared, scope)
-        scope.timeline.copied_bytes += total
-        return expanded, []
+        )
+        # A second lease on every entry, for the worker: it may outlive the request's scope.
+        pins: Pins = [scope.features[f.mm_hash].duplicate() for f in features] if way.transport == "shm" else []
+        return ExpandedPrompt(token_ids, handed, prepared.source.options), pins
 
-    def _pin(self, prepared: PreparedPrompt, scope: RequestScope) -> list[Lease[Feature]]:
-        """A second lease on every entry, for the worker: it may outlive the request's scope."""
-        return [scope.features[placed.feature.mm_hash].duplicate() for placed in prepared.features]
+    async def _source(self, way: Way, prepared: PreparedPrompt, scope: RequestScope) -> tuple[SourcePrompt, Pins]:
+        """The items decoded or encoded. Each is known by what is sent: a URL may have other content than when it was
+        prepared."""
+        source = prepared.source
+        if any(ref.options != b"{}" for ref in source.items):
+            raise HandoverFailed("a worker processes all items of a request with the same options")
+        stage: SourceStage = "decoded" if way.stage == "decoded" else "url"
+        entries = [await self.entry(stage, number, source, scope) for number in range(len(source.items))]
+        published = self._publish(way, [entry.tensors for entry in entries], scope)
+        media = tuple(entry.handed(tensors) for entry, tensors in zip(entries, published, strict=True))
+        pins: Pins = [entry.lease.duplicate() for entry in entries] if way.transport == "shm" else []
+        return SourcePrompt(source.token_ids, media, source.options, stage), pins
+
+    async def entry(self, stage: SourceStage, number: int, source: MediaPrompt, scope: RequestScope) -> SourceEntry:
+        """The entry of item `number` in this stage, found or made once for the request, whose scope has the lease."""
+        if (entry := scope.entries.get((stage, number))) is None:
+            find = self._decoded if stage == "decoded" else self._encoded
+            entry = scope.entries[stage, number] = await find(source.items[number], source.options, scope)
+        return entry
+
+    async def _decoded(self, ref: MediaRef, options: bytes, scope: RequestScope) -> SourceEntry:
+        found = await self._features.find(ref, None, scope.timeline)
+        scope.take(found.lease)
+        key = self._features.key(ref, options, content=found.content_hash)
+        media = found.lease.value
+        return SourceEntry(ref, key, found.lease, media.tensors, media.size, is_hit=found.is_hit)
+
+    async def _encoded(self, ref: MediaRef, options: bytes, scope: RequestScope) -> SourceEntry:
+        lease = await self._features.encoded(ref, scope.timeline)
+        scope.take(lease)
+        encoded = lease.value
+        key = self._features.key(ref, options, content=encoded.content_hash)
+        tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
+        return SourceEntry(ref, key, lease, tensors, MediaSize(), media_type=encoded.media_type)
+
+    def _publish(
+        self, way: Way, tensors: Sequence[tuple[TensorDescriptor, ...]], scope: RequestScope
+    ) -> list[HandedTensors]:
+        """The tensors of every item as they travel."""
+        if way.transport == "inline":
+            total = sum(t.spec.nbytes for item in tensors for t in item)
+            if total > self._max_inline_bytes:
+                raise HandoverFailed(
+                    f"{total} bytes of media are more than {self._max_inline_bytes} bytes in a message"
+                )
+            scope.timeline.copied_bytes += total
+        return [self._transports[way.transport].publish(item) for item in tensors]

@@ -19,6 +19,7 @@ from medialane.core.errors import InvalidMediaUrl, MedialaneError
 from medialane.core.feature import Feature
 from medialane.core.media import MediaRef, MediaSize
 from medialane.gateway.report import Cache, MediaReport, RequestReport, timestamps
+from medialane.gateway.source_entry import SourceEntry, SourceStage
 from medialane.observability.timeline import StageTimeline
 
 #: What intake puts in place of a media URL: the scheme, then the reference's number in the scope.
@@ -32,7 +33,8 @@ class Releasable(Protocol):
 class RequestScope:
     """What one request holds. Resources are released in the reverse order of taking.
 
-    `features` are the leases that it took on features, by mm_hash; they are among the resources. `error_code` tells
+    `features` are the leases that it took on features, by mm_hash, `entries` what it has found for stages `decoded` and
+    `url`, by stage and number of the item; they are among the resources. `error_code` tells
     which error the request was answered with, if any. `items` are what the answer's report tells of the media, noted
     only if `wants_report`.
     """
@@ -41,6 +43,7 @@ class RequestScope:
         self.timeline = StageTimeline()
         self.refs: tuple[MediaRef, ...] = ()
         self.features: dict[str, Lease[Feature]] = {}
+        self.entries: dict[tuple[SourceStage, int], SourceEntry] = {}
         self.error_code: str | None = None
         self.wants_report = False
         self.items: list[MediaReport] = []
@@ -126,6 +129,7 @@ class RequestScope:
             self._closed = True
             self.refs = ()
             self.features = {}
+            self.entries = {}
             self.items = []
             self._stack.close()
 

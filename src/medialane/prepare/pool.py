@@ -327,7 +327,9 @@ class PreparerPool:
             job.timeline.add("process", need.process_s)
         _, nbytes = layout(need.specs)
         try:
-            reservation = job.reservation = self._arena.reserve(nbytes)
+            reservation = job.reservation = self._arena.reserve(
+                nbytes, "decoded" if job.options is None else "processed"
+            )
         except ArenaFull:
             await preparer.send(NoRange(job_id))
             raise

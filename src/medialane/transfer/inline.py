@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature
 from medialane.core.request import TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.transfer.transport import HandedTensors
@@ -20,10 +19,11 @@ class InlineTransport:
         self._read = read
         self._max_bytes = max_bytes
 
-    def publish(self, feature: Feature) -> HandedTensors:
-        if feature.nbytes > self._max_bytes:
-            raise HandoverFailed(f"a feature of {feature.nbytes} bytes is more than {self._max_bytes} bytes inline")
-        return tuple(InlineTensor(t.spec, bytes(self._read(t))) for t in feature.tensors)
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+        nbytes = sum(t.spec.nbytes for t in tensors)
+        if nbytes > self._max_bytes:
+            raise HandoverFailed(f"tensors of {nbytes} bytes are more than {self._max_bytes} bytes inline")
+        return tuple(InlineTensor(t.spec, bytes(self._read(t))) for t in tensors)
 
 
 class InlineReceiver:

@@ -8,18 +8,18 @@ import msgspec
 
 from medialane.core.request import Stage, TransportName
 
-StageChoice = Literal["auto", "features", "url"]
+StageChoice = Literal["auto", "features", "decoded", "url"]
 TransportChoice = Literal["auto", "shm", "inline"]
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One stage and, for features, one transport."""
+    """One stage and one transport."""
 
     stage: Stage
-    transport: TransportName | None = None
+    transport: TransportName
 
     def __str__(self) -> str:
-        return self.stage if self.transport is None else f"{self.stage}/{self.transport}"
+        return f"{self.stage}/{self.transport}"
 
 
 def ways(
@@ -30,12 +30,19 @@ def ways(
     `same_host`: the worker proved that it maps our arena. `same_processor`: its processor settings equal ours, so our
     features mean to its engine what its own would. `prepared`: the request has features.
     """
+    transports = _transports(transport, same_host=same_host)
     found: list[Way] = []
-    if stage != "url" and same_processor and prepared:
-        if transport in ("auto", "shm") and same_host:
-            found.append(Way("features", "shm"))
-        if transport in ("auto", "inline"):
-            found.append(Way("features", "inline"))
-    if stage != "features":
-        found.append(Way("url"))
+    if stage in ("auto", "features") and same_processor and prepared:
+        found += [Way("features", t) for t in transports]
+    # What is decoded means the same to every worker: the next best where features do not.
+    if stage == "decoded" or (stage == "auto" and not found):
+        found += [Way("decoded", t) for t in transports]
+    if stage in ("auto", "url"):
+        # The last resort, which no transport is too good for: encoded bytes are few.
+        found += [Way("url", t) for t in transports or ("inline",)]
     return tuple(found)
+
+
+def _transports(choice: TransportChoice, *, same_host: bool) -> tuple[TransportName, ...]:
+    names: tuple[TransportName, ...] = ("shm", "inline") if same_host else ("inline",)
+    return tuple(name for name in names if choice in ("auto", name))

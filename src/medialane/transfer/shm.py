@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature
 from medialane.core.request import TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.transfer.transport import HandedTensors
@@ -14,8 +13,8 @@ from medialane.transfer.transport import HandedTensors
 class ShmTransport:
     name: TransportName = "shm"
 
-    def publish(self, feature: Feature) -> HandedTensors:
-        return feature.tensors
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+        return tensors
 
 
 class MappedArena(Protocol):

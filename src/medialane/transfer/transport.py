@@ -1,10 +1,9 @@
-"""The two ends of a way to hand tensors over. What is handed over is always the tensors of one feature."""
+"""The two ends of a way to hand tensors over: those of one feature, of decoded media, or the encoded bytes as one."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from medialane.core.feature import Feature
 from medialane.core.request import TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
@@ -17,10 +16,10 @@ class Transport(Protocol):
     @property
     def name(self) -> TransportName: ...
 
-    def publish(self, feature: Feature) -> HandedTensors:
-        """Put the feature's tensors into the form in which they travel.
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+        """Put the tensors of one entry of the arena into the form in which they travel.
 
-        The caller holds a lease on the feature until the worker has released the request. Raises HandoverFailed.
+        The caller holds a lease on the entry until the worker has released the request. Raises HandoverFailed.
         """
         ...
 

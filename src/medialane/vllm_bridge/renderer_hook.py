@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from vllm.inputs import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import InvalidRequest, UnknownMediaUuid, UnsupportedMediaType
+from medialane.core.errors import InvalidRequest, UnknownMediaUuid
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
+from medialane.vllm_bridge.media_options import final_io, model_io
 from medialane.vllm_bridge.story import Story
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
@@ -33,6 +35,7 @@ PREPARED = "medialane_prepared"
 
 def install(renderer: BaseRenderer, story: Story) -> None:
     """Send this renderer's media through `story`."""
+    defaults = model_io(renderer.model_config)
 
     class Connector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
         """Leaves fetching to the gateway: a URL in the body is already a reference.
@@ -41,15 +44,31 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         """
 
         async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
-            return story.resolve(image_url)
+            return self._ref("image", image_url)
+
+        async def fetch_video_async(
+            self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None
+        ) -> Any:
+            return self._ref("video", video_url)
+
+        async def fetch_audio_async(self, audio_url: str) -> Any:
+            return self._ref("audio", audio_url)
 
         def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
-            # vLLM makes a data: URL of the reference in an `input_audio` part.
-            ref = story.resolve(url.rpartition(",")[2])
-            raise UnsupportedMediaType("this gateway takes images only", param=ref.param)
+            raise InvalidRequest("this form of media is not supported by this gateway")
 
         async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
             self.load_from_url(url)
+
+        def _ref(self, modality: Modality, url: str) -> MediaRef:
+            """The reference, with the decode options of model, request and item put together.
+
+            vLLM takes the sound of a video (`use_audio_in_video`) from the video's own URL.
+            """
+            ref = story.resolve(url)
+            item = ref.io if ref.modality == modality else b"{}"
+            io = final_io(modality, defaults, self.media_io_kwargs, item)
+            return msgspec.structs.replace(ref, modality=modality, io=io)
 
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
 
@@ -62,8 +81,6 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
-        if media_io_kwargs:
-            raise InvalidRequest("media_io_kwargs are not supported by this gateway yet", param="media_io_kwargs")
         options = canonical_options(mm_processor_kwargs or {})
         prepared = await story.prepare(MediaPrompt(list(prompt), _items(mm_data), options))
         return engine_input(prepared)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from medialane.core.errors import (
 from medialane.core.feature import HandedMedia
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.vllm_bridge.media_options import model_io
 from medialane.vllm_bridge.preparation import decode_options, engine_media
 
 #: Threads that decode. vLLM's processor, which follows, has one thread: more would only wait for it.
@@ -45,7 +45,7 @@ _UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
 }
 
 _LOADERS: dict[Modality, Callable[..., Any]] = {
-    "image": partial(ImageMediaIO, image_mode="RGB"),
+    "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
     "audio": AudioMediaIO,
 }
 
@@ -56,6 +56,7 @@ class SourceRenderer:
     def __init__(self, renderer: BaseRenderer, model_config: ModelConfig) -> None:
         self._renderer = renderer
         self._model_config = model_config
+        self._model_io = model_io(model_config)
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
 
     async def render(
@@ -110,7 +111,7 @@ class SourceRenderer:
 
     def _loader(self, item: HandedMedia) -> Callable[[bytes], Any]:
         """vLLM's own loader, with the options that the gateway has put together."""
-        options = decode_options(item.io)
+        options = {**self._model_io.get(item.modality, {}), **decode_options(item.io)}
         media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)
         if item.media_type == "video/jpeg":
             return lambda data: media_io.load_base64("video/jpeg", data.decode("ascii"))

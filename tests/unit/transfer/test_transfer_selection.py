@@ -2,31 +2,36 @@ import pytest
 
 from medialane.transfer import Way, ways
 
-SHM, INLINE, URL = Way("features", "shm"), Way("features", "inline"), Way("url")
+FEATURES, DECODED, URL = ([Way(stage, t) for t in ("shm", "inline")] for stage in ("features", "decoded", "url"))
+FEATURES_INLINE, DECODED_INLINE, URL_INLINE = FEATURES[1:], DECODED[1:], URL[1:]
 
 
 @pytest.mark.parametrize(
     ("stage", "transport", "same_host", "same_processor", "prepared", "expected"),
     [
-        ("auto", "auto", True, True, True, (SHM, INLINE, URL)),
-        ("auto", "auto", False, True, True, (INLINE, URL)),
-        ("auto", "shm", True, True, True, (SHM, URL)),
-        ("auto", "shm", False, True, True, (URL,)),
-        ("auto", "inline", True, True, True, (INLINE, URL)),
-        ("auto", "auto", True, False, True, (URL,)),
-        ("auto", "auto", True, True, False, (URL,)),
-        ("features", "auto", True, True, True, (SHM, INLINE)),
-        ("features", "shm", False, True, True, ()),
-        ("features", "auto", True, False, True, ()),
-        ("url", "auto", True, True, True, (URL,)),
+        ("auto", "auto", True, True, True, FEATURES + URL),
+        ("auto", "auto", False, True, True, FEATURES_INLINE + URL_INLINE),
+        ("auto", "shm", True, True, True, FEATURES[:1] + URL[:1]),
+        ("auto", "shm", False, True, True, URL_INLINE),
+        ("auto", "inline", True, True, True, FEATURES_INLINE + URL_INLINE),
+        ("auto", "auto", True, False, True, DECODED + URL),
+        ("auto", "auto", True, True, False, DECODED + URL),
+        ("features", "auto", True, True, True, FEATURES),
+        ("features", "shm", False, True, True, []),
+        ("features", "auto", True, False, True, []),
+        ("decoded", "auto", True, False, False, DECODED),
+        ("decoded", "inline", True, True, True, DECODED_INLINE),
+        ("decoded", "shm", False, True, True, []),
+        ("url", "auto", True, True, True, URL),
+        ("url", "shm", False, True, True, URL_INLINE),
     ],
 )
 def test_ways_are_tried_best_first_within_what_the_operator_allows(
     stage, transport, same_host, same_processor, prepared, expected
 ):
     found = ways(stage, transport, same_host=same_host, same_processor=same_processor, prepared=prepared)
-    assert found == expected
+    assert list(found) == expected
 
 
 def test_way_is_printed_as_stage_and_transport():
-    assert [str(w) for w in (SHM, INLINE, URL)] == ["features/shm", "features/inline", "url"]
+    assert [str(way) for way in FEATURES + DECODED_INLINE] == ["features/shm", "features/inline", "decoded/inline"]

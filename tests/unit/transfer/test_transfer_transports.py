@@ -1,8 +1,6 @@
 import pytest
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
 from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.transfer import InlineReceiver, InlineTransport, ShmReceiver, ShmTransport
 
@@ -11,7 +9,6 @@ TENSORS = (
     TensorDescriptor(TensorSpec("uint8", (4, 3)), RANGE, 64),
     TensorDescriptor(TensorSpec("float32", (5,)), RANGE, 128),
 )
-FEATURE = Feature("image", "cd" * 32, b"header", TENSORS, MediaSize(width=4, height=3))
 MEMORY = memoryview(bytes(range(256)) * 4)
 
 
@@ -32,7 +29,7 @@ def ends(name):
 def test_tensors_arrive_as_they_were_published(name):
     transport, receiver = ends(name)
     assert transport.name == name
-    handed = transport.publish(FEATURE)
+    handed = transport.publish(TENSORS)
     assert [t.spec for t in handed] == [t.spec for t in TENSORS]
     assert [bytes(receiver.fetch(t)) for t in handed] == [bytes(View().tensor(t)) for t in TENSORS]
 
@@ -42,16 +39,16 @@ def test_receiver_refuses_the_other_transports_tensors(name):
     transport, _ = ends(name)
     _, other = ends("inline" if name == "shm" else "shm")
     with pytest.raises(HandoverFailed):
-        other.fetch(transport.publish(FEATURE)[0])
+        other.fetch(transport.publish(TENSORS)[0])
 
 
 def test_shm_carries_descriptors_and_no_bytes():
-    assert ShmTransport().publish(FEATURE) is FEATURE.tensors
+    assert ShmTransport().publish(TENSORS) is TENSORS
 
 
-def test_feature_too_large_for_inline_is_a_failed_handover():
-    with pytest.raises(HandoverFailed, match="32 bytes is more than 31"):
-        InlineTransport(View().tensor, max_bytes=31).publish(FEATURE)
+def test_tensors_too_large_for_inline_are_a_failed_handover():
+    with pytest.raises(HandoverFailed, match="32 bytes are more than 31"):
+        InlineTransport(View().tensor, max_bytes=31).publish(TENSORS)
 
 
 def test_arena_that_is_not_mapped_is_a_failed_handover():
