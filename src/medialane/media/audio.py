@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaTy
 from medialane.core.media import AudioSamples
 from medialane.media.audio_header import AudioType, check_claim, sniff_audio
 from medialane.media.config import MediaConfig
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # Both may be absent: pictures need neither. They load here, before preparers are forked, so that all share their pages.
 try:
@@ -66,6 +70,8 @@ _PAIRWISE_TERMS = 8
 #: the process crashes (vLLM's does, by a small 7.1 AAC file).
 _TOO_MANY_PLANES = 8
 
+_READ_BYTES = 1 << 16
+
 _Floats = NDArray[np.float32]
 
 
@@ -77,22 +83,27 @@ def decode_audio(data: memoryview, config: MediaConfig) -> AudioSamples:
     media_type = sniff_audio(data, config)
     if soundfile is None:
         raise UnsupportedMediaType("this server cannot take audio")
-    with np.errstate(all="ignore"):  # hostile floats; what is not finite is refused below
+    with np.errstate(all="ignore"):  # hostile floats; what is not finite is refused
         sound = _by_libsndfile(data, config) or _by_ffmpeg(data, media_type, config)
-    if not sound.samples.size:
-        raise InvalidAudio("the sound has no samples")
-    if not np.isfinite(sound.samples).all():
-        raise InvalidAudio("the sound has samples that are not finite")
+        _check_samples(sound.samples)
     return sound
+
+
+def _check_samples(samples: _Floats) -> None:
+    if not samples.size:
+        raise InvalidAudio("the sound has no samples")
+    if not (np.isfinite(samples.sum()) or np.isfinite(samples).all()):  # a sum is less work
+        raise InvalidAudio("the sound has samples that are not finite")
 
 
 def _by_libsndfile(data: memoryview, config: MediaConfig) -> AudioSamples | None:
     """None if FFmpeg shall decode it. One read, as vLLM: libsndfile gives no more than it said when it was opened."""
     try:
-        with soundfile.SoundFile(_Reader(data)) as file:
+        with soundfile.SoundFile(_file(data)) as file:
             rate: int = file.samplerate
             check_claim(num_samples=file.frames, sample_rate=rate, num_channels=file.channels, config=config)
-            interleaved: _Floats = file.read(dtype="float32", always_2d=True)
+            # vLLM leaves out the number, which refuses the codings that soundfile cannot seek in (GSM).
+            interleaved: _Floats = file.read(max(file.frames, 0), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         if error.code in _NOT_FOR_LIBSNDFILE:
             return None
@@ -126,7 +137,9 @@ def _by_ffmpeg(data: memoryview, media_type: AudioType, config: MediaConfig) -> 
         if not container.streams.audio:
             raise InvalidAudio("the media has no sound")
         stream = container.streams.audio[0]
-        if stream.codec_context is None or stream.codec_context.name not in _CODECS:
+        if stream.codec_context is None:
+            raise InvalidAudio(_UNDECODABLE)
+        if stream.codec_context.name not in _CODECS:
             raise UnsupportedMediaType("the media's sound is coded in a way that this server does not take")
         for other in container.streams:
             if other.index != stream.index:
@@ -153,7 +166,7 @@ def _ffmpeg_errors() -> Iterator[None]:
 
 def _open(data: memoryview, media_type: AudioType) -> av.container.InputContainer:
     return av.open(
-        _Reader(data),
+        _file(data),
         mode="r",
         container_options={
             "format_whitelist": _CONTAINERS[media_type],
@@ -193,26 +206,32 @@ def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> 
     return gathered[:num_samples]
 
 
-class _Reader:
-    """A file over bytes that are not copied, as `io.BytesIO` behaves, but that `seek` goes nowhere before the start.
+def _file(data: memoryview) -> io.BufferedReader:
+    """A file over bytes that are not copied as a whole. Libraries read a few hundred at a time: buffered, in C."""
+    return io.BufferedReader(_Bytes(data), _READ_BYTES)
 
-    Both libraries ask for what a damaged file says; an error inside their callbacks would be printed.
+
+class _Bytes(io.RawIOBase):
+    """Behaves as `io.BytesIO` does, but that `seek` goes nowhere before the start.
+
+    Libraries seek to where a damaged file says; an error inside their callbacks would be printed.
     """
 
-    __slots__ = ("_data", "_position")
-
     def __init__(self, data: memoryview) -> None:
+        super().__init__()
         self._data = data
         self._position = 0
 
-    def read(self, num_bytes: int) -> bytes:
-        part = bytes(self._data[self._position : self._position + num_bytes])
-        self._position += len(part)
-        return part
+    def readable(self) -> bool:
+        return True
 
-    def readinto(self, buffer: memoryview) -> int:
-        part = self._data[self._position : self._position + len(buffer)]
-        buffer[: len(part)] = part
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer)
+        part = self._data[self._position : self._position + len(into)]
+        into[: len(part)] = part
         self._position += len(part)
         return len(part)
 
@@ -220,7 +239,4 @@ class _Reader:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
         if start + offset >= 0:
             self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position

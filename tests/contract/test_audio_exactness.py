@@ -1,0 +1,161 @@
+"""Decoded samples are those of vLLM's own chain, byte for byte, and damaged files get its verdict."""
+
+import logging
+import warnings
+from io import BytesIO
+from itertools import product
+
+import numpy as np
+import pytest
+
+from medialane.core.errors import MedialaneError
+from medialane.media import MediaConfig
+from medialane.media.audio import decode_audio
+from sound_maker import by_ffmpeg, by_libsndfile, sound
+
+#: The first test imports vLLM, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(120)
+
+CONFIG = MediaConfig()
+RATES = [8000, 16000, 22050, 44100, 48000]
+CHANNELS = [1, 2, 6]
+OPUS_RATES = [8000, 16000, 48000]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    """vLLM tells at each sound that there is no torchcodec."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def by_vllm(data: bytes) -> tuple[np.ndarray, float]:
+    from vllm.multimodal.media.audio import AudioMediaIO
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy's about odd floats
+        return AudioMediaIO().load_bytes(data)
+
+
+def assert_exact(data: bytes) -> None:
+    expected, rate = by_vllm(data)
+    decoded = decode_audio(memoryview(data), CONFIG)
+    assert decoded.sample_rate == rate
+    assert expected.dtype == np.float32
+    assert len(expected) > 0
+    assert decoded.samples.tobytes() == expected.tobytes()
+
+
+def test_vllm_has_no_torchcodec_here():
+    """With it vLLM's chain is another one, and its values are not ours: it needs a system FFmpeg."""
+    from vllm.multimodal.media.audio import load_audio_torchcodec
+
+    with pytest.raises(ImportError):
+        load_audio_torchcodec(BytesIO(by_libsndfile(sound(8000), 8000)))
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("channels", [*CHANNELS, 3, 7, 8])
+@pytest.mark.parametrize("coding", ["PCM_16", "PCM_24", "PCM_U8", "FLOAT", "DOUBLE", "ULAW"])
+def test_wav(coding, channels, rate):
+    assert_exact(by_libsndfile(sound(rate, channels), rate, "WAV", coding))
+
+
+@pytest.mark.parametrize("coding", ["IMA_ADPCM", "MS_ADPCM"])
+def test_compressed_wav(coding):
+    assert_exact(by_libsndfile(sound(8000), 8000, "WAV", coding))
+
+
+@pytest.mark.parametrize(
+    ("container", "coding", "rate", "channels"),
+    [
+        *product(["FLAC"], [None], RATES, CHANNELS),
+        *product(["MP3"], [None], RATES, [1, 2]),
+        *product(["OGG"], ["VORBIS"], RATES, CHANNELS),
+        *product(["OGG"], ["OPUS"], OPUS_RATES, CHANNELS),
+    ],
+)
+def test_compressed_sound(container, coding, rate, channels):
+    assert_exact(by_libsndfile(sound(rate, channels), rate, container, coding))
+
+
+@pytest.mark.parametrize(
+    ("container", "coding", "video", "rate", "channels"),
+    [
+        *product(["ipod"], ["aac"], [None], RATES, CHANNELS),
+        *product(["mp4"], ["aac"], ["mpeg4"], RATES, CHANNELS),
+        *product(["mov", "matroska"], ["aac"], ["libx264"], [44100], CHANNELS),
+        *product(["adts"], ["aac"], [None], RATES, CHANNELS),
+        *product(["webm"], ["libopus"], [None, "libvpx"], OPUS_RATES, CHANNELS),
+        *product(["matroska"], ["flac"], [None], RATES, CHANNELS),
+        # vLLM takes packed samples for one channel and does not scale them.
+        *product(["mov"], ["pcm_s16le"], [None], [8000], CHANNELS),
+    ],
+)
+def test_sound_that_only_ffmpeg_reads(container, coding, video, rate, channels):
+    assert_exact(by_ffmpeg(sound(rate, channels), rate, container, coding, video))
+
+
+def test_zero_keeps_its_sign():
+    assert_exact(by_libsndfile(np.full((100, 2), -0.0, np.float32), 8000, "WAV", "FLOAT"))
+
+
+def test_long_sound():
+    assert_exact(by_libsndfile(sound(44100, 2, 20), 44100, "MP3"))
+
+
+def test_wav_of_a_recorder_that_streams():
+    data = bytearray(by_libsndfile(sound(8000), 8000))
+    data[4:8] = data[40:44] = b"\xff" * 4
+    assert_exact(bytes(data))
+
+
+FILES = {
+    "wav": lambda: by_libsndfile(sound(8000, 2), 8000),
+    "flac": lambda: by_libsndfile(sound(8000, 2), 8000, "FLAC"),
+    "mp3": lambda: by_libsndfile(sound(16000, 2), 16000, "MP3"),
+    "vorbis": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "VORBIS"),
+    "opus": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "OPUS"),
+    "m4a": lambda: by_ffmpeg(sound(16000, 2), 16000, "ipod", "aac"),
+    "webm": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_damaged_sound_that_we_decode_is_what_vllm_decodes(kind):
+    """We may refuse what vLLM takes (no samples, samples that are not finite), never give other samples."""
+    rng = np.random.default_rng(7)
+    whole = FILES[kind]()
+    for attempt in range(12):
+        data = bytearray(whole)
+        for at in rng.integers(0, len(data), 3):
+            data[at] = rng.integers(0, 256)
+        if attempt % 3 == 0:
+            del data[rng.integers(len(data) // 4, len(data)) :]
+        try:
+            decoded = decode_audio(memoryview(bytes(data)), CONFIG)
+        except MedialaneError:
+            continue
+        try:
+            expected, rate = by_vllm(bytes(data))
+        except UnicodeDecodeError:  # vLLM refuses sounds whose tags are not UTF-8
+            continue
+        assert decoded.sample_rate == rate
+        assert decoded.samples.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.9])
+def test_truncated_sound_gets_the_verdict_of_vllm(kind, part):
+    whole = FILES[kind]()
+    data = whole[: int(len(whole) * part)]
+    try:
+        expected, _ = by_vllm(data)
+    except (ValueError, RuntimeError):
+        expected = np.empty(0, np.float32)
+    try:
+        samples = decode_audio(memoryview(data), CONFIG).samples
+    except MedialaneError:
+        samples = np.empty(0, np.float32)
+    assert samples.tobytes() == expected.tobytes()

@@ -1,0 +1,161 @@
+import struct
+
+import pytest
+
+from medialane.core.errors import AudioTooLong, EmptyMedia, InvalidAudio, MediaTooLarge, UnsupportedMediaType
+from medialane.media import MediaConfig, sniff
+from medialane.media.audio_header import sniff_audio
+from sound_maker import by_ffmpeg, by_libsndfile, sound
+
+CONFIG = MediaConfig()
+
+
+def wav(*, channels=1, rate=8000, coding=1, block_bytes=2, num_bytes=1000, claimed=None, before=b"") -> bytes:
+    layout = struct.pack("<HHIIHH", coding, channels, rate, rate * block_bytes, block_bytes, 16)
+    data = struct.pack("<4sI", b"data", num_bytes if claimed is None else claimed) + bytes(num_bytes)
+    parts = b"WAVE" + before + struct.pack("<4sI", b"fmt ", 16) + layout + data
+    return b"RIFF" + struct.pack("<I", len(parts)) + parts
+
+
+def flac(*, channels=2, rate=44100, num_samples=1000) -> bytes:
+    info = bytes(10) + ((rate << 44) | (channels - 1) << 41 | 15 << 36 | num_samples).to_bytes(8, "big") + bytes(16)
+    return b"fLaC\x80\x00\x00\x22" + info
+
+
+@pytest.mark.parametrize(
+    ("container", "coding", "expected"),
+    [
+        ("WAV", None, "audio/wav"),
+        ("FLAC", None, "audio/flac"),
+        ("MP3", None, "audio/mpeg"),
+        ("OGG", "VORBIS", "audio/ogg"),
+        ("OGG", "OPUS", "audio/ogg"),
+    ],
+)
+@pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
+def test_type_of_what_libsndfile_writes(container, coding, expected, buffer):
+    assert sniff_audio(buffer(by_libsndfile(sound(16000), 16000, container, coding)), CONFIG) == expected
+
+
+@pytest.mark.parametrize(
+    ("container", "coding", "expected"),
+    [
+        ("ipod", "aac", "audio/mp4"),
+        ("mp4", "aac", "video/mp4"),
+        ("mov", "aac", "video/mp4"),
+        ("webm", "libopus", "video/webm"),
+        ("matroska", "flac", "video/x-matroska"),
+        ("adts", "aac", "audio/aac"),
+        ("mp3", "libmp3lame", "audio/mpeg"),  # with ID3 tags
+    ],
+)
+def test_type_of_what_ffmpeg_writes(container, coding, expected):
+    data = by_ffmpeg(sound(16000), 16000, container, coding)
+    assert sniff_audio(data, CONFIG) == expected
+    assert sniff(data, "audio", CONFIG) == expected
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello, this text is named speech.wav",
+        "﻿<html>".encode("utf-16-le"),
+        b"\xff\xfet\0e\0x\0t\0",
+        b"RIFF\0\0\0\0AVI LIST",
+        b"RIFF\0\0\0\0WEBPVP8 ",
+        b"\x89PNG\r\n\x1a\n",
+        b"\xff\xd8\xff\xe0\0\x10JFIF",
+        b"\0\0\0\x1cftypavif\0\0\0\0",
+        b"\0\0\0\x1cftypheic\0\0\0\0",
+        b"\x1a\x45\xdf\xa3 of another kind",
+        b"#EXTM3U\n",
+        b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\n",
+        b"ffconcat version 1.0\n",
+        b"FORM\0\0\0\0AIFFCOMM",
+        b"ID3",
+        b"\xff",
+        b"\0",
+    ],
+    ids=repr,
+)
+def test_what_is_no_sound_is_refused(data):
+    with pytest.raises(UnsupportedMediaType):
+        sniff_audio(data, CONFIG)
+
+
+def test_nothing_is_empty():
+    with pytest.raises(EmptyMedia):
+        sniff_audio(b"", CONFIG)
+
+
+def test_sound_has_its_limit_and_a_video_its_own():
+    config = MediaConfig(max_audio_bytes=1000, max_video_bytes=100_000)
+    with pytest.raises(MediaTooLarge):
+        sniff_audio(wav(num_bytes=2000), config)
+    video = b"\0\0\0\x18ftypisom" + bytes(2000)
+    assert sniff_audio(video, config) == "video/mp4"
+    with pytest.raises(MediaTooLarge):
+        sniff_audio(video + bytes(100_000), config)
+
+
+@pytest.mark.parametrize("make", [wav, flac])
+def test_rate_that_cannot_be_is_invalid(make):
+    assert sniff_audio(make(rate=192_000), CONFIG)
+    for rate in (0, 999, 768_001):
+        with pytest.raises(InvalidAudio):
+            sniff_audio(make(rate=rate), CONFIG)
+
+
+def test_channels_have_a_limit():
+    assert sniff_audio(wav(channels=8), CONFIG)
+    for channels in (0, 9, 64, 65535):
+        with pytest.raises(InvalidAudio):
+            sniff_audio(wav(channels=channels), CONFIG)
+    with pytest.raises(InvalidAudio):
+        sniff_audio(flac(channels=3), MediaConfig(max_audio_channels=2))
+
+
+def test_length_that_a_flac_claims_has_limits():
+    assert sniff_audio(flac(num_samples=600 * 44100), CONFIG)
+    for num_samples in (600 * 44100 + 1, 24 * 3600 * 44100, (1 << 36) - 1):
+        with pytest.raises(AudioTooLong):
+            sniff_audio(flac(num_samples=num_samples), CONFIG)
+    with pytest.raises(AudioTooLong):
+        sniff_audio(flac(num_samples=1001), MediaConfig(max_audio_decoded_bytes=8000))
+
+
+def test_wav_is_as_long_as_its_bytes_whatever_it_claims():
+    for claimed in (0, 100, 2**32 - 1):
+        assert sniff_audio(wav(claimed=claimed), CONFIG) == "audio/wav"
+    with pytest.raises(AudioTooLong):
+        sniff_audio(wav(rate=1000, num_bytes=2 * 1000 * 601), CONFIG)
+
+
+def test_wav_of_unknown_coding_is_left_to_the_decoder():
+    assert sniff_audio(wav(coding=0x55, block_bytes=1, rate=1000, num_bytes=700_000), CONFIG) == "audio/wav"
+
+
+def test_parts_before_the_description_are_passed_over():
+    assert sniff_audio(wav(before=b"LIST\x03\0\0\0abc\0"), CONFIG) == "audio/wav"
+
+
+@pytest.mark.parametrize("nbytes", [12, 19, 30, 40])
+def test_wav_that_ends_within_its_header_is_invalid(nbytes):
+    with pytest.raises(InvalidAudio):
+        sniff_audio(wav()[:nbytes], CONFIG)
+
+
+def test_flac_that_ends_within_its_header_is_invalid():
+    for nbytes in (4, 7, 20):
+        with pytest.raises(InvalidAudio):
+            sniff_audio(flac()[:nbytes], CONFIG)
+
+
+def test_many_parts_before_the_samples_are_invalid():
+    with pytest.raises(InvalidAudio):
+        sniff_audio(wav(before=b"JUNK\0\0\0\0" * 100_000), CONFIG)
+
+
+def test_samples_before_the_description_are_invalid():
+    with pytest.raises(InvalidAudio):
+        sniff_audio(wav(before=b"data\0\0\0\0"), CONFIG)
