@@ -1,0 +1,288 @@
+"""Bodies from an origin into the arena: one download and one copy of what many want, nothing left of what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tracemalloc
+from contextlib import asynccontextmanager
+
+import pytest
+from gateway_parts import Parts, eventually, png
+from PIL import Image as PILImage
+
+from http_origin import HttpOrigin, answer
+from medialane.core.errors import ArenaFull, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge, UnsupportedMediaType
+from medialane.core.feature import MediaPrompt
+from medialane.core.hashing import content_hash
+from medialane.core.media import MediaRef
+from medialane.gateway import EncodedStore, FeatureSource, Turns, open_scope
+from medialane.media import Fetcher, MediaConfig
+from medialane.observability.timeline import StageTimeline
+from medialane.prepare.fake import PLACEHOLDER_TOKEN
+
+MIB = 1 << 20
+LOCAL = {"allowed_media_networks": ("127.0.0.0/8",)}
+
+
+def bmp(side: int) -> bytes:
+    """Three bytes a pixel."""
+    file = io.BytesIO()
+    PILImage.new("RGB", (side, side), (1, 2, 3)).save(file, "BMP")
+    return file.getvalue()
+
+
+def image(url: str, number: int = 0, **fields: object) -> MediaRef:
+    return MediaRef("image", f"messages[0].content[{number}].image_url", url=url, **fields)
+
+
+@pytest.fixture
+async def origin():
+    async with HttpOrigin() as origin:
+        yield origin
+
+
+@asynccontextmanager
+async def fetching(arena, **limits):
+    config = MediaConfig(**LOCAL, **limits)
+    async with Fetcher(config, bodies=EncodedStore(arena, config)) as fetcher:
+        yield fetcher
+
+
+@asynccontextmanager
+async def source_of(arena, preparers=None, **limits):
+    turns = Turns()
+    async with fetching(arena, **limits) as fetcher:
+        yield FeatureSource(
+            arena=arena, pool=preparers, fetcher=fetcher, media=MediaConfig(), processor_digest="d", turns=turns
+        )
+    turns.close()
+
+
+async def in_pieces(writer: asyncio.StreamWriter, body: bytes, piece: int = 64 * 1024) -> None:
+    for at in range(0, len(body), piece):
+        writer.write(body[at : at + piece])
+        await writer.drain()
+
+
+def first_half(body: bytes, gate: asyncio.Event):
+    """Answer with half of the body, with the rest when the gate opens."""
+
+    async def write(request, writer):
+        writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        await in_pieces(writer, body[: len(body) // 2])
+        await gate.wait()
+        await in_pieces(writer, body[len(body) // 2 :])
+
+    return write
+
+
+async def test_other_options_need_neither_download_nor_copy(arena, preparers, origin):
+    body = png()
+    origin.routes["/a"] = answer(200, body, cache_control="max-age=60")
+    async with source_of(arena, preparers) as source:
+        sizes = []
+        for options in (b"{}", b'{"scale":2}'):
+            timeline = StageTimeline()
+            found = await source.find(image(origin.url("/a")), options, timeline)
+            sizes.append(timeline.copied_bytes - found.lease.value.nbytes)
+            found.lease.release()
+        with await source.encoded(image(origin.url("/a")), StageTimeline()) as encoded:
+            assert encoded.value.content_hash == content_hash(body)
+    assert sizes == [0, 0]
+    assert preparers.stats().num_done == 2
+    assert len(origin.requests) == 1
+
+
+async def test_items_own_options_and_decode_options_make_features_of_their_own(arena, preparers, origin):
+    origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
+    async with source_of(arena, preparers) as source:
+        keys = set()
+        for fields in ({}, {"options": b'{"scale":2}'}, {"io": b'{"image_mode":"RGB"}'}):
+            found = await source.find(image(origin.url("/a"), **fields), b"{}", StageTimeline())
+            keys.add(found.lease.value.mm_hash)
+            found.lease.release()
+        common = await source.find(image(origin.url("/a")), b'{"scale":2}', StageTimeline())
+        assert common.lease.value.mm_hash in keys, "the same options, wherever they were given"
+        common.lease.release()
+    assert len(keys) == 3
+    assert preparers.stats().num_done == 3
+
+
+async def test_content_that_is_what_it_was_is_not_downloaded_again(arena, origin):
+    async def write(request, writer):
+        again = request.headers.get("if-none-match") == '"1"'
+        await (answer(304, content_length=None) if again else answer(200, png(), etag='"1"'))(request, writer)
+
+    origin.routes["/a"] = write
+    async with source_of(arena) as source:
+        ranges = []
+        for _ in range(2):
+            with await source.encoded(image(origin.url("/a")), StageTimeline()) as lease:
+                ranges.append(lease.range)
+    assert ranges[0] == ranges[1]
+    assert ["if-none-match" in request.headers for request in origin.requests] == [False, True]
+
+
+async def test_evicted_content_is_downloaded_again(arena, origin):
+    origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
+    async with source_of(arena) as source:
+        for _ in range(2):
+            (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
+            arena.clear()
+    assert len(origin.requests) == 2
+
+
+async def test_content_sent_and_fetched_is_one_entry(arena, origin):
+    origin.routes["/a"] = answer(200, png())
+    async with source_of(arena) as source:
+        sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline())
+        fetched = await source.encoded(image(origin.url("/a")), StageTimeline())
+        assert fetched.range == sent.range
+        assert arena.stats().num_entries == 1
+        sent.release()
+        fetched.release()
+
+
+async def test_file_and_its_hash_do_not_pass_through_the_loop_twice(arena, tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
+        with await source.encoded(image(f"file://{tmp_path}/a.png"), StageTimeline()) as lease:
+            assert lease.value.content_hash == content_hash(png())
+
+
+async def test_large_body_does_not_pass_through_the_heap(arena, origin):
+    body = bmp(1500)
+
+    async def write(request, writer):
+        writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        await in_pieces(writer, body)
+
+    origin.routes["/a"] = write
+    async with source_of(arena) as source:
+        tracemalloc.start()
+        lease = await source.encoded(image(origin.url("/a")), StageTimeline())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert lease.value.num_bytes == len(body) > 6 * MIB
+        lease.release()
+    assert peak < 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        ({"max_image_bytes": MIB}, MediaTooLarge),
+        ({"image_fetch_timeout_s": 0.5}, MediaFetchTimeout),
+        ({"min_rate_grace_s": 0.1, "min_rate_bytes_per_s": 1e9}, MediaFetchTimeout),
+    ],
+    ids=["cap", "deadline", "rate"],
+)
+async def test_body_that_breaks_a_limit_leaves_nothing(arena, origin, limits, error):
+    body = bmp(1000)
+
+    async def write(request, writer):
+        writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n")
+        for at in range(0, len(body), 100_000):
+            piece = body[at : at + 100_000]
+            writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(30)
+
+    origin.routes["/a"] = write
+    async with source_of(arena, **limits) as source:
+        with pytest.raises(error) as failed:
+            await source.encoded(image(origin.url("/a")), StageTimeline())
+        assert failed.value.param == "messages[0].content[0].image_url"
+    assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
+
+
+async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
+    async def cut(request, writer):
+        await answer(200, png(), content_length=str(len(png()) + 1))(request, writer)
+        raise ConnectionError
+
+    origin.routes["/cut"] = cut
+    origin.routes["/text"] = answer(200, b"no image at all")
+    async with source_of(arena) as source:
+        for path, error in (("/cut", MediaFetchFailed), ("/text", UnsupportedMediaType)):
+            with pytest.raises(error):
+                await source.encoded(image(origin.url(path)), StageTimeline())
+    assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
+
+
+async def test_body_without_room_in_the_arena_is_refused_and_comes_when_there_is_some(arena, origin):
+    origin.routes["/a"] = answer(200, bmp(1000))
+    held = arena.keep(arena.reserve(30 * MIB), None)
+    async with source_of(arena) as source:
+        with pytest.raises(ArenaFull):
+            await source.encoded(image(origin.url("/a")), StageTimeline())
+        assert arena.stats().num_reservations == 0
+        held.release()
+        (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
+
+
+async def test_body_that_one_of_two_still_wants_is_received_and_one_that_nobody_wants_is_not(arena, origin):
+    gate, body = asyncio.Event(), bmp(600)
+    origin.routes["/a"] = first_half(body, gate)
+    async with source_of(arena) as source:
+        for num_wanting in (1, 0):
+            both = [asyncio.create_task(source.encoded(image(origin.url("/a")), StageTimeline())) for _ in range(2)]
+            await eventually(lambda: arena.stats().num_reservations == 1)
+            for task in both[num_wanting:]:
+                task.cancel()
+            if num_wanting:
+                gate.set()
+                with await both[0] as lease:
+                    assert lease.value.content_hash == content_hash(body)
+            await asyncio.wait(both)
+            assert [task.cancelled() for task in both] == [not num_wanting, True]
+            await eventually(lambda: arena.stats().num_reservations == 0)
+            gate.clear()
+            arena.clear()
+    assert len(origin.requests) == 2
+
+
+async def test_sixteen_bodies_of_one_request_arrive_side_by_side(arena, preparers, origin):
+    waiting, all_there = 0, asyncio.Event()
+
+    async def write(request, writer):
+        nonlocal waiting
+        waiting += 1
+        if waiting == 16:
+            all_there.set()
+        await all_there.wait()
+        await answer(200, png(seed=int(request.path[1:])))(request, writer)
+
+    origin.routes = {f"/{n}": write for n in range(16)}
+    items = tuple(image(origin.url(f"/{n}"), n) for n in range(16))
+    async with fetching(arena) as fetcher, Parts(arena, preparers, [], fetcher=fetcher) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(MediaPrompt([PLACEHOLDER_TOKEN] * 16, items))
+    assert origin.num_connections == 16
+    assert len({placed.feature.mm_hash for placed in prepared.features}) == 16
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"), [({"max_fetches_per_host": 3}, 6), ({"max_fetches": 4}, 4)], ids=["per host", "total"]
+)
+async def test_no_more_bodies_arrive_at_a_time_than_the_bounds_allow(arena, limits, most):
+    under_way = peak = 0
+
+    async def write(request, writer):
+        nonlocal under_way, peak
+        under_way += 1
+        peak = max(peak, under_way)
+        await asyncio.sleep(0.05)
+        under_way -= 1
+        await answer(200, png(seed=int(request.path[1:])))(request, writer)
+
+    routes = {f"/{n}": write for n in range(8)}
+    async with HttpOrigin(dict(routes)) as one, HttpOrigin(dict(routes)) as other, source_of(arena, **limits) as source:
+        refs = [image(origin.url(f"/{n}")) for n in range(8) for origin in (one, other)]
+        leases = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
+        for lease in leases:
+            lease.release()
+        assert peak == most
+        assert len(one.requests) == len(other.requests) == 8
