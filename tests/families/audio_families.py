@@ -43,15 +43,15 @@ def write_qwen2_audio(folder: Path) -> None:
         tie_word_embeddings=False,
         **ids(words, audio_token_index=AUDIO),
     )
-    write_model(folder, Qwen2AudioForConditionalGeneration(config))
+    # transformers saves the language model one level deeper than the hub's checkpoints have it.
+    deeper = {"language_model.model.model.": "language_model.model."}
+    write_model(folder, Qwen2AudioForConditionalGeneration(config), renames=deeper)
     Qwen2AudioProcessor(_ear(), words, chat_template=words.chat_template).save_pretrained(folder)
 
 
 def write_qwen2_5_omni(folder: Path) -> None:
     vision = {"image_token": _IMAGE, "video_token": _VIDEO, "vision_bos_token": _START, "vision_eos_token": _STOP}
-    words = tokenizer(
-        [AUDIO, AUDIO_START, AUDIO_STOP, _IMAGE, _VIDEO, _START, _STOP], OMNI, named={**_NAMED, **vision}
-    )
+    words = tokenizer([AUDIO, AUDIO_START, AUDIO_STOP, _IMAGE, _VIDEO, _START, _STOP], OMNI, named={**_NAMED, **vision})
     config = Qwen2_5OmniThinkerConfig(
         text_config=LANGUAGE
         | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6}},

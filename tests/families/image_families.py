@@ -73,7 +73,12 @@ def write_gemma3(folder: Path) -> None:
     )
     config = Gemma3Config(
         text_config=LANGUAGE
-        | {"model_type": "gemma3_text", "tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": 512},
+        | {
+            "model_type": "gemma3_text",
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 512,
+        },
         vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
         mm_tokens_per_image=16,
         tie_word_embeddings=True,

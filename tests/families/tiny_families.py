@@ -24,13 +24,15 @@ class Family:
     """One kind of model: how it is made, what it takes, and how vLLM is told to serve it.
 
     `limits` are the most items of each modality in a prompt. `placeholders` is what the chat template writes for one
-    item, which a prompt made without the template must contain, too.
+    item, which a prompt made without the template must contain, too. `padded` are fields that the processor makes as
+    long as those of the largest item in the request; the model drops what is added.
     """
 
     name: str
     limits: Mapping[str, int]
     placeholders: Mapping[str, str]
     build: Callable[[Path], Path]
+    padded: frozenset[str] = frozenset()
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -49,7 +51,11 @@ class Family:
 
 
 def _written(
-    name: str, write: Callable[[Path], None], limits: Mapping[str, int], placeholders: Mapping[str, str]
+    name: str,
+    write: Callable[[Path], None],
+    limits: Mapping[str, int],
+    placeholders: Mapping[str, str],
+    padded: frozenset[str] = frozenset(),
 ) -> Family:
     sources = [Path(module.__file__) for module in (tiny_recipe, audio_families, image_families, qwen_families)]
 
@@ -57,7 +63,7 @@ def _written(
         digest = tiny_model.recipe_digest(Path(tiny_model.__file__), *sources)
         return tiny_model.build_once(cache / f"tiny-{name}-{digest}", write)
 
-    return Family(name, limits, placeholders, build)
+    return Family(name, limits, placeholders, build, padded)
 
 
 #: Image before video before audio: the order in which vLLM groups them.
@@ -68,8 +74,14 @@ FAMILIES = {
         Family("qwen2_5_vl", {"image": 2, "video": 2}, qwen_families.VISION, tiny_model.build_tiny_model),
         # Text (timestamps) inside a video's placeholder, an embedding mask, its own frame sampler.
         _written("qwen3_vl", qwen_families.write_qwen3_vl, {"image": 2, "video": 2}, qwen_families.VISION),
-        # As many tokens as the image's own size says; batched fields.
-        _written("llava_next", image_families.write_llava_next, {"image": 2}, image_families.LLAVA),
+        # As many tokens as the image's own size says; as many tiles as the request's largest image has.
+        _written(
+            "llava_next",
+            image_families.write_llava_next,
+            {"image": 2},
+            image_families.LLAVA,
+            frozenset(("pixel_values",)),
+        ),
         # Newlines around an image melt into those of the text.
         _written("gemma3", image_families.write_gemma3, {"image": 2}, image_families.GEMMA),
         # Tiles; one text for frames and tiles; a field that is shared by all videos.

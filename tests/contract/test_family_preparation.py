@@ -1,0 +1,196 @@
+"""Our two halves of vLLM's processor against its whole, for eight families: ids, placeholder ranges, tensors."""
+
+import os
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tiny_families import FAMILIES
+
+from medialane.core.feature import Feature
+from medialane.core.hashing import canonical_options
+from medialane.core.media import AudioSamples, FrameBatch, Image
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, engine_media, modality_of, supports_split
+from medialane.vllm_bridge.tiny_model import cache_folder
+
+pytestmark = [
+    # The first test of a family makes its checkpoint and its renderer.
+    pytest.mark.timeout(120),
+    # torch says this of itself when vLLM resamples sound.
+    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
+]
+
+
+def image(seed, width=300, height=200):
+    return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def video(seed, num_frames=6, width=120, height=90):
+    """Frames taken from a clip of twice as many, ten a second."""
+    frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
+    metadata = {
+        "total_num_frames": 2 * num_frames,
+        "fps": 10.0,
+        "duration": num_frames / 5,
+        "video_backend": "opencv",
+        "frames_indices": list(range(0, 2 * num_frames, 2)),
+        "do_sample_frames": False,
+    }
+    return FrameBatch(frames, canonical_options(metadata))
+
+
+def audio(pitch_hz, seconds=1.3, rate=16000):
+    times = np.arange(int(seconds * rate), dtype=np.float32) / np.float32(rate)
+    return AudioSamples(np.sin(np.float32(2 * np.pi * pitch_hz) * times), rate)
+
+
+#: Two items of each modality that have nothing in common.
+FIRST = {"image": image(0), "video": video(0), "audio": audio(440)}
+SECOND = {"image": image(1, 171, 388), "video": video(1, 9, 200, 56), "audio": audio(900, 2.71, 44100)}
+
+#: Prompts as parts, of which media are items of FIRST ("image") and SECOND ("image2").
+PROMPTS = [
+    ("Look: ", "image", " What is it?"),
+    ("image",),
+    ("image", "image2"),
+    ("First ", "image2", "\nthen ", "image", "."),
+    ("\n", "image", " one."),
+    ("See ", "video", " and say."),
+    ("video", " or ", "video2"),
+    ("Hear ", "audio", " and say."),
+    ("audio", "audio2"),
+    ("One ", "audio2", "\n\n", "audio"),
+    ("image", " and ", "video", "."),
+    ("video", "image", "image2"),
+    ("audio", " with ", "image"),
+    ("audio2", "video", " then ", "image2", "audio"),
+]
+
+
+def items_of(prompt):
+    """The media of a prompt, in its order."""
+    return [(SECOND if part.endswith("2") else FIRST)[part.removesuffix("2")] for part in prompt if _is_media(part)]
+
+
+def _is_media(part):
+    return part.removesuffix("2") in FIRST
+
+
+def takes(family, prompt):
+    counts = [modality_of(item) for item in items_of(prompt)]
+    return all(counts.count(modality) <= family.limits.get(modality, 0) for modality in counts)
+
+
+CASES = [
+    pytest.param(name, prompt, id=f"{name}: {''.join(prompt)!r}")
+    for name, family in FAMILIES.items()
+    for prompt in PROMPTS
+    if takes(family, prompt)
+]
+
+
+class Halves:
+    """A family's renderer, and our two halves over its processor."""
+
+    def __init__(self, family, folder):
+        from vllm.renderers import renderer_from_config
+
+        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+
+        args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
+        self.family = family
+        self.renderer = renderer_from_config(create_frontend_config(args))
+        self.processor = VllmProcessor(self.renderer.get_mm_processor())
+        self.assembler = VllmAssembler(self.renderer.get_mm_processor())
+
+    def token_ids(self, prompt):
+        parts = [part.removesuffix("2") if _is_media(part) else part for part in prompt]
+        return self.renderer.tokenizer.encode(self.family.prompt(*parts), add_special_tokens=False)
+
+    def whole(self, prompt):
+        """vLLM's own answer for the whole request."""
+        media = {}
+        for item in items_of(prompt):
+            media.setdefault(modality_of(item), []).append(engine_media(item))
+        uuids = {modality: [f"{modality}{i}" for i in range(len(found))] for modality, found in media.items()}
+        tokens = {"prompt_token_ids": self.token_ids(prompt), "multi_modal_data": media, "multi_modal_uuids": uuids}
+        (rendered,) = self.renderer.render_cmpl([tokens])
+        return rendered
+
+
+@pytest.fixture(scope="module")
+def halves():
+    """`Halves` by family, each made when it is first asked for."""
+
+    @cache
+    def of(name):
+        made.append(Halves(FAMILIES[name], FAMILIES[name].build(cache_folder(os.environ))))
+        return made[-1]
+
+    made = []
+    yield of
+    for each in made:
+        each.renderer.shutdown()
+
+
+def assert_same_item(item, expected, padded=()):
+    mine = decode_item(item.header, item.buffers)
+    assert mine.keys() == expected.keys()
+    for name, elem in mine.items():
+        wanted = expected[name].data
+        assert type(elem.data) is type(wanted), name
+        if isinstance(wanted, torch.Tensor):
+            if name in padded:
+                wanted = without_padding(wanted, len(elem.data))
+            assert (elem.data.dtype, elem.data.shape) == (wanted.dtype, wanted.shape), name
+            assert torch.equal(elem.data, wanted), name
+        else:
+            assert elem.data == wanted, name
+        assert type(elem.field) is type(expected[name].field), name
+
+
+def without_padding(wanted, length):
+    """vLLM's tensor up to `length`: what a processor adds to it when another item of the request is longer is zeros."""
+    assert not wanted[length:].any()
+    return wanted[:length]
+
+
+def in_ranges(found):
+    """(offset, length, marks of embeddings) of vLLM's placeholder ranges."""
+    marks = [None if p.is_embed is None else bytes(p.is_embed.to(torch.uint8).numpy()) for p in found]
+    return [(p.offset, p.length, mark) for p, mark in zip(found, marks, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "prompt"), CASES)
+def test_halves_give_what_the_whole_gives(halves, name, prompt):
+    family = halves(name)
+    expected = family.whole(prompt)
+    features, numbers = [], {}
+    for media in items_of(prompt):
+        modality = modality_of(media)
+        number = numbers[modality] = numbers.get(modality, -1) + 1
+        made = family.processor.process(media, b"{}")
+        assert_same_item(made, expected["mm_kwargs"][modality][number], family.family.padded)
+        features.append(Feature(modality, f"{modality}{number}", made.header, (), made.size))
+    assembled = family.assembler.assemble(family.token_ids(prompt), tuple(features), b"{}")
+    assert assembled.token_ids == expected["prompt_token_ids"]
+    for modality, wanted in expected["mm_placeholders"].items():
+        places = [p for p, f in zip(assembled.placeholders, features, strict=True) if f.modality == modality]
+        assert [(p.offset, p.length, p.is_embed) for p in places] == in_ranges(wanted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_may_be_prepared_item_by_item(halves, name):
+    assert supports_split(halves(name).renderer.get_mm_processor())
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "image" in family.limits])
+def test_warmed_processor_gives_an_image_the_tensors_of_a_cold_one(halves, name):
+    cold = halves(name).processor
+    warm = VllmProcessor(halves(name).renderer.get_mm_processor())
+    warm.warm_up()
+    for item in (FIRST["image"], SECOND["image"]):
+        made, wanted = warm.process(item, b"{}"), cold.process(item, b"{}")
+        assert (made.header, made.specs, made.buffers) == (wanted.header, wanted.specs, wanted.buffers)

@@ -1,0 +1,68 @@
+"""One family's servers at a time: plain vLLM, and `medialane serve` with one worker and one preparer.
+
+Both start side by side, which takes the most of a family's minute; `pytest tests/e2e_families -k gemma3` runs one.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from medialane_process import MedialaneProcess
+from openai_http import OpenAiHttp
+from tiny_families import FAMILIES, Family
+
+from medialane.cli.plain_vllm import plain_vllm
+from medialane.vllm_bridge.tiny_model import cache_folder
+
+#: What vLLM takes from the environment only, for a small model on shared CPUs.
+ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+MEDIALANE_FLAGS = ("--workers", "1", "--preparers", "1", "--arena-size", "256MiB", "--verbose")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Clients of two servers of one model."""
+
+    family: Family
+    ours: OpenAiHttp
+    plain: OpenAiHttp
+
+
+@pytest.fixture(scope="session")
+def environ() -> Iterator[dict[str, str]]:
+    """The whole environment of all processes. Sockets go to a short path, since theirs are bounded."""
+    runtime = Path(tempfile.mkdtemp(prefix="ml-fam-"))
+    yield {**ENVIRON, **os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+    shutil.rmtree(runtime)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def servers(request, environ, tmp_path_factory):
+    """The `Servers` of the family that the test names."""
+    family = FAMILIES[request.param]
+    model, logs = str(family.build(cache_folder(os.environ))), tmp_path_factory.mktemp(family.name)
+    ours = MedialaneProcess.spawn(
+        "serve", model, MEDIALANE_FLAGS, family.flags, environ=environ, log=logs / "serve.log"
+    )
+    try:
+        async with plain_vllm(model, family.flags, environ=environ, log=logs / "plain.log") as plain:
+            await ours.answers()
+            yield Servers(
+                family,
+                OpenAiHttp(ours.base_url, model),
+                OpenAiHttp(plain.base_url.removesuffix("/v1"), plain.model),
+            )
+    finally:
+        ours.stop()

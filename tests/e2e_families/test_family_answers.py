@@ -1,0 +1,93 @@
+"""Token ids equal plain vLLM's for every family, whatever is sent."""
+
+import base64
+
+import pytest
+from openai_http import assert_same, chat, data_url, picture, text
+from tiny_families import FAMILIES
+from tiny_media import clip, tone
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("What do you make of it?")
+
+
+def video(seed, **kind):
+    return {"type": "video_url", "video_url": {"url": data_url(clip(seed, **kind), "video/mp4")}}
+
+
+def audio(pitch_hz, seconds=1.5, **kind):
+    return {"type": "audio_url", "audio_url": {"url": data_url(tone(pitch_hz, seconds, **kind), "audio/wav")}}
+
+
+def input_audio(pitch_hz, seconds=1.5):
+    data = base64.b64encode(tone(pitch_hz, seconds)).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+LONG = {"width": 160, "height": 120, "frames": 90, "fps": 25}
+
+#: What is asked, and how many items of each modality that takes.
+BODIES = {
+    "text": ({}, [text("Say something.")]),
+    "image": ({"image": 1}, [picture(0), ASK]),
+    "image between texts": ({"image": 1}, [text("Look at"), picture(1, 301, 422), text("and say it.")]),
+    "small image": ({"image": 1}, [picture(2, 57, 30), ASK]),
+    "two images": ({"image": 2}, [picture(3, 640, 200), text("and"), picture(4, 240, 500), ASK]),
+    "the same image twice": ({"image": 2}, [picture(0), text("and"), picture(0), ASK]),
+    "video": ({"video": 1}, [video(0), ASK]),
+    "long video after text": ({"video": 1}, [text("Look at"), video(1, **LONG)]),
+    "two videos": ({"video": 2}, [video(2), text("and"), video(3, frames=40, width=192), ASK]),
+    "audio": ({"audio": 1}, [audio(440), ASK]),
+    "audio at another rate": ({"audio": 1}, [text("Hear"), audio(620, 2.3, rate=44100)]),
+    "audio in place": ({"audio": 1}, [input_audio(300), ASK]),
+    "two sounds": ({"audio": 2}, [audio(250, 1), text("and"), audio(900, 3.1, kind="FLAC"), ASK]),
+    "image and video": ({"image": 1, "video": 1}, [picture(5), video(4), ASK]),
+    "video before images": ({"image": 2, "video": 1}, [video(4), picture(6, 300, 300), text("or"), picture(7), ASK]),
+    "everything": (
+        {"image": 2, "video": 1, "audio": 2},
+        [audio(500), picture(8), text("with"), video(5), input_audio(800, 2), picture(9, 333, 222), ASK],
+    ),
+}
+
+CASES = [
+    pytest.param(name, body, id=f"{name}-{body}")
+    for name, family in FAMILIES.items()
+    for body, (counts, _) in BODIES.items()
+    if all(family.limits.get(modality, 0) >= count for modality, count in counts.items())
+]
+
+DIFFERENT = {
+    "image": (picture(0), picture(1)),
+    "video": (video(0), video(6)),
+    "audio": (audio(250), audio(900)),
+}
+
+
+@pytest.mark.parametrize(("servers", "body"), CASES, indirect=["servers"])
+async def test_answer_equals_plain_vllms(servers, body):
+    asked = chat(*BODIES[body][1])
+    answer, right = await servers.ours.succeed(asked), await servers.plain.succeed(asked)
+    assert answer.ids
+    assert_same(answer.json, right.json)
+
+
+@pytest.mark.parametrize("servers", FAMILIES, indirect=True)
+async def test_answers_depend_on_the_media_and_repeat(servers):
+    for modality in servers.family.limits:
+        asked = [chat(media, ASK) for media in DIFFERENT[modality]]
+        one, other, again = [(await servers.plain.succeed(body)).ids for body in (*asked, asked[0])]
+        assert one != other, modality
+        assert one == again, modality
+
+
+@pytest.mark.parametrize("servers", FAMILIES, indirect=True)
+async def test_media_known_from_before_give_the_same_answer(servers):
+    """Features from the arena and encoder outputs from the engine's cache, in another prompt."""
+    first = {modality: DIFFERENT[modality][0] for modality in servers.family.limits}
+    for media in first.values():
+        await servers.ours.succeed(chat(media, ASK))
+    asked = chat(text("Once more:"), *first.values(), text("Well?"))
+    answer = await servers.ours.succeed(asked)
+    assert answer.cache == "hit"
+    assert_same(answer.json, (await servers.plain.succeed(asked)).json)
