@@ -1,0 +1,221 @@
+"""The frames that vLLM would take of a video (fills `media.FrameSampler`).
+
+Theory of operation. Each family has its own sampler in vLLM, a loader class that computes frame numbers from what the
+decoder says of the file, has them read, and tells of them in metadata. So the loader that vLLM would choose does all of
+that here too, with one step replaced: `decode_opencv`, which every loader looks up in its module for each call, is for
+that call a function over our `Video`. Loaders that walk OpenCV's capture in a way of their own (GLM-5) keep vLLM's
+decoder, as do frames to be recovered from a damaged file. A preparer is one thread, so nobody else meets the
+replacement; `tests/contract/test_video_exactness.py` pins it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import msgspec
+import numpy as np
+from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader, get_video_loader_backend_for_processor
+from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata, opencv
+from vllm.transformers_utils.processor import get_video_processor_cls_name
+
+from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
+from medialane.core.media import FrameBatch, Video
+
+#: What samplers raise for videos and numbers that they cannot do with.
+_REFUSALS = (ValueError, AssertionError, ArithmeticError, LookupError, TypeError, NotImplementedError, opencv.cv2.error)
+
+#: vLLM's samplers make lists of so many numbers before they cut them to what the video has.
+_MOST = 1_000_000
+_MOST_FPS = 1000.0
+
+#: What `VideoMediaIO` takes where nobody says.
+_NUM_FRAMES = 32
+
+_JPEG_LIST_START = b"/9j/"
+
+
+class VllmFrameSampler:
+    """Samples as the vLLM of `model_config` does. Not thread-safe.
+
+    `max_sampled_frames` bounds what vLLM's own decoder is asked for; a `Video` has its own bound.
+    """
+
+    def __init__(self, model_config: Any, *, max_sampled_frames: int = 768) -> None:
+        given = (model_config.multimodal_config and model_config.multimodal_config.media_io_kwargs) or {}
+        self._own: dict[str, Any] = dict(given.get("video") or {})
+        self._image: dict[str, Any] = dict(given.get("image") or {})
+        self._backend = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
+        self._max_sampled_frames = max_sampled_frames
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        """As `FrameSampler.sample`. Raises InvalidRequest, InvalidVideo, and what `Video.read` raises."""
+        media_io = self._media_io(self._options(io))
+        try:
+            frames, metadata = self._load(video, media_io)
+        except _REFUSALS as error:
+            raise InvalidVideo("the model's sampler cannot take frames of this video with these options") from error
+        if not len(frames):
+            raise InvalidVideo("no frame of the video can be decoded")
+        return FrameBatch(np.ascontiguousarray(frames), _encode_metadata(metadata))
+
+    def _load(self, video: Video, media_io: Any) -> tuple[Any, dict[str, Any]]:
+        if bytes(video.data[:4]) == _JPEG_LIST_START:
+            frames, metadata = media_io.load_base64("video/jpeg", str(video.data, "ascii")).media
+        else:
+            with _decoding_with(video, self._max_sampled_frames):
+                frames, metadata = media_io.video_loader.load_bytes(
+                    b"", num_frames=media_io.num_frames, **media_io.kwargs
+                )
+        return frames, metadata
+
+    def _options(self, io: bytes) -> dict[str, Any]:
+        """The options of an item over those of the model, vetted, as vLLM merges them."""
+        asked = msgspec.json.decode(io, type=dict[str, Any])
+        for key, value in asked.items():
+            if key not in self._own or self._own[key] != value:
+                _vet(key, value)
+        merged: dict[str, Any] = VideoMediaIO.merge_kwargs(self._own, asked)
+        if (most := merged.get("max_frames")) is not None:
+            num_frames = merged.get("num_frames", _NUM_FRAMES)
+            merged["num_frames"] = min(num_frames, most) if num_frames > 0 else most
+        return merged
+
+    def _media_io(self, options: dict[str, Any]) -> Any:
+        """vLLM's reader of videos, as `MediaConnector.fetch_video_async` makes it."""
+        if "video_backend" not in options and self._backend:
+            options["video_backend"] = self._backend
+        backend = options.get("backend", "opencv")
+        if backend != "opencv" or VIDEO_LOADER_REGISTRY.backend_requires_gpu(options.get("video_backend", "")):
+            raise InvalidRequest("videos are decoded by OpenCV's rules here, not by another backend of vLLM")
+        return VideoMediaIO(ImageMediaIO(**({"image_mode": "RGB"} | self._image)), **options)
+
+
+def _encode_metadata(metadata: Mapping[str, Any]) -> bytes:
+    """JSON of what a processor needs to know; the encoded video itself, which Nemotron's loader adds, stays behind."""
+    told = {key: value for key, value in metadata.items() if key != "original_video_bytes"}
+    return msgspec.json.encode(told, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a sampler's metadata has a {type(value).__name__}")
+
+
+# vLLM's decoder, replaced
+
+_vllm_decode: Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]] = opencv.decode_opencv
+
+
+@contextmanager
+def _decoding_with(video: Video, most: int) -> Iterator[None]:
+    """While this lasts, vLLM's loaders read `video`, whatever bytes they are given."""
+
+    def decode(
+        loader: type[VideoLoader],
+        _data: bytes,
+        target: VideoTargetMetadata,
+        sampling: dict[str, Any],
+        *,
+        frame_recovery: bool = False,
+    ) -> tuple[Any, VideoSourceMetadata, list[int], list[int]]:
+        told = video.source
+        source = loader._prepare_source(VideoSourceMetadata(told.num_frames, told.fps, told.duration_s))
+        indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
+        if len(set(indices)) > most:
+            raise TooManyFrames(f"{len(set(indices))} frames of the video were asked for, more than {most}")
+        if not _reads_its_own_way(loader):
+            frames, valid = video.read(indices)
+            if len(valid) == len(set(indices)) or not frame_recovery:
+                return frames, source, indices, valid
+        return _vllm_decode(loader, bytes(video.data), target, sampling, frame_recovery=frame_recovery)
+
+    opencv.decode_opencv = decode
+    try:
+        yield
+    finally:
+        opencv.decode_opencv = _vllm_decode
+
+
+def _reads_its_own_way(loader: type[VideoLoader]) -> bool:
+    own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
+    return own
+
+
+# Options
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rate(value: object) -> bool:
+    return _is_number(value) and (value == -1 or 0 < value <= _MOST_FPS)
+
+
+def _is_amount(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= _MOST
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
+
+
+def _is_count_or_all(value: object) -> bool:
+    return value == -1 or _is_count(value)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_loader(value: object) -> bool:
+    return isinstance(value, str) and value in VIDEO_LOADER_REGISTRY.name2class
+
+
+def _is_opencv(value: object) -> bool:
+    return value == "opencv"
+
+
+def _is_indices(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= _MOST and all(_is_amount(index) for index in value)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str)
+
+
+#: Options that a client may give, with what each must be: those of vLLM's samplers, its choice of one among them, and
+#: what a client may tell of a list of JPEG frames.
+_OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "fps": (_is_rate, f"a number above 0 and at most {_MOST_FPS:g}, or -1"),
+    "num_frames": (_is_count_or_all, "a positive integer, or -1"),
+    "max_frames": (_is_count, "a positive integer"),
+    "min_frames": (_is_count, "a positive integer"),
+    "max_duration": (_is_amount, "a number of seconds"),
+    "temporal_patch_size": (_is_count, "a positive integer"),
+    "frame_recovery": (_is_flag, "true or false"),
+    "video_backend": (_is_loader, "the name of one of vLLM's samplers"),
+    "backend": (_is_opencv, "opencv"),
+    "overflow_strategy": (_is_word, "a word"),
+    "frame_sample_mode": (_is_word, "a word"),
+    "max_fps": (_is_rate, f"a number above 0 and at most {_MOST_FPS:g}"),
+    "sampling_fps": (_is_rate, f"a number above 0 and at most {_MOST_FPS:g}"),
+    "total_num_frames": (_is_count, "a positive integer"),
+    "duration": (_is_amount, "a number of seconds"),
+    "frames_indices": (_is_indices, "a list of integers"),
+    "do_sample_frames": (_is_flag, "true or false"),
+}
+
+
+def _vet(key: str, value: object) -> None:
+    """Raise InvalidRequest unless a client may say this."""
+    if key not in _OPTIONS:
+        raise InvalidRequest("media_io_kwargs of video has an option that is not taken here", param=key[:64])
+    is_right, what = _OPTIONS[key]
+    if not is_right(value):
+        raise InvalidRequest(f"media_io_kwargs of video: {key} must be {what}")
