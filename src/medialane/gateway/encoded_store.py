@@ -13,8 +13,14 @@ from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
 from medialane.core.media import EncodedMedia, MediaRef, Modality
 from medialane.media import MediaConfig, sniff
 
-#: What a body of unknown length gets first. Then as much again as it has each time, and in the end the rest goes back.
-FIRST_BYTES = 64 * 1024
+KIB = 1024
+MIB = 1024 * KIB
+
+#: How much memory a body gets, one after the other as it outgrows them; then its whole length, or the most that it may
+#: have. What is too much goes back in the end. A declared length is a promise: if it were reserved at once, some slow
+#: origins of videos could take the arena from everybody. So memory is given for what has arrived. What moves along is
+#: 16 MiB at the most, 4 ms of the loop.
+STEPS = (64 * KIB, MIB, 4 * MIB, 16 * MIB)
 
 
 class EncodedStore:
@@ -68,7 +74,7 @@ class EncodedStore:
 
 
 class ArenaBody:
-    """A body in the making: one reservation from its first piece on."""
+    """A body in the making: one reservation from its first piece on, moved to a longer one where it is outgrown."""
 
     def __init__(self, store: EncodedStore, arena: Arena, modality: Modality, salt: str, max_bytes: int) -> None:
         self._store = store
@@ -103,8 +109,9 @@ class ArenaBody:
         old = self._reservation
         if old is not None and len(old.buffer) >= num_bytes:
             return old
-        wanted = self._expected_bytes or max(FIRST_BYTES, 2 * self._num_bytes)
-        new = self._arena.reserve(max(num_bytes, min(wanted, self._max_bytes)), "encoded")
+        most = self._expected_bytes if self._expected_bytes >= num_bytes else self._max_bytes
+        step = next((step for step in STEPS if step >= num_bytes), most)
+        new = self._arena.reserve(max(num_bytes, min(step, most)), "encoded")
         if old is not None:
             new.buffer[: self._num_bytes] = old.buffer[: self._num_bytes]
             old.abandon()

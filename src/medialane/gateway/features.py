@@ -87,14 +87,11 @@ class FeatureSource:
         except MedialaneError as error:
             raise error.at(ref.param) from error
 
-    def key(self, ref: MediaRef, options: bytes, *, content: str | None = None) -> str:
-        """What identifies the feature of `ref`, without making it.
-
-        `content` is the hash of what it stands for; without it, that of the reference's own bytes is computed.
-        """
+    def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
+        """What identifies the feature of `ref`, without making it. `content` is the hash of what it stands for."""
         return feature_key(
             processor=self._digest,
-            content=content_hash(ref.data or b"") if content is None else content,
+            content=content,
             io=ref.io,
             options=merged_options(options, ref.options),
             salt=ref.salt,

@@ -12,7 +12,7 @@ from medialane.core.errors import ArenaFull, MediaTooLarge, UnsupportedMediaType
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.gateway import EncodedStore
-from medialane.gateway.encoded_store import FIRST_BYTES
+from medialane.gateway.encoded_store import STEPS
 from medialane.media import MediaConfig
 
 MIB = 1 << 20
@@ -65,12 +65,17 @@ def test_received_body_is_found_by_its_content(arena, store, declared):
         assert lease.range.nbytes == 64 + len(BMP), "what was too much was given back"
 
 
-def test_declared_body_takes_its_room_once_and_with_its_first_piece(arena, store):
+def test_body_takes_memory_for_what_has_arrived_rather_than_for_what_is_promised(arena, store):
     body = store.open("image", "", 8 * MIB)
     body.expect(5 * MIB)
     assert arena.stats().num_reservations == 0
-    body.write(b"x")
-    assert arena.stats().writing_bytes == 5 * MIB + 64
+    taken = []
+    for _ in range(5):
+        for _ in range(8):
+            body.write(bytes(MIB // 8))
+        taken.append(arena.stats().writing_bytes - 64)
+    assert taken == [MIB, 4 * MIB, 4 * MIB, 4 * MIB, 5 * MIB]
+    assert arena.stats().num_reservations == 1
     body.abandon()
     assert arena.stats().writing_bytes == 0
 
@@ -85,7 +90,7 @@ def test_body_longer_than_declared_is_received_all_the_same(store):
 
 def test_body_of_unknown_length_never_takes_more_than_it_may(arena, store):
     body = store.open("image", "", 100_000)
-    body.write(bytes(FIRST_BYTES))
+    body.write(bytes(STEPS[0]))
     body.write(bytes(1))
     assert arena.stats().writing_bytes <= 100_000 + 64 + 64
     body.abandon()
