@@ -68,8 +68,10 @@ def test_merging_the_final_options_over_the_models_changes_nothing():
     ("model", "item", "num_frames"),
     [
         ({}, {"max_frames": 8}, 8),
-        ({}, {"max_frames": 64}, None),
-        ({}, {"max_frames": 64, "fps": 2}, None),
+        ({}, {"max_frames": 64}, 32),
+        ({}, {"max_frames": 64, "fps": 2}, 64),
+        ({"fps": 1}, {"max_frames": 64}, 64),
+        ({"num_frames": 16, "fps": 1}, {"max_frames": 64}, 16),
         ({"num_frames": 100}, {"max_frames": 64}, 64),
         ({"num_frames": 100}, {"max_frames": 100}, 100),
         ({"num_frames": -1}, {"max_frames": 64}, 64),

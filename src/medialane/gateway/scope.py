@@ -106,7 +106,7 @@ class RequestScope:
     def report(self) -> bytes:
         """JSON of what was used for the request so far, the items in the order of the request."""
         places = {ref.param: n for n, ref in enumerate(self.refs)}
-        stage, transport = self._way or (None, None)
+        stage, transport = self._way if self._way and self.items else (None, None)  # text goes no way of media
         timeline = self.timeline
         return msgspec.json.encode(
             RequestReport(

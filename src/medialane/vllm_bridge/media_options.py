@@ -139,8 +139,9 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
 
     `request` is what the client sent, or what vLLM has merged with the model's already: what equals the model's passes.
     `item` are the item's own (`MediaRef.io` as intake made it). An item's `max_frames` caps the number of frames,
-    however that was arrived at; a request's is the sampler's to give a meaning, as in vLLM. For images and sound there
-    is nothing to choose. Raises InvalidRequest naming the option that a client may not set, or not so.
+    however that was arrived at, and with `fps` alone it is that number; a request's is the sampler's to give a meaning,
+    as in vLLM. For images and sound there is nothing to choose. Raises InvalidRequest naming the option that a client
+    may not set, or not so.
     """
     request = request or {}
     for name, options in request.items():
@@ -154,11 +155,12 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
 
 
 def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:
-    """The options with no more than `max_frames` frames, for samplers that count and for those that have a cap."""
-    num_frames = options.get("num_frames", DEFAULT_NUM_FRAMES)
-    if num_frames > 0 and num_frames <= max_frames:
-        return dict(options)
-    return {**options, "num_frames": max_frames}
+    """The options with no more than `max_frames` frames, for samplers that count and for those that have a cap.
+
+    The number is always said: where nobody chose one, vLLM's default is for videos without a rate of their own.
+    """
+    chosen = options.get("num_frames", max_frames if "fps" in options else DEFAULT_NUM_FRAMES)
+    return {**options, "num_frames": min(chosen, max_frames) if chosen > 0 else max_frames}
 
 
 def _check(modality: str, options: object, model: Mapping[str, object]) -> None:
