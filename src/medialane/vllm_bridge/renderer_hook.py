@@ -24,6 +24,7 @@ from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.media_options import final_io, model_io
+from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
 from medialane.vllm_bridge.story import Story
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
@@ -36,6 +37,7 @@ PREPARED = "medialane_prepared"
 def install(renderer: BaseRenderer, story: Story) -> None:
     """Send this renderer's media through `story`."""
     defaults = model_io(renderer.model_config)
+    most = most_pixels(renderer.get_mm_processor())
 
     class Connector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
         """Leaves fetching to the gateway: a URL in the body is already a reference.
@@ -61,14 +63,16 @@ def install(renderer: BaseRenderer, story: Story) -> None:
             self.load_from_url(url)
 
         def _ref(self, modality: Modality, url: str) -> MediaRef:
-            """The reference, with the decode options of model, request and item put together.
+            """The reference, with the decode options of model, request and item put together, and those processor
+            options of the item that the model takes.
 
             vLLM takes the sound of a video (`use_audio_in_video`) from the video's own URL.
             """
             ref = story.resolve(url)
             item = ref.io if ref.modality == modality else b"{}"
             io = final_io(modality, defaults, self.media_io_kwargs, item)
-            return msgspec.structs.replace(ref, modality=modality, io=io)
+            options = item_options(ref.options, most.get(modality), ref.param)
+            return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
 
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
 
