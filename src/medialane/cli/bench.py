@@ -20,11 +20,13 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 _PREFIX = "bench_"
 _ALL = "all"
+#: Takes a quarter of an hour or more: run by its name only.
+_NOT_IN_ALL = frozenset({"soak"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
-    parser.add_argument("name", metavar="NAME", help=f"which benchmark: {known}")
+    parser.add_argument("name", metavar="NAME", help=f"which benchmark: {known} (which leaves soak out)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
     )
@@ -72,7 +74,7 @@ def _wanted(folder: Path, name: str) -> list[str]:
         )
     known = names(folder)
     if name == _ALL:
-        return known
+        return [found for found in known if found not in _NOT_IN_ALL]
     if name not in known:
         raise StartupFailed(f"there is no benchmark {name!r}; there are {', '.join(known)} and {_ALL}")
     return [name]

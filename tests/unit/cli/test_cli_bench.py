@@ -65,6 +65,15 @@ def test_all_runs_every_benchmark_and_one_missed_bar_fails(folder, capsys):
     assert "slow speed" in shown
 
 
+def test_soak_runs_by_its_name_only(folder, capsys):
+    write(folder, "fast", 3.0)
+    write(folder, "soak", 3.0)
+    assert run(folder, "all") == 0
+    assert "soak" not in capsys.readouterr().out
+    assert run(folder, "soak") == 0
+    assert "soak speed" in capsys.readouterr().out
+
+
 def test_quick_reaches_the_benchmark(folder):
     write(folder, "fast", 3.0)
     assert run(folder, "fast", quick=True) == 1
