@@ -235,6 +235,9 @@ def _check(response: aiohttp.ClientResponse) -> None:
         raise MediaFetchFailed(f"the media's host answered {response.status}")
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise MediaFetchFailed("the media's host sent a content coding that was not asked for")
+    # aiohttp hands on what other transfer codings leave, coded as it is.
+    if response.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+        raise MediaFetchFailed("the media's host sent a transfer coding that was not asked for")
 
 
 def _pause_s(response: aiohttp.ClientResponse) -> float:

@@ -141,7 +141,8 @@ class UrlGuard:
         """As the HTTP client reads it. Plain ASCII is requested byte for byte: a signed URL must not be requoted."""
         try:
             parsed = URL(url.partition("#")[0], encoded=url.isascii())
-            agreed = (parsed.raw_host or "").lower() == host and parsed.port == port
+            # `host` decodes a punycoded name, which may fail.
+            agreed = bool(parsed.host) and (parsed.raw_host or "").lower() == host and parsed.port == port
         except ValueError as error:
             raise InvalidMediaUrl("the media URL is not valid") from error
         if not agreed:

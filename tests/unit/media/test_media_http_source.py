@@ -285,6 +285,13 @@ async def test_content_coding_is_refused(source, origin):
         await source.get(origin.url("/a"), LIMITS)
 
 
+@pytest.mark.parametrize("coding", ["gzip, chunked", "rot13"])
+async def test_transfer_coding_is_refused(source, origin, coding):
+    origin.routes["/a"] = answer(200, b"1\r\nx\r\n0\r\n\r\n", transfer_encoding=coding, content_length=None)
+    with pytest.raises(MediaFetchFailed):
+        await source.get(origin.url("/a"), LIMITS)
+
+
 @pytest.mark.parametrize("headers", ["x: " + "y" * 1_000_000, "\r\n".join(f"x{n}: y" for n in range(10_000)), "junk"])
 async def test_headers_without_measure(source, origin, headers):
     async def write(request, writer):

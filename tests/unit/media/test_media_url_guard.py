@@ -139,6 +139,7 @@ def test_addresses_that_lead_inside_are_forbidden(url):
         "http://[1::2::3]/",
         "http://exa<mple.com/",
         "http://a..b/",
+        "http://xn--a/",
         "http://.example.com/",
         "http://.../",
         "http://" + "a" * 64 + ".com/",
