@@ -15,7 +15,7 @@ from starlette.responses import Response
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
-from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl, UnsupportedMediaType, WorkerLost
+from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl, InvalidRequest, PreparersBusy, WorkerLost
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import (
@@ -121,6 +121,70 @@ async def test_image_reaches_the_gateway_as_the_reference_that_intake_made(serve
     assert prompt.options == b'{"a":1}'
 
 
+async def test_options_of_an_item_reach_the_gateway_within_the_models_limits(server):
+    part = {"type": "image_url", "image_url": {"url": DATA_URL, "max_pixels": 50_000_000, "detail": "high", "fps": 3}}
+    assert (await server.chat(part)).status_code == 200
+    (item,) = server.story.prompts[0].items
+    assert (item.io, item.options) == (b"{}", b'{"max_pixels":12845056}')
+
+
+async def test_options_of_a_video_reach_the_gateway_over_the_requests(server):
+    part = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4", "fps": 2, "max_frames": 64}}
+    io = {"video": {"num_frames": 8, "frame_recovery": True}}
+    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    await server.chat(part, media_io_kwargs=io)
+    (item,) = server.story.prompts[0].items
+    assert json.loads(item.io) == {"fps": 2, "max_frames": 64, "num_frames": 64, "frame_recovery": True}
+
+
+@pytest.mark.parametrize(("modality", "key", "value"), [("video", "backend", "x"), ("image", "image_mode", None)])
+async def test_option_that_a_request_may_not_set_is_named(server, modality, key, value):
+    response = await server.chat(image(), media_io_kwargs={modality: {key: value}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == f"media_io_kwargs.{modality}.{key}"
+
+
+async def test_images_of_anthropics_messages_reach_the_gateway(server):
+    base64_source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(DATA).decode()}
+    link = {"type": "image", "source": {"type": "url", "url": "http://host.example/b.png"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": base64_source}]}
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    messages = [
+        {"role": "user", "content": [{"type": "image", "source": base64_source}, link]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    body = {"model": server.model, "max_tokens": 8, "messages": messages}
+    response = await server.client.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
+    (prompt,) = server.story.prompts
+    assert [item.data or item.url for item in prompt.items] == [DATA, "http://host.example/b.png", DATA]
+
+
+async def test_images_of_a_batch_reach_the_gateway(server):
+    conversation = server.body(image())["messages"]
+    body = server.body() | {"messages": [conversation, conversation]}
+    response = await server.client.post("/v1/chat/completions/batch", json=body)
+    assert response.status_code == 200, response.text
+    assert [item.param for prompt in server.story.prompts for item in prompt.items] == [
+        "messages[0][0].content[1].image_url",
+        "messages[1][0].content[1].image_url",
+    ]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_report_is_in_every_kind_of_answer(server, path, stream):
+    text = "input" if path == "/v1/responses" else "messages"
+    body = {"model": server.model, "max_tokens": 8, text: [{"role": "user", "content": "look"}], "stream": stream}
+    response = await server.client.post(path, json={**body, "medialane": {"report": True}})
+    assert response.status_code == 200, response.text
+    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    told = json.loads(events[-1] if stream else response.text)["medialane"]
+    assert told["items"] == []
+    assert "lift" in told["times_ms"]
+
+
 async def test_what_the_gateway_prepared_reaches_generate_and_the_answer_the_client(server):
     server.story.tokens = [11]
     response = await server.chat(image())
@@ -186,38 +250,37 @@ async def test_tokenize_counts_expanded_images(server):
 
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "data:video/mp4;base64,AAAA"])
-async def test_video_is_refused_and_never_fetched_by_vllm(server, url):
-    response = await server.chat({"type": "video_url", "video_url": {"url": url}})
-    assert response.status_code == 415
-    assert response.json()["error"]["code"] == "unsupported_media_type"
+async def test_video_is_the_gateways_to_fetch(server, url):
+    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    await server.chat({"type": "video_url", "video_url": {"url": url}})
+    (item,) = server.story.prompts[0].items
+    assert (item.modality, item.url or item.data) == ("video", url if url.startswith("http") else bytes(3))
 
 
-async def test_every_other_fetch_of_vllms_connector_comes_down_to_what_we_close(server):
+async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(server):
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
     connector = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR, media_io_kwargs={})
-    closed = ["fetch_image", "fetch_audio", "fetch_video", "fetch_audio_async", "fetch_video_async"]
-    for name in closed:
+    closed = ["fetch_image", "fetch_audio", "fetch_video"]
+    for modality in ("image", "audio", "video"):
+        find = getattr(connector, f"fetch_{modality}_async")
         with open_scope() as scope:
             with pytest.raises(InvalidMediaUrl):
-                await _awaited(getattr(connector, name), "http://169.254.169.254/")
-            scope.refs = (MediaRef("video", "messages[0].content[0]", url="http://169.254.169.254/"),)
-            with pytest.raises(UnsupportedMediaType):
-                await _awaited(getattr(connector, name), "medialane:0")
+                await find("http://169.254.169.254/")
+            scope.refs = (MediaRef(modality, "messages[0].content[0]", url="http://169.254.169.254/"),)
+            assert await find("medialane:0") == scope.refs[0]
+            with pytest.raises(InvalidRequest):
+                getattr(connector, f"fetch_{modality}")("medialane:0")
     public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
     embeddings = {n for n in public if "_embedding" in n}  # decode what is in the request, fetch nothing
-    assert public - embeddings == {*closed, "fetch_image_async", "load_from_url", "load_from_url_async"}
-
-
-async def _awaited(fetch, url):
-    found = fetch(url)
-    return await found if inspect.isawaitable(found) else found
+    opened = {f"{name}_async" for name in closed}
+    assert public - embeddings == {*closed, *opened, "load_from_url", "load_from_url_async"}
 
 
 async def test_media_that_did_not_come_through_intake_are_refused(server):
-    nested = [[{"role": "user", "content": [image("http://169.254.169.254/")]}]]
-    body = {"model": server.model, "messages": nested}
-    response = await server.client.post("/v1/chat/completions/batch", json=body)
+    body = json.dumps(server.body(image("http://169.254.169.254/"), x=float("nan")))  # JSON for vLLM, not for intake
+    headers = {"content-type": "application/json"}
+    response = await server.client.post("/v1/chat/completions", content=body, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_media_url"
 
@@ -226,12 +289,6 @@ async def test_image_by_uuid_alone_is_refused(server):
     response = await server.chat({"type": "image_url", "image_url": None, "uuid": "mine"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "unknown_media_uuid"
-
-
-async def test_media_io_options_of_a_request_are_refused(server):
-    response = await server.chat(image(), media_io_kwargs={"image": {"image_mode": None}})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "media_io_kwargs"
 
 
 async def test_error_while_preparing_is_answered_as_openai_does(server):
