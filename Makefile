@@ -11,12 +11,14 @@ SHELL := bash
 PYTHON ?= python3
 EXTRA ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl),vllm,cpu)
 ARGS ?=
+SECONDS ?= 600
+SEED ?= 1
 
 BIN := .venv/bin
 STAMP := .venv/.filled-$(EXTRA)
 LOG := .venv/install.log
 
-.PHONY: help venv demo test check bench test-gpu clean
+.PHONY: help venv demo test check fuzz bench test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,7 +38,12 @@ check: $(STAMP) ## lint, format, types, architecture
 test: check     ## check, then every test that needs no GPU
 	@$(call pytest,tests/unit tests/seams tests/test_architecture.py tests/test_conftest.py)
 	@$(call pytest,tests/contract)
+	@$(call pytest,tests/hostile)
+	@$(call pytest,tests/fuzz)
 	@$(call pytest,tests/e2e)
+
+fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
+	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -1,0 +1,184 @@
+"""What is fuzzed: functions that see bytes of strangers first, each with samples to begin from."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from multidict import CIMultiDict
+from PIL import Image
+
+from medialane.core.errors import MedialaneError
+from medialane.core.media import Modality
+from medialane.gateway.intake import lift
+from medialane.media import MediaConfig, parse_data_url, sniff
+from medialane.media.freshness import freshness_of
+from medialane.media.image import decode_image
+from medialane.media.url_guard import UrlGuard
+
+#: Small enough that no good picture takes long.
+CONFIG = MediaConfig(max_image_pixels=500_000, max_image_side=4096)
+_GUARD = UrlGuard(CONFIG)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`run` returns or raises MedialaneError; everything else is a finding."""
+
+    name: str
+    run: Callable[[bytes], object]
+    samples: list[bytes] = field(repr=False)
+    tokens: list[bytes] = field(default_factory=list, repr=False)
+
+
+def _images() -> list[bytes]:
+    """Every kind of file that is taken, in the variants that have code of their own."""
+    noise = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
+    exif = Image.Exif()
+    exif[0x112], exif[0x10F] = 6, "camera"
+    kinds: list[tuple[str, Image.Image, dict[str, object]]] = [
+        ("JPEG", picture, {}),
+        ("JPEG", picture, {"progressive": True, "exif": exif}),
+        ("JPEG", picture.convert("CMYK"), {}),
+        ("PNG", picture, {}),
+        ("PNG", picture.convert("P"), {"exif": exif, "transparency": 3}),
+        ("PNG", picture.convert("LA"), {}),
+        ("PNG", picture, {"save_all": True, "append_images": [picture.rotate(180)]}),
+        ("GIF", picture, {"save_all": True, "append_images": [picture.rotate(180)], "comment": b"x" * 300}),
+        ("BMP", picture, {}),
+        ("BMP", picture.convert("P"), {}),
+        ("WEBP", picture, {"exif": exif}),
+        ("WEBP", picture, {"lossless": True}),
+        ("WEBP", picture, {"save_all": True, "append_images": [picture.rotate(180)]}),
+        ("AVIF", picture, {"exif": exif}),
+        ("AVIF", picture, {"save_all": True, "append_images": [picture.rotate(180)]}),
+    ]
+    return [_encoded(*kind) for kind in kinds]
+
+
+def _encoded(kind: str, picture: Image.Image, options: dict[str, object]) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+IMAGES = _images()
+_IMAGE_TOKENS = [
+    b"\xff\xd8\xff", b"\xff\xda", b"\xff\xc2", b"\xff\xd9", b"\xff\xe1", b"Exif\0\0II*\0\x08\0\0\0", b"IHDR", b"IDAT",
+    b"IEND", b"acTL", b"fdAT", b"zTXt", b"iCCP", b"eXIf", b"GIF89a", b"!\xf9\4", b"!\xfe", b",", b";", b"RIFF", b"VP8X",
+    b"VP8 ", b"VP8L", b"ANIM", b"ftypavif", b"ftypavis", b"meta", b"iprp", b"ipco", b"ispe", b"iloc", b"iinf", b"infe",
+    b"idat", b"moov", b"trak", b"stbl", b"stsz", b"BM", b"MPF\0",
+]  # fmt: skip
+
+_ADDRESSES = [
+    b"127.0.0.1", b"0x7f.1", b"0177.1", b"2130706433", b"[::1]", b"[::ffff:127.0.0.1]", b"[64:ff9b::7f00:1]",
+    b"[fe80::1%25a]",    b"8.8.8.8", b"example.com", b"localhost", b"xn--a",
+]  # fmt: skip
+_URLS = [
+    *(b"http://" + address + b"/a" for address in _ADDRESSES),
+    b"https://user:pw@example.com:443/a?b=%20#c",
+    b"file:///etc/passwd",
+    b"//example.com/a",
+    b"../a?b",
+    b"data:image/png;base64,AAAA",
+]
+_URL_TOKENS = [
+    *_ADDRESSES, b"http:", b"https:", b"//", b"\\", b"@", b"#", b"?", b"%00", b"%2e", b"[", b"]", b":", b".", b":80",
+    b":99999", "。".encode(), "①".encode(), "\u00ad".encode(), "ß".encode(), b"\xff", b"\xed\xa0\x80", b"\t", b"\0",
+]  # fmt: skip
+
+
+def _body(url: str, name: str = "image_url") -> bytes:
+    part: object = {"data": url, "format": "wav"} if name == "input_audio" else {"url": url}
+    return json.dumps({"messages": [{"role": "user", "content": [{"type": name, name: part}]}]}).encode()
+
+
+_PAYLOAD = base64.b64encode(bytes(range(256)) * 6).decode()
+_BODIES = [
+    *(_body(f"data:image/png;base64,{_PAYLOAD}", name) for name in ("image_url", "video_url", "audio_url")),
+    _body(_PAYLOAD, "input_audio"),
+    _body("http://example.com/a").replace(b"/", b"\\/"),
+    b'{"input": [{"content": [{"type": "input_image", "image_url": "data:;base64,AAAA"}]}], "cache_salt": "x"}',
+]
+_BODY_TOKENS = [
+    b'"', b"\\", b"\\u002b", b"\\ud800", b";base64,", b"data:", b'{"', b"}", b"[" * 50, b"]", b",", b":", b"null",
+    b"1e999", b'"image_url"', b'"messages"', b'"content"', b'"input"', b"medialane:0", b"\xff", b"\xed\xa0\x80",
+    b"\0", b"A" * 1100, b"9" * 400,
+]  # fmt: skip
+
+_HEADERS = [
+    b"Cache-Control: max-age=60, s-maxage=5\nAge: 3",
+    b"Expires: Tue, 15 Nov 1994 08:12:31 GMT\nDate: Tue, 15 Nov 1994 08:12:31 GMT",
+    b"Vary: *\nCache-Control: no-cache, private",
+    b"Expires: 0\nDate: Tue, 15 Nov 94 08:12:31 +0100",
+]
+_HEADER_TOKENS = [
+    b"\n", b": ", b",", b"=", b'"', b"max-age=", b"9" * 30, b"-1", b" +9999999999", b"Tue, ", b" GMT", b"Jan", b":",
+    b"0000", b"\xff", b"Expires: ", b"Date: ", b"(", b")",
+]  # fmt: skip
+
+
+def _read_headers(data: bytes) -> object:
+    lines = [line.partition(": ") for line in data.decode("latin-1").split("\n")]
+    return freshness_of(CIMultiDict((name, value) for name, _, value in lines))
+
+
+def _parse_url(data: bytes) -> None:
+    """As a client sends it, and as a redirect does."""
+    with suppress(UnicodeDecodeError):
+        text = data.decode()
+        with suppress(MedialaneError):
+            assert _GUARD.parse(text).host
+        _GUARD.follow(_GUARD.parse("https://example.com/a/b"), text)
+
+
+def _sniff(modality: Modality) -> Callable[[bytes], object]:
+    return lambda data: sniff(data, modality, CONFIG)
+
+
+def _sounds_and_clips() -> list[bytes]:
+    """Beginnings of files of the kinds that sound and video come in; what decodes them has tests of its own."""
+    box = b"\0\0\0\x08free"
+    return [
+        b"RIFF\x2c\0\0\0WAVEfmt \x10\0\0\0\1\0\2\0\x44\xac\0\0\x10\xb1\2\0\4\0\x10\0data\x08\0\0\0" + bytes(8),
+        b"fLaC\0\0\0\x22\x10\0\x10\0\0\0\0\0\0\0\x0a\xc4\x42\xf0\0\0\0\0" + bytes(16) + b"\xff\xf8",
+        b"OggS\0\2" + bytes(20) + b"\1\x13OpusHead\1\2\x38\1\x80\xbb\0\0\0\0\0" + bytes(40),
+        b"ID3\4\0\0\0\0\0\x0a" + bytes(10) + b"\xff\xfb\x90\x64" + bytes(400),
+        b"\0\0\0\x14ftypisom\0\0\0\0isom" + box + b"\0\0\0\x10moov\0\0\0\x08mvhd" + b"\0\0\0\x0cmdat" + bytes(4),
+        b"\x1a\x45\xdf\xa3\x84\x42\x82\x84webm\x18\x53\x80\x67\xff" + bytes(30),
+        b"/9j/4AAQSkZJRgABAQAAAQABAAD,/9j/4AAQSkZJRgABAQAAAQABAAD",
+    ]
+
+
+_SOUND_TOKENS = [
+    b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz", b"stco", b"dref", b"url ", b"mdat", b"ftyp", b"ID3", b"data",
+    b"fmt ", b"fLaC", b"OggS", b"#EXTM3U", b"v=0\r\n", b"ffconcat", b"webm", b"matroska", b"\x1a\x45\xdf\xa3", b"/9j/",
+]  # fmt: skip
+
+#: Functions that look at headers or text alone. Each must answer within `HEADER_S` of processor time.
+HEADER_TARGETS = [
+    Target("lift", lambda data: lift(data, CONFIG), _BODIES, _BODY_TOKENS),
+    Target(
+        "data_url",
+        lambda data: parse_data_url(data, CONFIG.max_data_url_bytes),
+        [b"data:image/png;a=b;base64,AAAA", b"data:;base64," + _PAYLOAD.encode()],
+        [b"data:", b";base64", b",", b";", b"=", b"/", b"image/", b"\xff", b"\n"],
+    ),
+    Target("url_guard", _parse_url, _URLS, _URL_TOKENS),
+    Target("freshness", _read_headers, _HEADERS, _HEADER_TOKENS),
+    Target("sniff_image", _sniff("image"), IMAGES, _IMAGE_TOKENS),
+    Target("sniff_video", _sniff("video"), _sounds_and_clips(), _SOUND_TOKENS),
+    Target("sniff_audio", _sniff("audio"), _sounds_and_clips(), _SOUND_TOKENS),
+]
+HEADER_S = 0.1
+
+#: Runs in a process of its own, which may die.
+DECODE_IMAGE = Target("decode_image", lambda data: decode_image(data, CONFIG), IMAGES, _IMAGE_TOKENS)
+DECODE_S = 5.0
+DECODE_BYTES = 1 << 30

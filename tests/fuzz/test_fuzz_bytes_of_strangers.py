@@ -1,0 +1,93 @@
+"""Mutated inputs, for as long as `--fuzz-seconds` says: each is answered or refused, in time, and nothing else happens.
+
+A finding is written to `.fuzz/` and told with the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from decoding_process import decoding_process
+from mutator import Mutator
+from targets import DECODE_IMAGE, HEADER_S, HEADER_TARGETS, Target
+
+from medialane.core.errors import MedialaneError
+
+#: The clock is `--fuzz-seconds`.
+pytestmark = pytest.mark.timeout(0)
+
+FINDINGS = Path(__file__).resolve().parents[2] / ".fuzz"
+_DECODE_SHARE = 0.3
+_HEADER_SHARE = (1 - _DECODE_SHARE) / len(HEADER_TARGETS)
+
+#: What is wrong with an input, None if nothing is.
+Check = Callable[[bytes], str | None]
+
+
+def _inputs(target: Target, seconds: float, seed: int, only: Path | None) -> Iterator[bytes]:
+    if only is not None:
+        yield only.read_bytes()
+        return
+    mutator = Mutator(seed, target.samples, target.tokens)
+    until = time.monotonic() + seconds
+    for data in itertools.chain(target.samples, iter(mutator.next, None)):
+        if time.monotonic() > until:
+            return
+        yield data
+
+
+def _fuzz(target: Target, check: Check, inputs: Iterator[bytes]) -> None:
+    num_inputs = 0
+    for data in inputs:
+        num_inputs += 1
+        wrong = check(data)
+        if wrong is not None:
+            FINDINGS.mkdir(exist_ok=True)
+            path = FINDINGS / f"{target.name}-{blake2b(data, digest_size=6).hexdigest()}"
+            path.write_bytes(data)
+            again = f"pytest tests/fuzz -k '[{target.name}]' --fuzz-input {path.relative_to(FINDINGS.parent)}"
+            pytest.fail(f"{wrong}\ninput {num_inputs}: {data[:200]!r}\nagain: {again}", pytrace=False)
+    assert num_inputs, "no input was tried"
+
+
+def _checked(target: Target) -> Check:
+    def check(data: bytes) -> str | None:
+        taken_s = min(_run(target, data) for _ in range(2)) if _run(target, data) > HEADER_S else 0.0
+        return f"it takes {taken_s:.3f} s" if taken_s > HEADER_S else None
+
+    def checked(data: bytes) -> str | None:
+        try:
+            return check(data)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return repr(error)
+
+    return checked
+
+
+def _run(target: Target, data: bytes) -> float:
+    """Seconds of processor time: a machine that does other things takes none of those."""
+    started = time.thread_time()
+    with suppress(MedialaneError):
+        target.run(data)
+    return time.thread_time() - started
+
+
+@pytest.mark.parametrize("target", HEADER_TARGETS, ids=lambda target: target.name)
+def test_any_bytes_are_answered_or_refused_in_time(
+    target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
+):
+    _fuzz(target, _checked(target), _inputs(target, fuzz_seconds * _HEADER_SHARE, fuzz_seed, fuzz_input))
+
+
+@pytest.mark.parametrize("target", [DECODE_IMAGE], ids=lambda target: target.name)
+def test_any_image_is_decoded_or_refused_in_time_and_memory(
+    target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
+):
+    with decoding_process() as process:
+        _fuzz(target, process.run, _inputs(target, fuzz_seconds * _DECODE_SHARE, fuzz_seed, fuzz_input))

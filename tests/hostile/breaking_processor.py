@@ -1,0 +1,50 @@
+"""vLLM's processor, but pictures of certain sizes break the process that it runs in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from medialane.core.media import Decoded, FrameBatch, Image, Video
+from medialane.prepare.processor import ProcessedItem, Processor
+
+
+def _hog() -> None:
+    hoard = []
+    while True:
+        hoard.append(bytearray(64 << 20))  # address space is what is limited; pages would take seconds
+
+
+#: By height of a picture that is BREAKING_WIDTH pixels wide.
+BREAKING_WIDTH = 333
+BREAKS: dict[int, Callable[[], object]] = {
+    301: lambda: ctypes.string_at(8),
+    302: lambda: os.kill(os.getpid(), signal.SIGKILL),
+    303: os.abort,
+    304: lambda: os._exit(0),
+    305: lambda: time.sleep(600),
+    306: _hog,
+    307: lambda: 1 // 0,
+}
+
+
+class BreakingProcessor:
+    def __init__(self, inner: Processor) -> None:
+        self._inner = inner
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        return self._inner.sample(video, io)
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        if isinstance(media, Image) and media.pixels.shape[1] == BREAKING_WIDTH:
+            BREAKS.get(media.pixels.shape[0], lambda: None)()
+        return self._inner.process(media, options)
+
+
+def build_processor(config: bytes) -> BreakingProcessor:
+    from medialane.vllm_bridge import preparation  # imports vLLM, which the tests have no use for
+
+    return BreakingProcessor(preparation.build_processor(config))

@@ -1,0 +1,88 @@
+"""One gateway under attack for the whole corpus, its media hosts, and what goes on beside the attack."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+from corpus import World
+from media_files import picture
+from origin_routes import ROUTES
+
+from gateway_process import GatewayProcess, gateway_process
+from medialane.arena.config import ArenaConfig
+from medialane.config import Config
+from medialane.media import MediaConfig
+from medialane.prepare.config import PrepareConfig
+from origin import ORIGIN_HOST, MediaHosts, media_hosts
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[MediaHosts]:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert(ORIGIN_HOST).configure_cert(tls)
+    with media_hosts(ROUTES, tls) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that file: URLs may name, and things around and in it that they may not."""
+    folder = tmp_path_factory.mktemp("files")
+    allowed = folder / "allowed"
+    for path in (allowed / "inner", folder / "allowed-not"):
+        path.mkdir(parents=True)
+    for path in (folder / "secret.jpg", folder / "allowed-not" / "secret.jpg", allowed / "good.jpg"):
+        path.write_bytes(picture(70))
+    (allowed / "empty.jpg").touch()
+    with (allowed / "large.jpg").open("wb") as large:
+        large.truncate(30 << 20)
+    os.mkfifo(allowed / "pipe")
+    links = {
+        "link.jpg": folder / "secret.jpg",
+        "linked": folder,
+        "loop.jpg": "loop.jpg",
+        "inside.jpg": "good.jpg",
+        "zero": "/dev/zero",
+        "environ": "/proc/self/environ",
+        "descriptor": "/proc/self/fd/0",
+    }
+    for name, target in links.items():
+        (allowed / name).symlink_to(target)
+    here = os.open(allowed, os.O_DIRECTORY)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/self/fd/{here}/socket")  # a socket's whole path must be short
+    finally:
+        os.close(here)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gateway(hosts: MediaHosts, folder: Path, tiny_model: Path) -> Iterator[GatewayProcess]:
+    config = Config(
+        media=MediaConfig(
+            allowed_media_networks=(f"{ORIGIN_HOST}/32",),
+            # The canary's port is open, so that its address is what keeps everyone away from it.
+            allowed_media_ports=(80, 443, hosts.canary_port),
+            allowed_local_media_path=str(folder / "allowed"),
+            connect_timeout_s=1.0,
+            first_byte_timeout_s=0.8,
+            image_fetch_timeout_s=2.5,
+            min_rate_grace_s=0.5,
+        ),
+        prepare=PrepareConfig(num_preparers=1, image_timeout_s=5.0),
+        arena=ArenaConfig(size_bytes=256 << 20),
+    )
+    with gateway_process(str(tiny_model), config, folder) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def world(hosts: MediaHosts, folder: Path, gateway: GatewayProcess) -> World:
+    return World(hosts, folder, gateway.model)

@@ -1,0 +1,175 @@
+"""The gateway under attack as its tests hold it: start, ask, and see what its processes take."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from medialane.config import Config
+
+START_S = 300.0
+ANSWER_S = 60.0
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    code: str | None
+    body: str
+    seconds: float
+
+
+class GatewayProcess:
+    """A running gateway: requests to it, and the memory of it and of its preparers."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, model: str) -> None:
+        self.model = model
+        self._process = process
+        self._port = port
+
+    def ask(self, body: bytes) -> Answer:
+        """One chat completion."""
+        started = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
+        try:
+            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode()
+        finally:
+            connection.close()
+        error = json.loads(text).get("error") or {}
+        return Answer(response.status, error.get("code"), text, time.monotonic() - started)
+
+    def announce(self, num_bytes: int) -> Answer:
+        """A chat completion of so many bytes, of which zeros are sent until the gateway answers."""
+        started = time.monotonic()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}\r\n"
+        with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
+            connection.sendall(head.encode() + b"\r\n")
+            with suppress(ConnectionError):
+                connection.sendall(bytes(1 << 20))
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            text = response.read().decode()
+        return Answer(response.status, json.loads(text)["error"]["code"], text, time.monotonic() - started)
+
+    @property
+    def ready(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    @contextmanager
+    def others(self) -> Iterator[list[float]]:
+        """Puts into the list how long the slowest of small requests took that were sent meanwhile."""
+        done, slowest = threading.Event(), [0.0]
+
+        def ask() -> None:
+            while not done.wait(0.05):
+                started = time.monotonic()
+                assert self.ready
+                slowest[0] = max(slowest[0], time.monotonic() - started)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            yield slowest
+        finally:
+            done.set()
+            thread.join()
+
+    @contextmanager
+    def growth(self) -> Iterator[list[float]]:
+        """Puts into the list by how many MiB memory grew at most meanwhile, summed over the processes that stayed.
+
+        The kernel keeps a high-water mark of each process's resident memory (proc(5): VmHWM, set back by clear_refs).
+        """
+        before = {}
+        for pid in _family(self._process.pid):
+            with suppress(OSError):  # a process that ends just now
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+                before[pid] = _resident_kib(pid, "VmRSS")
+        grown: list[float] = []
+        yield grown
+        peak = 0
+        for pid, resident in before.items():
+            with suppress(OSError, LookupError):  # a process that has ended: its memory is gone
+                peak += max(0, _resident_kib(pid, "VmHWM") - resident)
+        grown.append(peak / 1024)
+
+
+@contextmanager
+def gateway_process(model: str, config: Config, folder: Path) -> Iterator[GatewayProcess]:
+    """Start one and wait until it answers; stopped at the end. Its log is `folder`/log."""
+    folder.joinpath("config.json").write_bytes(msgspec.json.encode(config))
+    port = _free_port()
+    here = Path(__file__).resolve().parent
+    with folder.joinpath("log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    gateway = GatewayProcess(process, port, model)
+    try:
+        deadline = time.monotonic() + START_S
+        while not gateway.ready:
+            assert process.poll() is None, folder.joinpath("log").read_text()[-3000:]
+            assert time.monotonic() < deadline, folder.joinpath("log").read_text()[-3000:]
+            time.sleep(0.2)
+        yield gateway
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _family(pid: int) -> list[int]:
+    """The process and all that came of it."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit():
+                parents[int(entry.name)] = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def _resident_kib(pid: int, field: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0])
+    raise LookupError(field)  # a zombie has none

@@ -1,0 +1,128 @@
+"""Each row of the corpus: answered as the table says, in its time and memory, nobody reached, and all well after it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from breaking_processor import BREAKING_WIDTH
+from corpus import Row, World, chat, data_url, media_part, sent
+from data_rows import ANNOUNCED, DATA_ROWS
+from image_rows import IMAGE_ROWS
+from media_files import picture
+from origin_rows import ORIGIN_ROWS
+from url_rows import URL_ROWS
+from video_rows import VIDEO_ROWS
+
+from gateway_process import Answer, GatewayProcess
+from origin import MediaHosts
+
+#: The first test waits for the gateway.
+pytestmark = pytest.mark.timeout(400)
+
+#: Far over what others may wait: a busy test machine alone takes a process off the CPU for that long.
+OTHERS_S = 1.5
+
+_numbers = itertools.count(1000)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_harmed(gateway: GatewayProcess, hosts: MediaHosts, world: World) -> Iterator[None]:
+    """After every attack: the canary was not reached, and a picture that was never seen before is answered."""
+    before = hosts.num_canary_hits
+    yield
+    assert hosts.num_canary_hits == before, "a forbidden connection was made"
+    good = gateway.ask(chat(world.model, media_part(data_url(picture(next(_numbers))))))
+    assert good.status == 200, good.body
+    assert good.seconds < 5
+
+
+def _names(rows: tuple[Row, ...]) -> list[str]:
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    return names
+
+
+def _check(row: Row, answer: Answer, grown_mib: float) -> None:
+    assert (answer.status, answer.code) == (row.status, row.code), answer.body[:1000]
+    assert answer.seconds < row.seconds
+    assert grown_mib < row.mib
+    assert not any(
+        word in answer.body
+        for word in ("127.0.0.", "/tmp/", "PIL", "aiohttp", "Traceback", "too large to convert", "0x7f")
+    ), answer.body[:1000]
+
+
+def _attack(row: Row, gateway: GatewayProcess, world: World) -> None:
+    body = row.body(world)
+    with gateway.growth() as grown, gateway.others() as slowest:
+        answer = gateway.ask(body)
+    _check(row, answer, grown[0])
+    assert slowest[0] < OTHERS_S, "other requests had to wait"
+
+
+@pytest.mark.parametrize("row", URL_ROWS, ids=_names(URL_ROWS))
+def test_hostile_url_reaches_nobody(row: Row, gateway: GatewayProcess, world: World):
+    _attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", ORIGIN_ROWS, ids=_names(ORIGIN_ROWS))
+def test_hostile_media_host_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+    _attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", DATA_ROWS, ids=_names(DATA_ROWS))
+def test_hostile_body_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+    _attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", IMAGE_ROWS, ids=_names(IMAGE_ROWS))
+def test_hostile_image_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+    _attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", VIDEO_ROWS, ids=_names(VIDEO_ROWS))
+def test_hostile_video_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+    _attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("name", ANNOUNCED)
+def test_body_is_refused_by_its_announcement(name: str, gateway: GatewayProcess):
+    with gateway.growth() as grown:
+        answer = gateway.announce(ANNOUNCED[name])
+    assert (answer.status, answer.code) == (413, "body_too_large")
+    assert answer.seconds < 3
+    assert grown[0] < 64
+
+
+def test_declared_size_ends_a_fetch_before_its_body(gateway: GatewayProcess, hosts: MediaHosts, world: World):
+    """Row 30: and nobody asks a second time."""
+    asked = hosts.num_asked.get("/declared-10-gb", 0)
+    answer = gateway.ask(chat(world.model, media_part(hosts.url("/declared-10-gb"))))
+    assert (answer.status, answer.code) == (413, "media_too_large")
+    assert hosts.num_asked["/declared-10-gb"] == asked + 1
+
+
+def test_name_that_changes_its_address_reaches_nobody(gateway: GatewayProcess, hosts: MediaHosts, world: World):
+    """Row 23: the first look-up gave the origin's address, every later one the canary's."""
+    answer = gateway.ask(chat(world.model, media_part(f"http://rebinding.test:{hosts.canary_port}/")))
+    assert (answer.status, answer.code) == (400, "media_url_forbidden")
+
+
+#: By height of the picture (`breaking_processor`): how the decoder dies, and what is said of it.
+BREAKS = {
+    301: ("segmentation fault", "media_decoder_crashed"),
+    302: ("kill -9", "media_decoder_crashed"),
+    303: ("abort", "media_decoder_crashed"),
+    304: ("exit", "media_decoder_crashed"),
+    305: ("hang", "media_decoder_timeout"),
+    306: ("all memory", "media_preparation_failed"),
+    307: ("exception", "media_preparation_failed"),
+}
+
+
+@pytest.mark.parametrize("height", BREAKS, ids=lambda height: "62 " + BREAKS[height][0])
+def test_broken_decoder_fails_its_request_and_nothing_else(height: int, gateway: GatewayProcess, world: World):
+    row = Row("62", sent(lambda: picture(height, (BREAKING_WIDTH, height))), 500, BREAKS[height][1], 12.0, 4600.0)
+    _attack(row, gateway, world)
