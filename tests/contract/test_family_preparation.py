@@ -8,12 +8,15 @@ import pytest
 import torch
 from tiny_families import FAMILIES
 
-from medialane.core.feature import Feature
+from medialane.core.errors import PromptRejected
+from medialane.core.feature import Feature, HandedMedia
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
+from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, engine_media, modality_of, supports_split
 from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.vllm_bridge.validation import FeatureChecker
 
 pytestmark = [
     # The first test of a family makes its checkpoint and its renderer.
@@ -55,7 +58,7 @@ PROMPTS = [
     ("Look: ", "image", " What is it?"),
     ("image",),
     ("image", "image2"),
-    ("First ", "image2", "\nthen ", "image", "."),
+    ("First ", "image2", "then\n", "image", "."),
     ("\n", "image", " one."),
     ("See ", "video", " and say."),
     ("video", " or ", "video2"),
@@ -104,10 +107,20 @@ class Halves:
         self.renderer = renderer_from_config(create_frontend_config(args))
         self.processor = VllmProcessor(self.renderer.get_mm_processor())
         self.assembler = VllmAssembler(self.renderer.get_mm_processor())
+        self.checker = FeatureChecker(self.renderer.get_mm_processor())
 
     def token_ids(self, prompt):
         parts = [part.removesuffix("2") if _is_media(part) else part for part in prompt]
         return self.renderer.tokenizer.encode(self.family.prompt(*parts), add_special_tokens=False)
+
+    def prepared(self, prompt):
+        """The items by our processor, and the prompt by our assembler. The features have vLLM's order: by modality."""
+        by_modality = {}
+        for media in items_of(prompt):
+            by_modality.setdefault(modality_of(media), []).append(self.processor.process(media, b"{}"))
+        items = [(modality, made) for modality, found in by_modality.items() for made in found]
+        features = [Feature(m, f"{n}", made.header, (), made.size) for n, (m, made) in enumerate(items)]
+        return items, self.assembler.assemble(self.token_ids(prompt), tuple(features), b"{}")
 
     def whole(self, prompt):
         """vLLM's own answer for the whole request."""
@@ -167,18 +180,41 @@ def in_ranges(found):
 def test_halves_give_what_the_whole_gives(halves, name, prompt):
     family = halves(name)
     expected = family.whole(prompt)
-    features, numbers = [], {}
-    for media in items_of(prompt):
-        modality = modality_of(media)
-        number = numbers[modality] = numbers.get(modality, -1) + 1
-        made = family.processor.process(media, b"{}")
-        assert_same_item(made, expected["mm_kwargs"][modality][number], family.family.padded)
-        features.append(Feature(modality, f"{modality}{number}", made.header, (), made.size))
-    assembled = family.assembler.assemble(family.token_ids(prompt), tuple(features), b"{}")
+    items, assembled = family.prepared(prompt)
+    for modality, wanted in expected["mm_kwargs"].items():
+        made = [item for found, item in items if found == modality]
+        for one, other in zip(made, wanted, strict=True):
+            assert_same_item(one, other, family.family.padded)
     assert assembled.token_ids == expected["prompt_token_ids"]
     for modality, wanted in expected["mm_placeholders"].items():
-        places = [p for p, f in zip(assembled.placeholders, features, strict=True) if f.modality == modality]
+        places = [p for p, (found, _) in zip(assembled.placeholders, items, strict=True) if found == modality]
         assert [(p.offset, p.length, p.is_embed) for p in places] == in_ranges(wanted)
+
+
+@pytest.mark.parametrize(("name", "prompt"), CASES)
+def test_worker_takes_what_the_halves_made(halves, name, prompt):
+    """What would end a worker's engine is kept from it; what was made for this very model is not."""
+    family = halves(name)
+    items, assembled = family.prepared(prompt)
+    handed = tuple(
+        HandedMedia(modality, f"{number:064x}", made.header, (), made.size, place)
+        for number, ((modality, made), place) in enumerate(zip(items, assembled.placeholders, strict=True))
+    )
+    decoded = [decode_item(made.header, made.buffers) for _, made in items]
+    family.checker.check(ExpandedPrompt(assembled.token_ids, handed), decoded)
+    assert len(handed) == len(items_of(prompt))
+
+
+def test_gemma3s_image_before_a_newline_is_refused_as_vllm_refuses_it(halves):
+    """The newlines after an image and that of the text become one token, which vLLM does not find again."""
+    prompt = ("image", "\nthen.")
+    gemma3 = halves("gemma3")
+    with pytest.raises(RuntimeError, match="prompt placeholders"):
+        gemma3.whole(prompt)
+    made = gemma3.processor.process(FIRST["image"], b"{}")
+    feature = Feature("image", "image0", made.header, (), made.size)
+    with pytest.raises(PromptRejected):
+        gemma3.assembler.assemble(gemma3.token_ids(prompt), (feature,), b"{}")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
