@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from fractions import Fraction
 from io import BytesIO
 
 import av
 import numpy as np
+from PIL import Image
 
 #: Encoders' own words go to nobody: x265 and SVT-AV1 write to the process's stderr.
 _QUIET = {"libx265": {"x265-params": "log-level=none:pools=none"}, "libsvtav1": {"preset": "12"}}
@@ -36,9 +38,10 @@ def clip(
     options: dict[str, str] | None = None,
     container_options: dict[str, str] | None = None,
     pts: list[int] | None = None,
-    time_base: Fraction | None = None,
+    ticks: int | None = None,
 ) -> bytes:
-    """An encoded clip. `pts` are the frames' times in `time_base`; by default one frame follows the other at `fps`."""
+    """An encoded clip. `pts` are the frames' times in `ticks` a second; by default they follow at `fps`."""
+    time_base = Fraction(1, ticks or 1)
     out = BytesIO()
     with av.open(out, "w", format=container, container_options=container_options or {}) as file:
         chosen = {**_FAST.get(codec, {}), **_QUIET.get(codec, {}), **(options or {})}
@@ -49,30 +52,52 @@ def clip(
         context.gop_size = gop
         context.max_b_frames = b_frames
         context.thread_count = 1
-        if time_base is not None:
+        if ticks:
             context.time_base = time_base
         if rotation:
             stream.set_display_rotation(rotation)
         for index in range(num_frames):
             frame = av.VideoFrame.from_ndarray(pixels(index, *size), format="rgb24").reformat(format=pix_fmt)
             frame.pts = index if pts is None else pts[index]
-            frame.time_base = context.time_base if time_base is not None else 1 / Fraction(fps)
+            frame.time_base = time_base if ticks else 1 / Fraction(fps)
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()
 
 
 def remux(data: bytes, *, shift: int = 0, container: str = "mp4", drop: int = 0, **options: str) -> bytes:
-    """The same packets with `shift` (in their own time base) added to their times, without the first `drop` ones."""
+    """The same packets, `shift` frames later, without the first `drop` ones.
+
+    In MP4 a start before zero becomes an edit list that hides what is before it.
+    """
     out = BytesIO()
     with av.open(BytesIO(data)) as source, av.open(out, "w", format=container, container_options=options) as file:
         stream = source.streams.video[0]
+        ticks = shift * int(1 / stream.average_rate / stream.time_base)
         copy = file.add_stream_from_template(stream)
         for index, packet in enumerate(source.demux(stream)):
             if packet.dts is None or index < drop:
                 continue
-            packet.pts += shift
-            packet.dts += shift
+            packet.pts += ticks
+            packet.dts += ticks
             packet.stream = copy
             file.mux(packet)
     return out.getvalue()
+
+
+def broken(data: bytes, *, seed: int = 0, hits: int = 30) -> bytes:
+    """The same file with some bytes of its middle changed."""
+    changed = bytearray(data)
+    for place in np.random.default_rng(seed).integers(len(data) // 4, len(data) * 3 // 4, hits):
+        changed[place] ^= 0x55
+    return bytes(changed)
+
+
+def jpegs(num_frames: int, size: tuple[int, int] = (64, 48)) -> bytes:
+    """vLLM's list of JPEG frames."""
+    parts = []
+    for index in range(num_frames):
+        out = BytesIO()
+        Image.fromarray(pixels(index, *size)).save(out, "JPEG")
+        parts.append(b64encode(out.getvalue()))
+    return b",".join(parts)

@@ -174,7 +174,11 @@ def _is_flag(value: object) -> bool:
 
 
 def _is_loader(value: object) -> bool:
-    return isinstance(value, str) and value in VIDEO_LOADER_REGISTRY.name2class
+    return (
+        isinstance(value, str)
+        and value in VIDEO_LOADER_REGISTRY.name2class
+        and not VIDEO_LOADER_REGISTRY.backend_requires_gpu(value)
+    )
 
 
 def _is_opencv(value: object) -> bool:
