@@ -30,8 +30,7 @@ class Case:
         return EngineRequest(f"contract-{self._count}", prompt, self._params(max_tokens))
 
     def start(self, prompt, max_tokens=4):
-        tensors = bytes_of(prompt) if isinstance(prompt, ExpandedPrompt) else []
-        return self.engine.generate(self.request(prompt, max_tokens), tensors)
+        return self.engine.generate(self.request(prompt, max_tokens), bytes_of(prompt))
 
     async def deltas(self, prompt, max_tokens=4):
         async with aclosing(self.start(prompt, max_tokens)) as deltas:

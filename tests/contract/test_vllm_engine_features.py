@@ -23,7 +23,10 @@ from medialane.core.errors import (
     PromptRejected,
     WorkerLost,
 )
+from medialane.core.feature import HandedMedia
+from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
+from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.features import decode_item, encode_item
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -120,11 +123,10 @@ async def test_source_prompt_gives_vllms_own_answer(vllm_engine, maker):
     assert await answer(vllm_engine, source(maker, array, "7" * 64)) == expected
 
 
-def source(maker, array, mm_hash, **changes):
+def source(maker, array, mm_hash):
     file = io.BytesIO()
     PILImage.fromarray(array).save(file, "PNG")
-    item = encoded_item(file.getvalue(), mm_hash)
-    return SourcePrompt(maker.token_ids(1), (msgspec.structs.replace(item, **changes),))
+    return SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), mm_hash),))
 
 
 async def test_stages_share_the_prefix_cache_by_the_hash(vllm_engine, maker):
@@ -151,15 +153,37 @@ async def test_source_with_options_keeps_its_hash(vllm_engine, maker):
 async def test_undecodable_source_is_the_clients_error(vllm_engine, maker):
     for data in (b"no image", b"\x89PNG\r\n\x1a\n"):
         with pytest.raises(InvalidImage):
-            await answer(vllm_engine, source(maker, pixels(30, 30), "a" * 64, data=data), [])
+            await answer(vllm_engine, SourcePrompt(maker.token_ids(1), (encoded_item(data, "a" * 64),)))
+
+
+async def test_decoded_source_gives_vllms_own_answer(vllm_engine, maker):
+    array = pixels(400, 300, 17)
+    expected = await plain_answer(vllm_engine, maker.token_ids(1), array)
+    assert await answer(vllm_engine, decoded(maker, array)) == expected
+
+
+async def test_decoded_source_that_its_size_does_not_fit_never_reaches_the_engine(vllm_engine, maker):
+    prompt = decoded(maker, pixels(400, 300, 18))
+    larger = msgspec.structs.replace(prompt.media[0], size=MediaSize(400, 301))
+    with pytest.raises(InvalidFeature, match="do not make"):
+        await answer(vllm_engine, msgspec.structs.replace(prompt, media=(larger,)))
+    with pytest.raises(InvalidFeature, match="0 tensors"):
+        await answer(vllm_engine, prompt, [[]])
+
+
+def decoded(maker, array):
+    height, width, _ = array.shape
+    tensor = InlineTensor(TensorSpec("uint8", array.shape), array.tobytes())
+    item = HandedMedia("image", "d" * 64, b"", (tensor,), MediaSize(width, height))
+    return SourcePrompt(maker.token_ids(1), (item,), stage="decoded")
 
 
 async def test_source_without_its_placeholder_or_with_too_many_items_is_rejected(vllm_engine, maker):
     prompt = source(maker, pixels(30, 30), "a" * 64)
     with pytest.raises(PromptRejected):
-        await answer(vllm_engine, msgspec.structs.replace(prompt, token_ids=[100, 101]), [])
+        await answer(vllm_engine, msgspec.structs.replace(prompt, token_ids=[100, 101]))
     with pytest.raises(PromptRejected, match="At most 8 image"):
-        await answer(vllm_engine, msgspec.structs.replace(prompt, items=prompt.items * 9), [])
+        await answer(vllm_engine, msgspec.structs.replace(prompt, media=prompt.media * 9))
 
 
 def changed(prompt, **fields):

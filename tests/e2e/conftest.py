@@ -109,6 +109,8 @@ def worker_addresses(serve) -> list[str]:
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
+    "decoded/shm": ("--stage", "decoded", "--transport", "shm"),
+    "decoded/inline": ("--stage", "decoded", "--transport", "inline"),
     "url": ("--stage", "url"),
     "apart": ("--transfer-max-inline-bytes", "1MiB"),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from video_clips import clip
 
 from medialane.cli.sample_images import sample_jpeg
 
@@ -54,6 +55,12 @@ def data_url(data: bytes, media_type: str = "image/jpeg") -> str:
 def picture(seed: int, width: int = 512, height: int = 384) -> dict[str, Any]:
     """The photo of `seed` as a part of a message."""
     return image(data_url(photo(seed, width, height)))
+
+
+def video(seed: int, **options: Any) -> dict[str, Any]:
+    """A clip of three seconds as a part of a message, with the part's own options."""
+    data = clip(75, size=(160 + 8 * (seed % 4), 120), b_frames=seed % 3)
+    return {"type": "video_url", "video_url": {"url": data_url(data, "video/mp4"), **options}}
 
 
 def chat(*content: dict[str, Any], **options: Any) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """Every stage and transport gives the same answers, over the same two workers, and goes the way that was asked for."""
 
 import pytest
-from openai_http import assert_same, chat, data_url, image, photo, picture, text
+from openai_http import assert_same, chat, data_url, image, photo, picture, text, video
 
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-WAYS = ("features/shm", "features/inline", "url", "apart")
+WAYS = ("features/shm", "features/inline", "decoded/shm", "decoded/inline", "url", "apart")
 
 BODIES = {
     "text": chat(text("Say something about pictures.")),
     "one image": chat(picture(80), ASK),
     "three images": chat(picture(80), text("and"), picture(81, 1024, 768), picture(82, 200, 300), ASK),
+    "video": chat(text("Look at"), video(80), ASK),
+    "image and video": chat(picture(80), video(81, fps=2), ASK, media_io_kwargs={"video": {"num_frames": 6}}),
     "two choices with logprobs": chat(picture(80), ASK, n=2, temperature=0.8, seed=7, logprobs=True, top_logprobs=2),
 }
 
@@ -50,13 +52,21 @@ async def test_inline_carries_features_in_the_message(gateways):
     assert (await client.metrics()).value("medialane_fallbacks_total") == 0
 
 
-async def test_url_carries_the_encoded_image_and_prepares_nothing(gateways):
+async def test_decoded_carries_the_pixels_through_shared_memory(gateways):
+    client = gateways["decoded/shm"]
+    first, again = [await client.succeed(chat(picture(84), ASK)) for _ in range(2)]
+    assert first.copied_bytes == len(photo(84)) + 512 * 384 * 3
+    assert (again.cache, again.copied_bytes) == ("hit", 0)
+    assert (await client.metrics()).value("medialane_fallbacks_total") == 0
+
+
+async def test_url_carries_the_encoded_image_through_shared_memory_and_prepares_nothing(gateways):
     client = gateways["url"]
-    answer = await client.succeed(chat(picture(84), ASK))
-    assert answer.copied_bytes == len(photo(84))
+    first, again = [await client.succeed(chat(picture(84), ASK)) for _ in range(2)]
+    assert (first.copied_bytes, again.copied_bytes) == (len(photo(84)), 0)
     page = await client.metrics()
     assert page.value("medialane_preparers", state="alive") == 0
-    assert page.value("medialane_arena_entries") == 0
+    assert page.value("medialane_fallbacks_total") == 0
 
 
 async def test_without_common_memory_small_features_travel_inline_and_large_ones_as_their_image(gateways):

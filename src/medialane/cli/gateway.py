@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Literal
 
 import msgspec
 import uvloop
@@ -145,14 +146,26 @@ async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str], *, nee
 
 
 async def _fit(config: Config, frontend: Frontend, pool: PreparerPool) -> Config:
-    """The configuration that this model allows: where its items cannot be processed one by one, workers do it whole."""
-    if frontend.supports_split:
+    """The configuration that this model allows: where its items cannot be processed one by one, workers do it whole.
+
+    Raises StartupFailed.
+    """
+    stage = config.gateway.stage
+    if not frontend.takes_media:
+        await pool.close()
+        return _with_stage(config, "url")
+    if stage != "url":
+        frontend.check_media_options()
+    if frontend.supports_split or stage in ("decoded", "url"):
         return config
-    if frontend.takes_media and config.gateway.stage == "features":
-        raise StartupFailed("this model's media cannot be processed one by one: use --stage auto or url")
-    logger.info("this model's media, if it takes any, are left to the workers (stage url)")
-    await pool.close()
-    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
+    if stage == "features":
+        raise StartupFailed("this model's media cannot be processed one by one: use --stage auto, decoded or url")
+    logger.info("this model's media cannot be processed one by one: the workers do it (stage decoded)")
+    return _with_stage(config, "decoded")
+
+
+def _with_stage(config: Config, stage: Literal["decoded", "url"]) -> Config:
+    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage=stage))
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from medialane.prepare.processor import AssembledPrompt, Assembler
 from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
+from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmAssembler, supports_split
 from medialane.vllm_bridge.settings import processor_settings
 from medialane.vllm_bridge.story import Story
@@ -59,8 +60,12 @@ class Frontend:
 
     @property
     def supports_split(self) -> bool:
-        """Whether items of this model may be processed one by one; else only stage `url` is right."""
+        """Whether items of this model may be processed one by one; else workers must do it."""
         return self.takes_media and supports_split(self.renderer.get_mm_processor())
+
+    def check_media_options(self) -> None:
+        """Raise StartupFailed for a decode option of the operator that our decoders do not honour."""
+        check_model_io(self.config.model_config)
 
     def assembler(self) -> Assembler:
         """What expands prompts; one that refuses to, where `supports_split` is false."""
@@ -120,7 +125,7 @@ class Frontend:
 
 
 class _NoAssembler:
-    """Stands where no prompt is ever assembled: stage `url`, or a model without media."""
+    """Stands where no prompt is ever assembled: stages `decoded` and `url`, or a model without media."""
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")

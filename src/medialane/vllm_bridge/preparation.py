@@ -36,9 +36,10 @@ from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.media.sampling import FrameSampler
-from medialane.prepare.processor import AssembledPrompt, ProcessedItem
+from medialane.prepare.processor import AssembledPrompt, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.features import decode_item_without_tensors, encode_item
+from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
 
 
 class FactoryConfig(msgspec.Struct, frozen=True):
@@ -48,14 +49,29 @@ class FactoryConfig(msgspec.Struct, frozen=True):
     vllm_args: list[str]
 
 
-def build_processor(config: bytes) -> VllmProcessor:
+def build_processor(config: bytes) -> Processor:
     """Build and warm the processor of a fork server from a JSON `FactoryConfig`. Leaves one thread."""
     wanted = msgspec.json.decode(config, type=FactoryConfig)
     torch.set_num_threads(1)
     model_config = create_model_config(parse_vllm_args(wanted.model, wanted.vllm_args))
-    processor = VllmProcessor(MULTIMODAL_REGISTRY.create_processor(model_config))
-    processor.warm_up()
+    if not model_config.supports_multimodal_inputs:
+        return _NoMedia()
+    engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
+    takes_video = "video" in engine_processor.info.supported_mm_limits
+    processor = VllmProcessor(engine_processor, VllmFrameSampler(model_config) if takes_video else None)
+    if supports_split(engine_processor):
+        processor.warm_up()
     return processor
+
+
+class _NoMedia:
+    """The processor of a model of text alone: the gateway has no jobs for it."""
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        raise UnsupportedMediaType("this model takes no media")
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        raise UnsupportedMediaType("this model takes no media")
 
 
 #: Sizes of the images on which `warm_up` compares two ways of giving pixels to the model's processor.
@@ -239,7 +255,7 @@ def supports_split(processor: BaseMultiModalProcessor) -> bool:
     """Whether items of this model may be processed one by one.
 
     Not where the family overrides the step that we replace: its results depend on the number of items in the request
-    (DeepSeek-VL2, H2OVL). Such models are served by stage `url`.
+    (DeepSeek-VL2, H2OVL). Such models are served by stages `decoded` and `url`.
     """
     return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
 

@@ -91,6 +91,8 @@ class SourceRenderer:
     ) -> tuple[dict[Modality, list[Any]], dict[Modality, list[str]]]:
         media: dict[Modality, list[Any]] = {}
         hashes: dict[Modality, list[str]] = {}
+        if len(tensors) != len(prompt.media):
+            raise InvalidFeature("the tensors of an item are missing")
         for item, datas in zip(prompt.media, tensors, strict=True):
             if len(datas) != 1:
                 raise InvalidFeature(f"{item.modality}: {len(datas)} tensors instead of one")
