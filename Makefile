@@ -41,6 +41,7 @@ test: check     ## check, then every test that needs no GPU
 	@$(call pytest,tests/hostile)
 	@$(call pytest,tests/fuzz)
 	@$(call pytest,tests/e2e)
+	@$(call pytest,tests/e2e_families)
 
 fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
