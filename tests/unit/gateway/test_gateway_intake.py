@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from medialane.core.errors import (
     EmptyMedia,
     InvalidBase64,
+    InvalidBody,
     InvalidDataUrl,
     InvalidMediaUrl,
     InvalidRequest,
@@ -380,6 +381,16 @@ def test_more_strings_than_are_looked_at_are_lifted_all_the_same():
     found = lifted(chat(*filler, image(PNG)))
     assert found.refs[0].data == PIXELS
     assert json.loads(found.body) == chat(*filler, image("medialane:0"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" + b"{}," * 20_000 + b"{}]", b"[" + b"0," * 1_000_001 + b"0]"],
+    ids=["parts", "values"],
+)
+def test_body_of_many_small_values_is_refused(content):
+    with pytest.raises(InvalidBody):
+        lift(b'{"messages": [{"role": "user", "content": %b}]}' % content, CONFIG)
 
 
 URLS = st.one_of(
