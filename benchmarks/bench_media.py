@@ -166,9 +166,13 @@ def _image(name: str, encoded: bytes, least: float = 1 - NOISE) -> Case:
 # Video and sound
 
 
+#: vLLM's default sampler, which the tiny model's family has replaced by one that takes two frames a second.
+_VIDEO_IO = f'--media-io-kwargs={{"video": {{"video_backend": "opencv", "num_frames": {NUM_FRAMES}}}}}'
+
+
 def _clips(*, quick: bool) -> list[Case]:
     cache = cache_folder(process_environ())
-    model = create_model_config(parse_vllm_args(str(build_tiny_model(cache)), TINY_MODEL_FLAGS))
+    model = create_model_config(parse_vllm_args(str(build_tiny_model(cache)), [*TINY_MODEL_FLAGS, _VIDEO_IO]))
     sampler = VllmFrameSampler(model)
     # A quick run has a smaller picture, not less time: what is sparse in it is the time between samples.
     sparse, dense = ((320, 180, 180), (640, 360, 12)) if quick else ((640, 360, 180), (1280, 720, 60))
@@ -183,7 +187,7 @@ def _clips(*, quick: bool) -> list[Case]:
 def _clip(name: str, encoded: bytes, sampler: VllmFrameSampler, least: float) -> Case:
     def ours() -> Result:
         with open_video(memoryview(encoded), "video/mp4", CONFIG) as video:
-            batch = sampler.sample(video, b'{"num_frames":%d}' % NUM_FRAMES)
+            batch = sampler.sample(video, b"{}")
         return [batch.frames, _canonical(json.loads(batch.metadata))]
 
     def theirs() -> Result:
