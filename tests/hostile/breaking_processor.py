@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import time
@@ -15,13 +16,13 @@ from medialane.prepare.processor import ProcessedItem, Processor
 def _hog() -> None:
     hoard = []
     while True:
-        hoard.append(bytearray(64 << 20))  # address space is what is limited; pages would take seconds
+        hoard.append(mmap.mmap(-1, 64 << 20))  # address space is what is limited; pages would take seconds
 
 
 #: By height of a picture that is BREAKING_WIDTH pixels wide.
 BREAKING_WIDTH = 333
 BREAKS: dict[int, Callable[[], object]] = {
-    301: lambda: ctypes.string_at(8),
+    301: lambda: ctypes.string_at(0),
     302: lambda: os.kill(os.getpid(), signal.SIGKILL),
     303: os.abort,
     304: lambda: os._exit(0),

@@ -30,7 +30,7 @@ _FLOODS = {
     "/endless-chunk-size": "media_fetch_timeout",
     "/endless-chunk-extension": "media_fetch_timeout",
     "/endless-trailers": "media_fetch_failed",
-    "/endless-interim": "media_fetch_timeout",
+    "/endless-interim": "media_fetch_failed",
     "/endless-header": "media_fetch_failed",
     "/endless-header-name": "media_fetch_failed",
     "/endless-headers": "media_fetch_failed",

@@ -13,9 +13,13 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
+from aiohttp import StreamReader
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import RawResponseMessage
 from blake3 import blake3
 from yarl import URL
 
@@ -35,6 +39,9 @@ from medialane.media.url_cache import Validators
 from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
+
+#: Servers send one (100) or two (102, 103) before their answer.
+_MAX_INTERIM = 16
 
 #: An origin may ask for a pause of this length before the second attempt, not for more.
 MAX_RETRY_AFTER_S = 2.0
@@ -68,6 +75,8 @@ class HttpSource:
             limit=config.max_fetches,
             limit_per_host=config.max_fetches_per_host,
         )
+        made: type[ResponseHandler] = _FewInterimAnswers
+        connector._factory = partial(made, loop=asyncio.get_running_loop())  # noqa: SLF001 - no other way to bound them
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(
@@ -190,6 +199,20 @@ class _Wanted:
     limits: FetchLimits
     validators: Validators | None
     open_body: Callable[[], Body]
+
+
+class _FewInterimAnswers(ResponseHandler):
+    """aiohttp's connection, which takes interim answers (1xx) without end: a storm of them grew 60 MB a second."""
+
+    _num_interim = 0
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        self._num_interim = self._num_interim + 1 if 100 <= data[0].code < 200 else 0
+        if self._num_interim <= _MAX_INTERIM:
+            super().feed_data(data, size)
+        elif self.transport is not None:
+            self.set_exception(aiohttp.ClientConnectionError("too many interim answers"))
+            self.transport.abort()
 
 
 class _VettingResolver(AbstractResolver):

@@ -273,6 +273,20 @@ async def test_body_without_end_is_cut_off(source, origin):
         await source.get(origin.url("/a"), LIMITS)
 
 
+@pytest.mark.parametrize(("num_interim", "error"), [(3, None), (10_000, MediaFetchFailed)])
+async def test_interim_answers_are_few(source, origin, num_interim, error):
+    async def write(request, writer):
+        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n" * num_interim)
+        await answer(200, BODY)(request, writer)
+
+    origin.routes["/a"] = write
+    if error is None:
+        assert (await source.get(origin.url("/a"), LIMITS)).data == BODY
+        return
+    with pytest.raises(error):
+        await source.get(origin.url("/a"), LIMITS)
+
+
 async def test_empty_body(source, origin):
     origin.routes["/a"] = answer(200)
     with pytest.raises(EmptyMedia):
