@@ -65,7 +65,6 @@ _INVALID = {
     "+ MP4 without its data": _index_only,
     "+ MP4 of boxes": lambda: m.box(b"ftyp", b"isom\0\0\0\0isom") + m.box(b"free") * 1_000_000,
     "+ MP4 in MP4 in MP4": lambda: m.box(b"ftyp", b"isom\0\0\0\0isom") + m.box(b"moov", _nested(200)),
-    "61 MOV that refers to a file": lambda: _referring(b"file"),
     "+ WebM without measure": lambda: clip(2, codec="libvpx-vp9", container="webm")[:80],
 }
 
@@ -90,6 +89,13 @@ VIDEO_ROWS = (
         "video_too_long",
     ),
     *(Row(name, _playlist(text), 415, "unsupported_media_type", 1.0) for name, text in _PLAYLISTS.items()),
+    Row(
+        "61 MOV that refers to a file",
+        sent(lambda: _referring(b"file"), "video_url", "video/mp4"),
+        415,
+        "unsupported_media_type",
+        1.0,
+    ),
     Row("57 no video", lambda w: chat(w.model, media_part("data:video/mp4;base64,", "video_url")), 400, "empty_media"),
     Row("+ image as a video", sent(lambda: m.picture(80), "video_url"), 415, "unsupported_media_type"),
     Row("+ good video", _good, 200, None, 6.0, 300.0),
