@@ -48,9 +48,23 @@ def environ() -> Iterator[dict[str, str]]:
     shutil.rmtree(runtime)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+def pytest_collection_modifyitems(config, items):
+    """Leave out the requests that a family does not take."""
+    unfit = [
+        item for item in items if item.path.parent == Path(__file__).parent and not _is_taken(item.callspec.params)
+    ]
+    config.hook.pytest_deselected(items=unfit)
+    items[:] = [item for item in items if item not in unfit]
+
+
+def _is_taken(params: dict) -> bool:
+    limits = FAMILIES[params["servers"]].limits
+    return all(limits.get(modality, 0) >= count for modality, count in params.get("counts", {}).items())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=FAMILIES)
 async def servers(request, environ, tmp_path_factory):
-    """The `Servers` of the family that the test names."""
+    """The `Servers` of each family in turn."""
     family = FAMILIES[request.param]
     model, logs = str(family.build(cache_folder(os.environ))), tmp_path_factory.mktemp(family.name)
     ours = MedialaneProcess.spawn(
