@@ -98,8 +98,8 @@ def place_of(prompt, index=0):
         ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length - 1)),
         ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length + 1)),
         ("not those", lambda p: PlaceholderRange(offset=p.offset - 1, length=p.length)),
-        ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length, is_embed=b"\0" * p.length)),
-        ("begins before", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),
+        ("no embedding", lambda p: PlaceholderRange(offset=p.offset, length=p.length, is_embed=b"\0" * p.length)),
+        ("takes tokens of another", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),
     ],
 )
 def test_placeholder_that_is_not_the_features_is_refused(checker, prompt, what, change):
@@ -147,7 +147,7 @@ def test_an_images_feature_is_none_of_a_video(checker, prompt):
 def test_more_items_than_allowed_are_the_clients_error(checker, maker):
     prompt = maker.inline(*[pixels(28, 28)] * 8)
     too_many = msgspec.structs.replace(prompt, features=(*prompt.features, *prompt.features[-1:]))
-    with pytest.raises(InvalidFeature, match="begins before"):
+    with pytest.raises(InvalidFeature, match="takes tokens of another"):
         checker.check(too_many, items_of(too_many))
     last = too_many.features[-1]
     moved = PlaceholderRange(offset=last.placeholder.end, length=last.placeholder.length)

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from video_clips import clip
 
 from medialane.cli.sample_images import sample_jpeg
+from video_clips import clip
 
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 10

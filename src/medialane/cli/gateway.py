@@ -103,7 +103,7 @@ async def _serve(
         pool = PreparerPool(
             config.prepare,
             factory=PROCESSOR_FACTORY,
-            factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args))),
+            factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
             arena=arena,
             media=config.media,
         )

@@ -124,7 +124,7 @@ def _tree(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 def _check_references(body: memoryview) -> None:
     for _kind, entry in _boxes(body[8:]):
         if not _number(entry, 0) & _SELF_CONTAINED:
-            raise InvalidVideo("the video refers to another file")
+            raise UnsupportedMediaType("the video refers to another file")
 
 
 def _check_sample_sizes(kind: bytes, body: memoryview, file_bytes: int) -> None:

@@ -10,10 +10,9 @@ replacement; `tests/contract/test_video_exactness.py` pins it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,6 +40,7 @@ _JPEG_LIST_START = b"/9j/"
 class VllmFrameSampler:
     """Samples as the vLLM of `model_config` does. Not thread-safe.
 
+    What a client may ask for is judged before (`media_options`): options are taken here as they come.
     `max_sampled_frames` bounds what vLLM's own decoder is asked for; a `Video` has its own bound.
     """
 
@@ -53,7 +53,8 @@ class VllmFrameSampler:
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         """As `FrameSampler.sample`. Raises InvalidRequest, InvalidVideo, and what `Video.read` raises."""
-        media_io = self._media_io(self._options(io))
+        asked = msgspec.json.decode(io, type=dict[str, Any])
+        media_io = self._media_io(VideoMediaIO.merge_kwargs(self._own, asked))
         try:
             frames, metadata = self._load(video, media_io)
         except _REFUSALS as error:
@@ -71,18 +72,6 @@ class VllmFrameSampler:
                     b"", num_frames=media_io.num_frames, **media_io.kwargs
                 )
         return frames, metadata
-
-    def _options(self, io: bytes) -> dict[str, Any]:
-        """The options of an item over those of the model, vetted, as vLLM merges them."""
-        asked = msgspec.json.decode(io, type=dict[str, Any])
-        for key, value in asked.items():
-            if key not in self._own or self._own[key] != value:
-                _vet(key, value)
-        merged: dict[str, Any] = VideoMediaIO.merge_kwargs(self._own, asked)
-        if (most := merged.get("max_frames")) is not None:
-            num_frames = merged.get("num_frames", _NUM_FRAMES)
-            merged["num_frames"] = min(num_frames, most) if num_frames > 0 else most
-        return merged
 
     def _media_io(self, options: dict[str, Any]) -> Any:
         """vLLM's reader of videos, as `MediaConnector.fetch_video_async` makes it."""
@@ -144,82 +133,3 @@ def _decoding_with(video: Video, most: int) -> Iterator[None]:
 def _reads_its_own_way(loader: type[VideoLoader]) -> bool:
     own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
     return own
-
-
-# Options
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_rate(value: object) -> bool:
-    return _is_number(value) and (value == -1 or 0 < value <= _MOST_FPS)
-
-
-def _is_amount(value: object) -> bool:
-    return _is_number(value) and 0 <= value <= _MOST
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
-
-
-def _is_count_or_all(value: object) -> bool:
-    return value == -1 or _is_count(value)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_loader(value: object) -> bool:
-    return (
-        isinstance(value, str)
-        and value in VIDEO_LOADER_REGISTRY.name2class
-        and not VIDEO_LOADER_REGISTRY.backend_requires_gpu(value)
-    )
-
-
-def _is_opencv(value: object) -> bool:
-    return value == "opencv"
-
-
-def _is_indices(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST and all(_is_amount(index) for index in value)
-
-
-def _is_word(value: object) -> bool:
-    return isinstance(value, str)
-
-
-#: Options that a client may give, with what each must be: those of vLLM's samplers, its choice of one among them, and
-#: what a client may tell of a list of JPEG frames.
-_OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "fps": (_is_rate, f"a number above 0 and at most {_MOST_FPS:g}, or -1"),
-    "num_frames": (_is_count_or_all, "a positive integer, or -1"),
-    "max_frames": (_is_count, "a positive integer"),
-    "min_frames": (_is_count, "a positive integer"),
-    "max_duration": (_is_amount, "a number of seconds"),
-    "temporal_patch_size": (_is_count, "a positive integer"),
-    "frame_recovery": (_is_flag, "true or false"),
-    "video_backend": (_is_loader, "the name of one of vLLM's samplers"),
-    "backend": (_is_opencv, "opencv"),
-    "overflow_strategy": (_is_word, "a word"),
-    "frame_sample_mode": (_is_word, "a word"),
-    "max_fps": (_is_rate, f"a number above 0 and at most {_MOST_FPS:g}"),
-    "sampling_fps": (_is_rate, f"a number above 0 and at most {_MOST_FPS:g}"),
-    "total_num_frames": (_is_count, "a positive integer"),
-    "duration": (_is_amount, "a number of seconds"),
-    "frames_indices": (_is_indices, "a list of integers"),
-    "do_sample_frames": (_is_flag, "true or false"),
-}
-
-
-def _vet(key: str, value: object) -> None:
-    """Raise InvalidRequest unless a client may say this."""
-    if key not in _OPTIONS:
-        raise InvalidRequest("media_io_kwargs of video has an option that is not taken here", param=key[:64])
-    is_right, what = _OPTIONS[key]
-    if not is_right(value):
-        raise InvalidRequest(f"media_io_kwargs of video: {key} must be {what}")

@@ -47,6 +47,7 @@ class FactoryConfig(msgspec.Struct, frozen=True):
 
     model: str
     vllm_args: list[str]
+    max_sampled_frames: int = 768
 
 
 def build_processor(config: bytes) -> Processor:
@@ -58,7 +59,8 @@ def build_processor(config: bytes) -> Processor:
         return _NoMedia()
     engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
     takes_video = "video" in engine_processor.info.supported_mm_limits
-    processor = VllmProcessor(engine_processor, VllmFrameSampler(model_config) if takes_video else None)
+    sampler = VllmFrameSampler(model_config, max_sampled_frames=wanted.max_sampled_frames)
+    processor = VllmProcessor(engine_processor, sampler if takes_video else None)
     if supports_split(engine_processor):
         processor.warm_up()
     return processor
@@ -201,7 +203,8 @@ class VllmAssembler:
             by_modality.setdefault(feature.modality, []).append(feature)
         try:
             applied = self._apply(token_ids, by_modality, kwargs)
-        except (ValueError, AssertionError) as error:  # vLLM asserts that each item has its placeholder in the prompt
+        except (ValueError, AssertionError, RuntimeError) as error:
+            # How vLLM says that an item does not have its placeholder in the prompt.
             raise PromptRejected(str(error)) from error
         ranges = {
             modality: iter([_range(found) for found in applied["mm_placeholders"][modality]])

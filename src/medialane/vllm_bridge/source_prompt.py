@@ -80,7 +80,7 @@ class SourceRenderer:
             (rendered,) = await self._renderer.render_cmpl_async([tokens])
         except VLLMError:
             raise
-        except (ValueError, TypeError, AssertionError) as error:
+        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
             # Too many items, options that the processor does not take, a prompt without the items' placeholders.
             raise PromptRejected(str(error)) from error
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.

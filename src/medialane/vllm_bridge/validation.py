@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.multimodal.inputs import (
@@ -182,14 +183,23 @@ def placeholder_of(feature: HandedMedia) -> PlaceholderRange:
 
 
 def check_ranges(num_tokens: int, ranges: Sequence[PlaceholderRange]) -> None:
-    """Raise InvalidFeature unless the ranges stand in order, apart from each other, inside the prompt."""
-    end = 0
+    """Raise InvalidFeature unless the ranges lie inside the prompt and no token takes an embedding of two of them.
+
+    Ranges come grouped by modality, so not in the order of the prompt. Tokens that take no embedding may be shared:
+    Gemma-3's newlines after one image and before the next are one token of both, and where a video is heard (Qwen-Omni)
+    its sound's tokens stand among its own.
+    """
+    if (last := max((found.end for found in ranges), default=0)) > num_tokens:
+        raise InvalidFeature(f"a placeholder ends at {last}, the prompt at {num_tokens}")
+    taken = np.zeros(num_tokens, bool)
     for found in ranges:
-        if found.offset < end:
-            raise InvalidFeature(f"the placeholder at {found.offset} begins before the one before it has ended")
-        end = found.end
-    if end > num_tokens:
-        raise InvalidFeature(f"a placeholder ends at {end}, the prompt at {num_tokens}")
+        marks = np.ones(found.length, bool) if found.is_embed is None else np.frombuffer(found.is_embed, bool)
+        tokens = taken[found.offset : found.end]
+        if not marks.any():
+            raise InvalidFeature(f"the placeholder at {found.offset} takes no embedding")
+        if (tokens & marks).any():
+            raise InvalidFeature(f"the placeholder at {found.offset} takes tokens of another")
+        tokens |= marks
 
 
 def _common(elems: Sequence[MultiModalFieldElem]) -> FieldSpec:
