@@ -110,7 +110,6 @@ GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
     "decoded/shm": ("--stage", "decoded", "--transport", "shm"),
-    "decoded/inline": ("--stage", "decoded", "--transport", "inline"),
     "url": ("--stage", "url"),
     "apart": ("--transfer-max-inline-bytes", "1MiB"),
 }

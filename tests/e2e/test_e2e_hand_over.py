@@ -6,7 +6,7 @@ from openai_http import assert_same, chat, data_url, image, photo, picture, text
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-WAYS = ("features/shm", "features/inline", "decoded/shm", "decoded/inline", "url", "apart")
+WAYS = ("features/shm", "features/inline", "decoded/shm", "url", "apart")
 
 BODIES = {
     "text": chat(text("Say something about pictures.")),

@@ -82,3 +82,5 @@ async def test_media_known_from_before_give_the_same_answer(servers):
     answer = await servers.ours.succeed(asked)
     assert answer.cache == "hit"
     assert_same(answer.json, (await servers.plain.succeed(asked)).json)
+    # Nor was any answer of this file's other tests given in another way than by features.
+    assert (await servers.ours.metrics()).value("medialane_fallbacks_total") == 0

@@ -122,14 +122,7 @@ BREAKS = {
 }
 
 
-#: With vLLM in it, a preparer that faults does not end by itself: its deadline ends it, and that is what is told.
-_NOT_SEEN = pytest.mark.xfail(strict=True, reason="a faulting preparer is told as a timeout once vLLM is loaded")
-
-
-@pytest.mark.parametrize(
-    "height",
-    [pytest.param(h, marks=_NOT_SEEN if h == 301 else (), id="62 " + why) for h, (why, _) in BREAKS.items()],
-)
+@pytest.mark.parametrize("height", [pytest.param(h, id="62 " + why) for h, (why, _) in BREAKS.items()])
 def test_broken_decoder_fails_its_request_and_nothing_else(height: int, gateway: GatewayProcess, world: World):
     row = Row("62", sent(lambda: picture(height, (BREAKING_WIDTH, height))), 500, BREAKS[height][1], 12.0, 4600.0)
     _attack(row, gateway, world)

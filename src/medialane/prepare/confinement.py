@@ -20,6 +20,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _OOM_SCORE_ADJ = 800
 
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 _libc.prctl.restype = ctypes.c_int
@@ -64,6 +66,16 @@ def forgo_privileges() -> None:
     except PermissionError:
         # Some sandboxes forbid even making it worse; it is a hint for the kernel, nothing relies on it.
         return
+
+
+def die_of_faults() -> None:
+    """Let a fault end this process at once.
+
+    Libraries that come with vLLM (LLVM) have the fault signals print a stack first; in a forked child that waits for
+    locks that nobody holds any more, and the crash would look like a decoder that takes too long.
+    """
+    for number in _FAULTS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def drop_sockets(keep: Collection[int]) -> None:

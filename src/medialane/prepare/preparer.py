@@ -51,6 +51,7 @@ class Preparer:
         confinement.drop_sockets(keep={jobs.fileno()})
         self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=True)
         confinement.forgo_privileges()
+        confinement.die_of_faults()
         confinement.limit_memory(setup.memory_limit_bytes)
 
     def run(self) -> None:

@@ -1,5 +1,6 @@
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def test_forgone_privileges_are_a_core_dump_and_a_place_late_in_the_memory_kille
             return resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) and int(file.read()) >= 0
 
     assert in_child(check)
+
+
+def test_a_fault_ends_the_process_though_a_library_would_handle_it():
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGSEGV, lambda *_: None)
+        confinement.die_of_faults()
+        os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
 
 
 def test_dropped_sockets_are_unusable_but_the_kept_one():
