@@ -15,7 +15,15 @@ from starlette.responses import Response
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
-from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl, InvalidRequest, PreparersBusy, WorkerLost
+from medialane.core.errors import (
+    ArenaFull,
+    InvalidImage,
+    InvalidMediaUrl,
+    InvalidRequest,
+    PreparersBusy,
+    StartupFailed,
+    WorkerLost,
+)
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import (
@@ -283,6 +291,11 @@ async def test_media_that_did_not_come_through_intake_are_refused(server):
     response = await server.client.post("/v1/chat/completions", content=body, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_media_url"
+
+
+async def test_embeddings_are_refused_at_start(tiny_model):
+    with pytest.raises(StartupFailed, match="--enable-mm-embeds"):
+        Frontend(str(tiny_model), [*VLLM_ARGS, "--enable-mm-embeds"])
 
 
 async def test_image_by_uuid_alone_is_refused(server):

@@ -5,8 +5,8 @@ import time
 import msgspec
 import pytest
 from aiohttp.abc import AbstractResolver
-from http_origin import HttpOrigin, answer
 
+from http_origin import HttpOrigin, answer
 from medialane.core.errors import (
     EmptyMedia,
     InvalidImage,
