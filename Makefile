@@ -18,7 +18,7 @@ BIN := .venv/bin
 STAMP := .venv/.filled-$(EXTRA)
 LOG := .venv/install.log
 
-.PHONY: help venv demo test check fuzz bench test-gpu clean
+.PHONY: help venv demo test check fuzz bench test-families test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -46,6 +46,9 @@ test: check     ## check, then every test that needs no GPU
 fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
 
+test-families: $(STAMP) ## whole answers of all eight families against plain vLLM (a quarter of an hour)
+	$(BIN)/pytest tests/e2e_families $(ARGS)
+
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
@@ -59,7 +62,7 @@ clean:          ## remove .venv and every cache
 
 # One process for each kind of test: vLLM, once it is in a process, changes its logging and leaves children there.
 # With ARGS a kind may be left without any test (pytest's exit status 5).
-pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu" $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
+pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
 # Only lines that tell how far pip has come are shown; everything is in the log, whose end is shown when it fails.
 $(STAMP): pyproject.toml $(wildcard src/startup/*)

@@ -106,6 +106,9 @@ _PREFIXES: Final[Mapping[str, str]] = {"server": "", "cluster": "", "logging": "
 _SHORT: Final[Mapping[tuple[str, str], str]] = {
     ("arena", "size_bytes"): "arena-size",
     ("gateway", "stage"): "stage",
+    ("media", "allowed_media_domains"): "allow-media-domain",
+    ("media", "allowed_media_networks"): "allow-media-network",
+    ("media", "allowed_local_media_path"): "allowed-local-media-path",
     ("prepare", "num_preparers"): "preparers",
     ("transfer", "transport"): "transport",
 }

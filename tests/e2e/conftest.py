@@ -34,10 +34,11 @@ SERVER_FLAGS = (
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     "--enable-prompt-tokens-details",
+    "--trust-request-mm-kwargs",
 )
 
 #: Test pictures are served from the loopback interface.
-MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--media-allowed-networks", "127.0.0.0/8")
+MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 API_KEY = "tested-key"
 
 

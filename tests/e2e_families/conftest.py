@@ -31,6 +31,11 @@ ENVIRON = {
 MEDIALANE_FLAGS = ("--workers", "1", "--preparers", "1", "--arena-size", "256MiB", "--verbose")
 
 
+#: Families that `make test` starts: video with timestamps, an `apply` of its own, sound and mixed modalities.
+#: Of the others one is the model of tests/e2e, and the rest differ in preparation alone, which tests/contract compares.
+_ALWAYS = ("qwen3_vl", "paligemma", "qwen2_5_omni")
+
+
 @dataclass(frozen=True)
 class Servers:
     """Clients of two servers of one model."""
@@ -62,7 +67,11 @@ def _is_taken(params: dict) -> bool:
     return all(limits.get(modality, 0) >= count for modality, count in params.get("counts", {}).items())
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=FAMILIES)
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="session",
+    params=[pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.slow) for name in FAMILIES],
+)
 async def servers(request, environ, tmp_path_factory):
     """The `Servers` of each family in turn."""
     family = FAMILIES[request.param]

@@ -48,7 +48,7 @@ def test_flag_wins_over_environment_over_file_over_default(file):
 def test_flags_of_the_command_line_have_their_documented_names():
     names = {s.flag for s in settings()}
     assert {"--workers", "--preparers", "--host", "--port", "--arena-size", "--stage", "--transport"} <= names
-    assert {"--single-gpu", "--log-level", "--rpc-token", "--media-allowed-networks"} <= names
+    assert {"--single-gpu", "--log-level", "--rpc-token", "--allow-media-network"} <= names
 
 
 def test_every_setting_has_a_name_of_its_own_and_a_description():
@@ -93,7 +93,7 @@ def test_formatted_size_reads_back(num_bytes):
     ("flags", "environ", "message"),
     [
         ({"port": "abc"}, {}, r"--port 'abc': must be a whole number"),
-        ({}, {"MEDIALANE_STAGE": "pixels"}, r"MEDIALANE_STAGE 'pixels': must be one of auto, features, url"),
+        ({}, {"MEDIALANE_STAGE": "pixels"}, r"MEDIALANE_STAGE 'pixels': must be one of auto, features, decoded, url"),
         ({"arena-size": "big"}, {}, r"--arena-size 'big': must be a size such as 2GiB"),
         ({"start-timeout": "soon"}, {}, r"--start-timeout 'soon': must be a number of seconds"),
         (

@@ -136,7 +136,7 @@ async def _medialane(model: str) -> AsyncIterator[str]:
     """`medialane serve` with two workers, as a user starts it; its progress goes to the terminal."""
     port = _free_port()
     command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "2", "--port", str(port)]
-    command += ["--arena-size", "256MiB", "--media-allowed-networks", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
+    command += ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
     process = subprocess.Popen(command)  # noqa: S603, ASYNC220 - our own command line; it returns at once
     try:
         await _wait_ready(process, f"http://127.0.0.1:{port}/health")

@@ -84,7 +84,9 @@ class FeatureChecker:
         Raises PromptRejected where there are more of them than the operator allows.
         """
         features = prompt.features
-        check_ranges(len(prompt.token_ids), [placeholder_of(f) for f in features])
+        places = [placeholder_of(f) for f in features]
+        check_ranges(len(prompt.token_ids), places)
+        check_order([f.modality for f in features], places)
         self._check_counts(features)
         kwargs = decode_options(prompt.options)
         for feature, item in zip(features, items, strict=True):
@@ -200,6 +202,15 @@ def check_ranges(num_tokens: int, ranges: Sequence[PlaceholderRange]) -> None:
         if (tokens & marks).any():
             raise InvalidFeature(f"the placeholder at {found.offset} takes tokens of another")
         tokens |= marks
+
+
+def check_order(modalities: Sequence[Modality], ranges: Sequence[PlaceholderRange]) -> None:
+    """Raise InvalidFeature unless the items of each modality stand in the order of the prompt."""
+    ends: dict[Modality, int] = {}
+    for modality, found in zip(modalities, ranges, strict=True):
+        if found.offset <= ends.get(modality, -1):
+            raise InvalidFeature(f"{modality}: the placeholder at {found.offset} comes after a later one")
+        ends[modality] = found.offset
 
 
 def _common(elems: Sequence[MultiModalFieldElem]) -> FieldSpec:
