@@ -1,5 +1,6 @@
 """Decoded pixels are those of vLLM's own chain, value for value."""
 
+import importlib.resources
 import warnings
 from io import BytesIO
 
@@ -33,6 +34,27 @@ def ours(data: bytes) -> np.ndarray:
 def assert_exact(data: bytes) -> None:
     expected = by_vllm(data)
     assert np.array_equal(ours(data), expected)
+
+
+#: Real photographs and scans, from the sample data of two libraries.
+PHOTOGRAPHS = [
+    ("sklearn", "datasets/images/china.jpg"),
+    ("sklearn", "datasets/images/flower.jpg"),
+    ("skimage", "data/rocket.jpg"),
+    ("skimage", "data/retina.jpg"),
+    ("skimage", "data/hubble_deep_field.jpg"),
+    ("skimage", "data/astronaut.png"),
+    ("skimage", "data/camera.png"),
+    ("skimage", "data/logo.png"),
+    ("skimage", "data/no_time_for_that_tiny.gif"),
+]
+
+
+@pytest.mark.parametrize(("package", "path"), PHOTOGRAPHS, ids=[path.rpartition("/")[2] for _, path in PHOTOGRAPHS])
+def test_real_photographs_are_exact(package, path):
+    data = importlib.resources.files(package).joinpath(path).read_bytes()
+    assert_exact(data)
+    assert ours(data).std() > 10  # it shows something
 
 
 def picture(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:

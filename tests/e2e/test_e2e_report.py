@@ -1,0 +1,29 @@
+"""What was used of a request's media is told to those who ask, by a whole server."""
+
+import pytest
+from openai_http import assert_same, chat, picture, text, video
+
+pytestmark = pytest.mark.vllm
+
+BODY = chat(text("Look at"), video(90, fps=2, max_frames=4), picture(91, 320, 240))
+
+
+async def test_report_tells_frames_sizes_and_tokens(ours, plain):
+    await ours.succeed(BODY)
+    answer = await ours.succeed({**BODY, "medialane": {"report": True}})
+    report = answer.json.pop("medialane")
+    clip, photo = report["items"]
+    assert (clip["modality"], clip["num_frames"], len(clip["timestamps"])) == ("video", 4, 4)
+    assert (photo["width"], photo["height"], photo["cache"]) == (320, 240, "hit")
+    assert clip["num_tokens"] > photo["num_tokens"] > 0
+    assert (report["stage"], report["transport"]) == ("features", "shm")
+    without = await ours.succeed(BODY)
+    assert "medialane" not in without.json
+    assert_same(answer.json, without.json)
+
+
+async def test_an_items_own_options_are_those_of_a_request(ours, plain):
+    asked = chat(text("Look at"), video(92), media_io_kwargs={"video": {"num_frames": 4}})
+    own = chat(text("Look at"), video(92, num_frames=4))
+    right = await plain.succeed(asked)
+    assert (await ours.succeed(own)).ids == (await ours.succeed(asked)).ids == right.ids
