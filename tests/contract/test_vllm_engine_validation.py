@@ -99,12 +99,27 @@ def place_of(prompt, index=0):
         ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length + 1)),
         ("not those", lambda p: PlaceholderRange(offset=p.offset - 1, length=p.length)),
         ("no embedding", lambda p: PlaceholderRange(offset=p.offset, length=p.length, is_embed=b"\0" * p.length)),
-        ("takes tokens of another", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),
+        ("the prompt at", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),
     ],
 )
 def test_placeholder_that_is_not_the_features_is_refused(checker, prompt, what, change):
     with pytest.raises(InvalidFeature, match=what):
         checker.check(with_feature(prompt, placeholder=change(place_of(prompt))), items_of(prompt))
+
+
+def test_placeholders_that_share_a_token_are_refused(checker, prompt):
+    first = place_of(prompt)
+    with pytest.raises(InvalidFeature, match="takes tokens of another"):
+        checker.check(
+            with_feature(prompt, 1, placeholder=PlaceholderRange(first.end - 1, first.length)), items_of(prompt)
+        )
+
+
+def test_placeholders_of_one_modality_out_of_order_are_refused(checker, prompt):
+    places = place_of(prompt), place_of(prompt, 1)
+    swapped = with_feature(with_feature(prompt, 0, placeholder=places[1]), 1, placeholder=places[0])
+    with pytest.raises(InvalidFeature, match="comes after a later one"):
+        checker.check(swapped, items_of(swapped))
 
 
 def test_placeholder_beyond_the_prompt_is_refused(checker, prompt):
