@@ -129,6 +129,18 @@ def test_image_that_the_model_refuses_is_the_clients_error(processor):
         processor.process(Image(pixels(1000, 2)), b"{}")  # an aspect ratio over 200
 
 
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
+def test_items_of_different_options_are_placed_by_their_grids(renderer, processor, assembler):
+    assert assembler.takes_own_options
+    array = pixels(800, 600)
+    small, large = processor.process(Image(array), b'{"max_pixels":40000}'), processor.process(Image(array), b"{}")
+    features = tuple(Feature("image", str(n), i.header, (), i.size) for n, i in enumerate((small, large)))
+    assembled = assembler.assemble(prompt(renderer, 2), features, b"{}")
+    grids = [decode_item(i.header, i.buffers)["image_grid_thw"].data.prod().item() for i in (small, large)]
+    assert [place.length for place in assembled.placeholders] == [grid // 4 for grid in grids]
+    assert grids[0] < grids[1]
+
+
 def test_prompt_without_its_placeholder_is_rejected(renderer, processor, assembler):
     item = processor.process(Image(pixels(64, 64)), b"{}")
     with pytest.raises(PromptRejected):

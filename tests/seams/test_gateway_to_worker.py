@@ -439,6 +439,18 @@ async def test_processors_refusal_reaches_everyone_who_waits_with_his_own_field(
         assert found == ["messages[0].content[0].image_url", "messages[0].content[9].image_url"]
 
 
+async def test_options_that_items_do_not_share_are_refused_where_tokens_follow_from_them(arena, preparers, worker):
+    own = msgspec.structs.replace(ref(png(), 3), options=b'{"scale":2.0}')
+    media = prompt(png(), png(seed=1))
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope(), pytest.raises(InvalidRequest) as failed:
+            await parts.gateway.prepare(msgspec.structs.replace(media, items=(media.items[0], own)))
+        assert failed.value.param == own.param
+        with open_scope():
+            shared = await parts.gateway.prepare(MediaPrompt([1, 7], (own,)))
+    assert shared.source.options == b'{"scale":2.0}'
+
+
 async def test_preparer_killed_at_work_fails_its_request_alone(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 

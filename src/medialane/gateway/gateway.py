@@ -69,6 +69,7 @@ class Gateway:
         self._features = features
         self._handover = handover
         self._assembly = Assembly(assembler)
+        self._takes_own_options = assembler.takes_own_options
         self._workers = workers
         self._router = router
         self._metrics = metrics
@@ -91,6 +92,8 @@ class Gateway:
         prompt = _with_common_options(prompt)
         if self._config.stage in ("decoded", "url"):
             return await self._leave_to_worker(prompt, scope)
+        if not self._takes_own_options:
+            _check_options(prompt)
         found = await _side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
         features = tuple(item.lease.value for item in found)
         with scope.timeline.measure("assemble"):
@@ -152,9 +155,7 @@ class Gateway:
     async def _leave_to_worker(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
         """Stages `decoded` and `url`: what is fetched and decoded here, under our guard, is in the arena from now on;
         the worker does the rest."""
-        if any(ref.options != b"{}" for ref in prompt.items):
-            message = "in this stage all items of a request are processed with the same options"
-            raise InvalidRequest(message, param=prompt.items[0].param)
+        _check_options(prompt)
         stage: SourceStage = "decoded" if self._config.stage == "decoded" else "url"
         entries = await _side_by_side(
             [self._handover.entry(stage, number, prompt, scope) for number in range(len(prompt.items))]
@@ -239,6 +240,14 @@ def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
         return prompt
     items = tuple(msgspec.structs.replace(ref, options=b"{}") for ref in prompt.items)
     return msgspec.structs.replace(prompt, items=items, options=found.pop())
+
+
+def _check_options(prompt: MediaPrompt) -> None:
+    """Raise InvalidRequest where an item has options of its own that others do not share."""
+    own = next((ref for ref in prompt.items if ref.options != b"{}"), None)
+    if own is not None:
+        message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
+        raise InvalidRequest(message, param=own.param)
 
 
 async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:

@@ -46,6 +46,11 @@ class AssembledPrompt:
 class Assembler(Protocol):
     """Expands a prompt's placeholders from its items' metadata alone: neither pixels nor large tensors are read."""
 
+    @property
+    def takes_own_options(self) -> bool:
+        """Whether an item's tokens follow from its feature alone, so that items may differ in processor options."""
+        ...
+
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         """`features` stand in the order of their modality's items in the request. Raises PromptRejected."""
         ...

@@ -130,6 +130,8 @@ class Frontend:
 class _NoAssembler:
     """Stands where no prompt is ever assembled: stages `decoded` and `url`, or a model without media."""
 
+    takes_own_options = False
+
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")
 

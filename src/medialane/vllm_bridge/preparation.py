@@ -190,11 +190,23 @@ def trial_audio(seconds: float = 1.0) -> AudioSamples:
     return AudioSamples(np.sin(np.float32(2 * np.pi * 440) * times), 16000)
 
 
+#: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
+#: (facts of vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL has a grid, too, and counts by size.
+#: By name, since importing the models of other families takes seconds.
+_TOKENS_BY_GRID = frozenset(
+    ("Qwen2VLMultiModalProcessor", "Qwen3VLMultiModalProcessor", "Qwen2_5OmniThinkerMultiModalProcessor")
+)
+
+
 class VllmAssembler:
     """The light half: placeholders from headers and sizes. Not thread-safe: one executor thread calls it."""
 
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
+
+    @property
+    def takes_own_options(self) -> bool:
+        return any(cls.__name__ in _TOKENS_BY_GRID for cls in type(self._processor).__mro__)
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         kwargs = decode_options(options)
