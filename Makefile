@@ -30,7 +30,7 @@ demo: $(STAMP)  ## photos through gateway and two workers, compared with plain v
 	$(BIN)/medialane demo $(ARGS)
 
 check: $(STAMP) ## lint, format, types, architecture
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py

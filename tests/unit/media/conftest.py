@@ -1,4 +1,5 @@
 import pytest
+
 from http_origin import HttpOrigin
 
 

@@ -2,8 +2,8 @@ import asyncio
 
 import msgspec
 import pytest
-from http_origin import answer
 
+from http_origin import answer
 from medialane.core.errors import (
     MediaFetchFailed,
     MediaFetchTimeout,
