@@ -98,9 +98,9 @@ async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_en
         (victim,) = pool.stats().pids
         reserve = arena.reserve
 
-        def reserve_and_stop_the_writer(num_bytes):
+        def reserve_and_stop_the_writer(num_bytes, kind):
             os.kill(victim, signal.SIGSTOP)
-            return reserve(num_bytes)
+            return reserve(num_bytes, kind)
 
         monkeypatch.setattr(arena, "reserve", reserve_and_stop_the_writer)
         job = asyncio.create_task(pool.prepare_item(encoded, b"{}", "a" * 64))
@@ -121,9 +121,9 @@ async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, enco
         (victim,) = pool.stats().pids
         reserve = arena.reserve
 
-        def watched_reserve(num_bytes):
+        def watched_reserve(num_bytes, kind):
             os.kill(victim, signal.SIGSTOP)
-            reservation = reserve(num_bytes)
+            reservation = reserve(num_bytes, kind)
             abandon = reservation.abandon
 
             def watched_abandon():
