@@ -412,6 +412,30 @@ async def test_content_that_changed_before_the_worker_gets_it_goes_by_its_own_ha
     assert seen[2].prompt.media[0].mm_hash != prepared.mm_hashes[0]
 
 
+async def test_items_that_a_worker_shall_process_itself_are_found_side_by_side(arena, preparers, worker):
+    seen = spy(worker, [HandoverFailed("no")] * 2)
+    images = {f"http://host/{n}.png": png(seed=n) for n in range(3)}
+    async with Parts(arena, preparers, [worker]) as parts:
+        parts.fetcher.contents.update(images)
+        items = tuple(MediaRef("image", f"messages[0].content[{n}].image_url", url=u) for n, u in enumerate(images))
+        with open_scope():
+            prepared = await parts.gateway.prepare(MediaPrompt([1, 7, 7, 7], items))
+            all_there = asyncio.Barrier(3)  # a fetch that waits for the others ends only if they have begun
+            fetch = parts.fetcher.fetch
+
+            async def together(*args, **kwargs):
+                async with asyncio.timeout(5):
+                    await all_there.wait()
+                return await fetch(*args, **kwargs)
+
+            parts.fetcher.fetch = together
+            await parts.generate(request("r", prepared.token_ids), prepared)
+        await eventually(lambda: arena.stats().num_leases == 0)
+    assert seen[2].prompt.stage == "url"
+    assert [item.param for item in seen[2].prompt.media] == [item.param for item in items]
+    assert [bytes(arena.view.tensor(item.tensors[0])) for item in seen[2].prompt.media] == list(images.values())
+
+
 async def test_one_bad_image_of_three_fails_the_request_and_names_its_field(arena, preparers, worker):
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:

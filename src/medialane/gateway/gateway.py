@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -31,6 +30,7 @@ from medialane.gateway.features import FeatureSource, Found
 from medialane.gateway.handover import Handover, Pins
 from medialane.gateway.report import Cache
 from medialane.gateway.scope import RequestScope, current_scope
+from medialane.gateway.side_by_side import side_by_side
 from medialane.gateway.source_entry import SourceStage
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
@@ -39,8 +39,6 @@ from medialane.rpc import RemoteRequest
 from medialane.transfer import TransferConfig, Way, ways
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Router(Protocol):
@@ -94,7 +92,7 @@ class Gateway:
             return await self._leave_to_worker(prompt, scope)
         if not self._takes_own_options:
             _check_options(prompt)
-        found = await _side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
+        found = await side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
         features = tuple(item.lease.value for item in found)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
@@ -157,7 +155,7 @@ class Gateway:
         the worker does the rest."""
         _check_options(prompt)
         stage: SourceStage = "decoded" if self._config.stage == "decoded" else "url"
-        entries = await _side_by_side(
+        entries = await side_by_side(
             [self._handover.entry(stage, number, prompt, scope) for number in range(len(prompt.items))]
         )
         for entry in entries:
@@ -248,23 +246,3 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
-
-
-async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
-    """All results in order. The first failure cancels the others and is the one raised."""
-    if len(work) == 1:
-        return (await work[0],)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one) for one in work]
-    except* MedialaneError as failed:
-        raise _first(failed) from None
-    return tuple(task.result() for task in running)
-
-
-def _first(failed: BaseExceptionGroup[MedialaneError]) -> MedialaneError:
-    error: BaseException = failed
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MedialaneError)  # noqa: S101 - the group holds nothing else
-    return error

@@ -12,6 +12,7 @@ from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.scope import RequestScope
+from medialane.gateway.side_by_side import side_by_side
 from medialane.gateway.source_entry import SourceEntry, SourceStage
 from medialane.transfer import HandedTensors, Transport, Way
 
@@ -59,7 +60,7 @@ class Handover:
         if any(ref.options != b"{}" for ref in source.items):
             raise HandoverFailed("a worker processes all items of a request with the same options")
         stage: SourceStage = "decoded" if way.stage == "decoded" else "url"
-        entries = [await self.entry(stage, number, source, scope) for number in range(len(source.items))]
+        entries = await side_by_side([self.entry(stage, number, source, scope) for number in range(len(source.items))])
         published = self._publish(way, [entry.tensors for entry in entries], scope)
         media = tuple(entry.handed(tensors) for entry, tensors in zip(entries, published, strict=True))
         pins: Pins = [entry.lease.duplicate() for entry in entries] if way.transport == "shm" else []
