@@ -124,7 +124,11 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
 class ModelCard(msgspec.Struct, frozen=True):
     """What a worker serves. `processor` are the settings that must agree for features to mean the same:
-    model, dtype, processor class and backend, device-side normalisation, versions."""
+    model, dtype, processor class and backend, device-side normalisation, versions.
+
+    Sizes are 0 where the engine does not tell: `encoder_cache_tokens` embeddings fit in its encoder cache,
+    `num_kv_blocks` blocks in the KV cache of one rank. `max_loras` is 0 where LoRA is off, None where not told.
+    """
 
     model: str
     max_model_len: int
@@ -132,28 +136,79 @@ class ModelCard(msgspec.Struct, frozen=True):
     mm_limits: dict[str, int]
     processor: dict[str, str]
     supported_tasks: tuple[str, ...] = ("generate",)
+    encoder_cache_tokens: int = 0
+    num_kv_blocks: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    data_parallel_size: int = 1
+    max_loras: int | None = None
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A worker as the router sees it. `num_in_flight` counts this gateway's requests there."""
+    """A worker, or one data-parallel rank of it, as the router sees it. `num_in_flight` counts this gateway's requests
+    there; `same_host` says that it maps our arena; a draining one finishes what it has."""
 
     worker_id: str
     address: str
     ready: bool
     load: WorkerLoad
     num_in_flight: int
+    rank: int = 0
+    num_ranks: int = 1
+    same_host: bool = False
+    card: ModelCard | None = None
+    draining: bool = False
+
+
+class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the expected milliseconds until the first token come from; `session` is a bonus, so not above zero."""
+
+    prefill: float = 0.0
+    encoder: float = 0.0
+    queue: float = 0.0
+    running: float = 0.0
+    kv_pressure: float = 0.0
+    handover: float = 0.0
+    session: float = 0.0
+
+    @property
+    def total(self) -> float:
+        work = self.prefill + self.encoder + self.queue + self.running + self.kv_pressure
+        return work + self.handover + self.session
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """A worker that was not chosen: what the policy gave it (lower is better), and what it holds of the prompt."""
+
+    worker_id: str
+    rank: int
+    score: float
+    cached_tokens: int
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
-    """The chosen worker, and the score of every candidate (lower is better)."""
+    """The chosen worker and why. `cached_tokens` are those of the prompt that its engine is predicted to have in its KV
+    cache (whole blocks, at most all but the last token); `encoder_items_cached` the items that the encoder need not run
+    for: those within the cached tokens, and those in its encoder cache. `expected_ms` is the time until the first
+    token. `alternatives` are the next best few."""
 
     worker_id: str
-    scores: dict[str, float]
     reason: str
+    rank: int = 0
+    policy: str = "least-loaded"
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    num_items: int = 0
+    encoder_items_cached: int = 0
+    expected_ms: float = 0.0
+    parts: CostParts = CostParts()
+    alternatives: tuple[Alternative, ...] = ()
 
 
 __all__ = [
+    "Alternative",
     "CompletionDelta",
+    "CostParts",
     "Endpoint",
     "EngineRequest",
     "EngineTimes",

@@ -22,7 +22,7 @@ class LeastLoaded:
         least = min(scores.values())
         best = [worker for worker, score in scores.items() if score == least]
         self._turn += 1
-        return RoutingDecision(best[self._turn % len(best)], scores, "least loaded")
+        return RoutingDecision(best[self._turn % len(best)], "least loaded")
 
     @staticmethod
     def _score(endpoint: Endpoint) -> float:
