@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 
@@ -15,6 +16,15 @@ class Engine(Protocol):
     def card(self) -> ModelCard: ...
 
     def load(self) -> WorkerLoad: ...
+
+    def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
+        """Call `listener`, on the event loop, with every change of the KV cache from the engine's start on.
+
+        Called once, on the loop, before the first request. Batches of a rank come in order and soon after the step that
+        they tell of, without gaps: where the engine has lost some, AllBlocksCleared comes in their place. `card`'s
+        `block_size` is the size of the blocks that count.
+        """
+        ...
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         """Let the engine's own processes map the arena; True when they read the nonce back from it.

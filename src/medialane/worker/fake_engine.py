@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
 from medialane.core.errors import InvalidFeature, MedialaneError, PromptRejected, WorkerLost
 from medialane.core.hashing import content_hash
+from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
     EngineRequest,
@@ -18,6 +19,7 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
+from medialane.worker.fake_blocks import FakeBlocks
 
 FAKE_CARD = ModelCard(
     model="fake", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "fake"}
@@ -38,7 +40,8 @@ class FakeEngine:
     """Answers with ids that follow from the prompt's ids and the bytes of the features, one delta each.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
-    whose bytes it may read. `attaches` is what `attach_arena` answers. `die` makes it fail like a lost engine.
+    whose bytes it may read. Prompts stay in its KV cache, `blocks`. `attaches` is what `attach_arena` answers. `die`
+    makes it fail like a lost engine.
     """
 
     def __init__(self, *, card: ModelCard = FAKE_CARD, attaches: bool = True, release_s: float = 0.0) -> None:
@@ -47,6 +50,7 @@ class FakeEngine:
         self.num_pings = 0
         self.arenas: list[str] = []
         self.closed = False
+        self.blocks = FakeBlocks(card.block_size)
         self._attaches = attaches
         self._release_s = release_s
         self._failure: MedialaneError | None = None
@@ -61,6 +65,9 @@ class FakeEngine:
     def load(self) -> WorkerLoad:
         return WorkerLoad(num_running=self.num_reading)
 
+    def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
+        self.blocks.listener = listener
+
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         self._check_alive()
         self.arenas.append(arena)
@@ -72,12 +79,13 @@ class FakeEngine:
         params = _params(request)
         self._check(request, tensors)
         self.num_reading += 1
+        num_cached = self.blocks.prefill(request)
         try:
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
                 self._check_alive()
                 token = int(content_hash(_seen(request, tensors, number))[:8], 16) % VOCABULARY
-                yield _delta(request, number, token, finished=number == params.max_tokens - 1)
+                yield _delta(request, number, token, num_cached, finished=number == params.max_tokens - 1)
         finally:
             try:
                 await asyncio.sleep(self._release_s)
@@ -121,10 +129,10 @@ def _seen(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], numbe
     return msgspec.msgpack.encode((prompt.token_ids, media, number))
 
 
-def _delta(request: EngineRequest, number: int, token: int, *, finished: bool) -> OutputDelta:
+def _delta(request: EngineRequest, number: int, token: int, num_cached: int, *, finished: bool) -> OutputDelta:
     first = number == 0
     completion = CompletionDelta(0, f"<{token}>", [token], finish_reason="length" if finished else None)
-    cached = 0 if isinstance(request.prompt, ExpandedPrompt) else None
+    cached = num_cached if isinstance(request.prompt, ExpandedPrompt) else None
     return OutputDelta(
         request.request_id,
         [completion],

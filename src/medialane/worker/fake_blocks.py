@@ -1,0 +1,79 @@
+"""The KV cache of the fake engine: every full block of every prompt, for ever, or until it is told to forget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from medialane.core.hashing import content_hash
+from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KvEvent, KvEventBatch
+from medialane.core.request import EngineRequest
+
+
+class FakeBlocks:
+    """Tells a listener of the blocks of prompts as vLLM would. Pure but for the clock."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.listener: Callable[[KvEventBatch], None] | None = None
+        self.held: dict[EngineHash, None] = {}
+
+    def prefill(self, request: EngineRequest) -> int:
+        """Hold the prompt's blocks; return how many of its tokens were held before."""
+        chain = list(self._chain(request))
+        hashes = [found for found, _ in chain]
+        num_held = next((i for i, found in enumerate(hashes) if found not in self.held), len(hashes))
+        if num_held < len(hashes):
+            self.held.update(dict.fromkeys(hashes[num_held:]))
+            self.tell(self._stored(request, hashes, [keys for _, keys in chain], num_held))
+        return min(num_held, (len(request.prompt.token_ids) - 1) // self.block_size) * self.block_size
+
+    def forget(self, num_blocks: int | None = None) -> None:
+        """Remove the blocks that were stored last; all of them without a number."""
+        if num_blocks is None:
+            self.held.clear()
+            self.tell(AllBlocksCleared())
+            return
+        removed = [self.held.popitem()[0] for _ in range(min(num_blocks, len(self.held)))]
+        self.tell(BlockRemoved(removed, medium="GPU", group_idx=0))
+
+    def tell(self, *events: KvEvent) -> None:
+        if self.listener is not None:
+            self.listener(KvEventBatch(0, events, time.time()))
+
+    def _stored(
+        self, request: EngineRequest, hashes: list[EngineHash], keys: list[list[object] | None], start: int
+    ) -> BlockStored:
+        return BlockStored(
+            block_hashes=hashes[start:],
+            parent_block_hash=hashes[start - 1] if start else None,
+            token_ids=request.prompt.token_ids[start * self.block_size : len(hashes) * self.block_size],
+            block_size=self.block_size,
+            medium="GPU",
+            extra_keys=keys[start:],
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        )
+
+    def _chain(self, request: EngineRequest) -> Iterator[tuple[EngineHash, list[object] | None]]:
+        """The prompt's full blocks: hash and extra keys."""
+        token_ids, size = request.prompt.token_ids, self.block_size
+        parent = 0
+        for start in range(0, len(token_ids) - size + 1, size):
+            keys = self._extra_keys(request, start)
+            block = msgspec.msgpack.encode((parent, token_ids[start : start + size], keys))
+            parent = int(content_hash(block)[:16], 16)
+            yield parent, keys
+
+    def _extra_keys(self, request: EngineRequest, start: int) -> list[object] | None:
+        places = [(item.mm_hash, item.placeholder) for item in request.prompt.media if item.placeholder is not None]
+        keys: list[object] = [
+            [mm_hash, place.offset - start]
+            for mm_hash, place in places
+            if place.offset < start + self.block_size and place.end > start
+        ]
+        if start == 0 and request.cache_salt:
+            keys.append(request.cache_salt)
+        return keys or None
