@@ -27,20 +27,12 @@ from harness import Bar, Options, Report, median, percentile
 from load import Answered, data_url, image_request, process_tree, send
 from medialane.cli.plain_vllm import plain_vllm
 from medialane.cli.sample_images import sample_jpeg
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
 NAME = "serve"
 ABOUT = "requests with images through medialane and through plain vLLM: requests/s, TTFT, CPU per request"
 
 SIZES = ((512, 384), (1024, 768))
-#: One thread per engine: with two, on two cores, the engine's threads wait for each other while a server works.
-ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def run(options: Options) -> Report:
 async def _run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
     report = Report(NAME)
-    environ = {**os.environ, **ENVIRON}
+    environ = {**os.environ, **TINY_MODEL_ENVIRON}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "plain.log"
         async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log) as plain, _medialane(model) as ours:
@@ -144,7 +136,7 @@ async def _medialane(model: str) -> AsyncIterator[Server]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "1", "--preparers", "1"]
     command += ["--port", str(port), "--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
-    environ = {**os.environ, **ENVIRON}
+    environ = {**os.environ, **TINY_MODEL_ENVIRON}
     process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - it returns at once
     try:
         await _ready(process, f"http://127.0.0.1:{port}/health")

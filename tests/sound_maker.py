@@ -1,6 +1,8 @@
 """Encoded sounds for tests: by libsndfile, or by FFmpeg where libsndfile has no such container."""
 
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cache
 from io import BytesIO
 
 import av
@@ -16,6 +18,14 @@ def sound(rate: int, channels: int = 1, seconds: float = 0.2) -> np.ndarray:
     time = np.arange(int(rate * seconds))[:, None]
     tones = 0.3 * np.sin(time * np.linspace(0.01, 0.2, channels))
     return (tones + 0.1 * rng.standard_normal(tones.shape)).astype(np.float32)
+
+
+@cache
+def tone(pitch_hz: float, seconds: float = 1.5, *, rate: int = 16000, container: str = "WAV") -> bytes:
+    """A tone with two overtones that swells and fades. Noise would do worse: its spectrum is always the same."""
+    time = np.arange(int(seconds * rate)) / rate
+    wave = sum(np.sin(2 * np.pi * pitch_hz * k * time) / k for k in (1, 2, 3))
+    return by_libsndfile((wave * 0.3 * np.sin(np.pi * time / seconds)).astype(np.float32), rate, container)
 
 
 def by_libsndfile(samples: np.ndarray, rate: int, container: str = "WAV", coding: str | None = None) -> bytes:
@@ -67,3 +77,16 @@ def hours_of_silence(container: str, coding: str, rate: int, seconds: int) -> by
             packet.duration = context.frame_size
             file.mux(packet)
     return out.getvalue()
+
+
+#: A small sound of every kind of file that is taken.
+FILES: Mapping[str, Callable[[], bytes]] = {
+    "wav": lambda: by_libsndfile(sound(8000, 2), 8000),
+    "flac": lambda: by_libsndfile(sound(8000, 2), 8000, "FLAC"),
+    "mp3": lambda: by_libsndfile(sound(16000, 2), 16000, "MP3"),
+    "vorbis": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "VORBIS"),
+    "opus": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "OPUS"),
+    "m4a": lambda: by_ffmpeg(sound(16000, 2), 16000, "ipod", "aac"),
+    "webm": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
+    "video": lambda: by_ffmpeg(sound(16000, 2), 16000, "mp4", "aac", "mpeg4"),
+}

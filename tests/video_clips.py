@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from io import BytesIO
 
 import av
 import numpy as np
 from PIL import Image
+
+from medialane.cli.sample_images import sample_pixels
+
+#: The picture of a frame, by index, width and height.
+Draw = Callable[[int, int, int], np.ndarray]
 
 #: Encoders' own words go to nobody: x265 and SVT-AV1 write to the process's stderr.
 _QUIET = {"libx265": {"x265-params": "log-level=none:pools=none"}, "libsvtav1": {"preset": "12"}}
@@ -24,9 +31,25 @@ def pixels(index: int, width: int, height: int) -> np.ndarray:
     return frame
 
 
+def panned(seed: int, num_frames: int = 30) -> Draw:
+    """Draws what a camera sees that moves over a photo-like picture: clips of a seed are unlike those of another."""
+
+    def draw(index: int, width: int, height: int) -> np.ndarray:
+        scene = _scene(seed, width + 4 * num_frames, height)
+        return np.ascontiguousarray(scene[:, 4 * index : 4 * index + width])
+
+    return draw
+
+
+@cache
+def _scene(seed: int, width: int, height: int) -> np.ndarray:
+    return sample_pixels(seed, width, height)
+
+
 def clip(
     num_frames: int = 30,
     *,
+    draw: Draw = pixels,
     codec: str = "libx264",
     container: str = "mp4",
     fps: Fraction | int = 25,
@@ -40,7 +63,10 @@ def clip(
     pts: list[int] | None = None,
     ticks: int | None = None,
 ) -> bytes:
-    """An encoded clip. `pts` are the frames' times in `ticks` a second; by default they follow at `fps`."""
+    """An encoded clip; equal arguments give equal bytes.
+
+    `pts` are the frames' times in `ticks` a second; by default they follow at `fps`.
+    """
     time_base = Fraction(1, ticks or 1)
     out = BytesIO()
     with av.open(out, "w", format=container, container_options=container_options or {}) as file:
@@ -57,7 +83,7 @@ def clip(
         if rotation:
             stream.set_display_rotation(rotation)
         for index in range(num_frames):
-            frame = av.VideoFrame.from_ndarray(pixels(index, *size), format="rgb24").reformat(format=pix_fmt)
+            frame = av.VideoFrame.from_ndarray(draw(index, *size), format="rgb24").reformat(format=pix_fmt)
             frame.pts = index if pts is None else pts[index]
             frame.time_base = time_base if ticks else 1 / Fraction(fps)
             file.mux(stream.encode(frame))

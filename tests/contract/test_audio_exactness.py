@@ -11,7 +11,7 @@ import pytest
 from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
-from sound_maker import by_ffmpeg, by_libsndfile, sound
+from sound_maker import FILES, by_ffmpeg, by_libsndfile, sound
 
 #: The first test imports vLLM, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(120)
@@ -109,17 +109,6 @@ def test_wav_of_a_recorder_that_streams():
     data = bytearray(by_libsndfile(sound(8000), 8000))
     data[4:8] = data[40:44] = b"\xff" * 4
     assert_exact(bytes(data))
-
-
-FILES = {
-    "wav": lambda: by_libsndfile(sound(8000, 2), 8000),
-    "flac": lambda: by_libsndfile(sound(8000, 2), 8000, "FLAC"),
-    "mp3": lambda: by_libsndfile(sound(16000, 2), 16000, "MP3"),
-    "vorbis": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "VORBIS"),
-    "opus": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "OPUS"),
-    "m4a": lambda: by_ffmpeg(sound(16000, 2), 16000, "ipod", "aac"),
-    "webm": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
-}
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -17,16 +17,7 @@ from openai_http import OpenAiHttp
 from process_tree import command_of, descendants
 
 from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
-
-#: What vLLM takes from the environment only, for a small model on shared CPUs.
-ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 
 #: Tools are parsed as a user would have them parsed; usage tells of prefix cache hits.
 SERVER_FLAGS = (
@@ -45,7 +36,7 @@ API_KEY = "tested-key"
 @pytest.fixture(scope="session")
 def vllm_environ() -> dict[str, str]:
     """The whole environment of a process that runs vLLM."""
-    return {**ENVIRON, **os.environ}
+    return {**TINY_MODEL_ENVIRON, **os.environ}
 
 
 @pytest.fixture(scope="session")

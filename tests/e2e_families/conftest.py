@@ -17,16 +17,7 @@ from openai_http import OpenAiHttp
 from tiny_families import FAMILIES, Family
 
 from medialane.cli.plain_vllm import plain_vllm
-from medialane.vllm_bridge.tiny_model import cache_folder
-
-#: What vLLM takes from the environment only, for a small model on shared CPUs.
-ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 
 MEDIALANE_FLAGS = ("--workers", "1", "--preparers", "1", "--arena-size", "256MiB", "--verbose")
 
@@ -49,7 +40,7 @@ class Servers:
 def environ() -> Iterator[dict[str, str]]:
     """The whole environment of all processes. Sockets go to a short path, since theirs are bounded."""
     runtime = Path(tempfile.mkdtemp(prefix="ml-fam-"))
-    yield {**ENVIRON, **os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+    yield {**TINY_MODEL_ENVIRON, **os.environ, "XDG_RUNTIME_DIR": str(runtime)}
     shutil.rmtree(runtime)
 
 

@@ -4,15 +4,18 @@ import base64
 
 import pytest
 from openai_http import assert_same, chat, data_url, picture, text
-from tiny_media import clip, tone
+
+from sound_maker import tone
+from video_clips import clip, panned
 
 pytestmark = pytest.mark.vllm
 
 ASK = text("What do you make of it?")
 
 
-def video(seed, **kind):
-    return {"type": "video_url", "video_url": {"url": data_url(clip(seed, **kind), "video/mp4")}}
+def video(seed, *, frames=24, fps=12, size=(224, 168)):
+    data = clip(frames, draw=panned(seed, frames), fps=fps, size=size)
+    return {"type": "video_url", "video_url": {"url": data_url(data, "video/mp4")}}
 
 
 def audio(pitch_hz, seconds=1.5, **kind):
@@ -24,7 +27,7 @@ def input_audio(pitch_hz, seconds=1.5):
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-LONG = {"width": 160, "height": 120, "frames": 90, "fps": 25}
+LONG = {"size": (160, 120), "frames": 90, "fps": 25}
 
 #: How many items of each modality a request has (conftest.py leaves out what a family does not take), and the request.
 BODIES = {
@@ -36,11 +39,11 @@ BODIES = {
     "the same image twice": ({"image": 2}, [picture(0), text("and"), picture(0), ASK]),
     "video": ({"video": 1}, [video(0), ASK]),
     "long video after text": ({"video": 1}, [text("Look at"), video(1, **LONG)]),
-    "two videos": ({"video": 2}, [video(2), text("and"), video(3, frames=40, width=192), ASK]),
+    "two videos": ({"video": 2}, [video(2), text("and"), video(3, frames=40, size=(192, 168)), ASK]),
     "audio": ({"audio": 1}, [audio(440), ASK]),
     "audio at another rate": ({"audio": 1}, [text("Hear"), audio(620, 2.3, rate=44100)]),
     "audio in place": ({"audio": 1}, [input_audio(300), ASK]),
-    "two sounds": ({"audio": 2}, [audio(250, 1), text("and"), audio(900, 3.1, kind="FLAC"), ASK]),
+    "two sounds": ({"audio": 2}, [audio(250, 1), text("and"), audio(900, 3.1, container="FLAC"), ASK]),
     "image and video": ({"image": 1, "video": 1}, [picture(5), video(4), ASK]),
     "video before images": ({"image": 2, "video": 1}, [video(4), picture(6, 300, 300), text("or"), picture(7), ASK]),
     "everything": (

@@ -56,7 +56,7 @@ class ArenaFile:
             raise StartupFailed(f"the arena cannot be made in {config.directory}: {error.strerror}") from error
         try:
             view = ArenaView.open(arena_of(path), config.directory, writable=True)
-        except BaseException:
+        except BaseException:  # whatever ends it, nothing is left behind
             path.unlink()
             os.close(lock)
             raise
@@ -141,7 +141,7 @@ def _create_locked(config: ArenaConfig) -> tuple[Path, int]:
                 os.pwrite(descriptor, header.encode(), 0)
                 os.rename(temporary, path)
                 return path, descriptor
-        except BaseException:
+        except BaseException:  # whatever ends it, nothing is left behind
             _discard(temporary, descriptor)
             raise
         _discard(temporary, descriptor)

@@ -37,7 +37,7 @@ class EncodedStore:
             return lease
         try:
             media_type = sniff(self.bytes(lease.value), ref.modality, self._config)
-        except BaseException:
+        except BaseException:  # whatever ends it, nobody else has this lease
             lease.release()
             raise
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)

@@ -164,7 +164,7 @@ class HttpSource:
             body.expect(declared)
             content = await self._fill(body, response, wanted.limits)
             return content, body.finish(content)
-        except BaseException:
+        except BaseException:  # cancelled or failed, the body's memory goes back
             body.abandon()
             raise
 

@@ -93,14 +93,14 @@ class ForkserverProcess:
         with theirs:
             try:
                 process = await _spawn(factory, theirs.fileno(), environment)
-            except BaseException:
+            except BaseException:  # cancelled or failed, the socket has no other owner
                 mine.close()
                 raise
         self = cls(process, mine)
         try:
             mine.send(encode_control(Setup(factory_config, setup)))
             await self._wait_ready(timeout_s)
-        except BaseException:
+        except BaseException:  # cancelled or failed, no process is left
             await self.close(grace_s=0)
             raise
         return self

@@ -40,6 +40,16 @@ TINY_MODEL_FLAGS = (
     '--limit-mm-per-prompt={"image": 8, "video": 1}',
 )
 
+#: What vLLM takes from the environment only, for a tiny model on a CPU that others use. One thread for each engine: of
+#: two, on two cores, each would wait for the other while a server works.
+TINY_MODEL_ENVIRON: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
 #: Enough text to fill the vocabulary, so that every id that the model can choose has a text of its own.
 SENTENCES = (
     "A photograph shows a harbour at dawn, where three fishing boats wait between wooden piers and yellow buoys.",

@@ -22,21 +22,10 @@ from medialane.core.errors import (
 )
 from medialane.media import MediaConfig, audio
 from medialane.media.audio import decode_audio
-from sound_maker import by_ffmpeg, by_libsndfile, hours_of_silence, sound
+from sound_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, sound
 
 CONFIG = MediaConfig()
 MIB = 1 << 20
-
-FILES = {
-    "wav": lambda: by_libsndfile(sound(8000, 2), 8000),
-    "flac": lambda: by_libsndfile(sound(8000, 2), 8000, "FLAC"),
-    "mp3": lambda: by_libsndfile(sound(16000, 2), 16000, "MP3"),
-    "vorbis": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "VORBIS"),
-    "opus": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "OPUS"),
-    "m4a": lambda: by_ffmpeg(sound(16000, 2), 16000, "ipod", "aac"),
-    "webm": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
-    "video": lambda: by_ffmpeg(sound(16000, 2), 16000, "mp4", "aac", "mpeg4"),
-}
 
 
 @cache
