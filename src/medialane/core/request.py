@@ -52,7 +52,8 @@ Prompt = ExpandedPrompt | SourcePrompt
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker generates from. `sampling_params` is the engine's own encoding; only the bridge reads it.
 
-    `lora` is the engine's own encoding of a LoRA request, `reasoning` of its reasoning-parser arguments.
+    `lora` is the engine's own encoding of a LoRA request, `lora_name` the adapter's name in it; `reasoning` are its
+    reasoning-parser arguments.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_text: str | None = None
     cache_salt: str | None = None
     lora: bytes | None = None
+    lora_name: str | None = None
     priority: int = 0
     data_parallel_rank: int | None = None
     session_id: str | None = None

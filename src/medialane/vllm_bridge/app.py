@@ -6,17 +6,19 @@ import asyncio
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
@@ -35,6 +37,9 @@ from medialane.vllm_bridge.story import Story
 logger = logging.getLogger(__name__)
 
 TASKS = ("generate",)
+
+#: Answers a GET of an operator with JSON, from the query's parameters. Raises MedialaneError.
+Page = Callable[[Mapping[str, str]], bytes]
 
 
 class Frontend:
@@ -81,9 +86,10 @@ class Frontend:
         outer: Middleware,
         inner: Middleware,
         answer: Callable[[MedialaneError], Response],
+        pages: Mapping[str, Page] | None = None,
     ) -> Any:
         """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
-        vLLM's own middleware."""
+        vLLM's own middleware. `pages` are ours, by path."""
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
@@ -98,6 +104,8 @@ class Frontend:
 
         app.add_exception_handler(BridgedError, answer_bridged)
         app.add_exception_handler(MedialaneError, answer_ours)
+        for path, page in (pages or {}).items():
+            app.add_route(path, _guarded(self.args, page))
         # vLLM's SageMaker bootstrap has built the stack already, without ours.
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
@@ -134,6 +142,19 @@ class _NoAssembler:
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")
+
+
+def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Response]]:
+    """A page for who has the API key, where there is one: vLLM's own middleware guards vLLM's own paths alone."""
+    tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    guard = AuthenticationMiddleware(None, tokens) if tokens else None
+
+    async def answer(request: Request) -> Response:
+        if guard is not None and not guard.verify_token(request.headers):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return Response(page(request.query_params), media_type="application/json")
+
+    return answer
 
 
 def _import_plugins(args: Namespace) -> None:

@@ -106,6 +106,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
             prompt_text=prompt_text or prompt.get("prompt"),
             cache_salt=prompt.get("cache_salt"),
             lora=None if lora_request is None else self._encode(lora_request),
+            lora_name=None if lora_request is None else lora_request.lora_name,
             priority=priority,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
