@@ -144,11 +144,26 @@ async def test_content_sent_and_fetched_is_one_entry(arena, origin):
         fetched.release()
 
 
-async def test_file_and_its_hash_do_not_pass_through_the_loop_twice(arena, tmp_path):
-    (tmp_path / "a.png").write_bytes(png())
+async def test_file_does_not_pass_through_the_heap(arena, tmp_path):
+    body = bmp(1500)
+    (tmp_path / "a.bmp").write_bytes(body)
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
-        with await source.encoded(image(f"file://{tmp_path}/a.png"), StageTimeline()) as lease:
-            assert lease.value.content_hash == content_hash(png())
+        tracemalloc.start()
+        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert lease.value.content_hash == content_hash(body)
+        assert lease.value.num_bytes == len(body) > 6 * MIB
+        lease.release()
+    assert peak < 3 * MIB
+
+
+async def test_file_that_is_no_image_leaves_nothing(arena, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"no image at all")
+    async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
+        with pytest.raises(UnsupportedMediaType):
+            await source.encoded(image(f"file://{tmp_path}/a.txt"), StageTimeline())
+    assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
 async def test_large_body_does_not_pass_through_the_heap(arena, origin):

@@ -13,7 +13,7 @@ from aiohttp.abc import AbstractResolver
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef, Modality
-from medialane.media.body import Bodies, HeapBodies
+from medialane.media.body import Bodies, Body, HeapBodies
 from medialane.media.config import MediaConfig
 from medialane.media.http_source import HttpSource, Received
 from medialane.media.local_files import LocalFiles
@@ -45,7 +45,7 @@ class Fetcher:
         resolver: AbstractResolver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """HTTP bodies go where `bodies` says, by default to the heap.
+        """Bodies go where `bodies` says, by default to the heap.
 
         `resolver` looks names up in place of the system's; its answers are vetted all the same.
         """
@@ -78,10 +78,9 @@ class Fetcher:
         if ref.data is not None:
             return Fetched(content_hash(ref.data), ref.data)
         url = ref.url or ""
-        if url[:5].lower() == "file:":
-            data = await self._files.read(url, self._config.fetch_limits(ref.modality))
-            return Fetched(await self._files.hash(data), data)
         key = url_key(url, ref.salt)
+        if url[:5].lower() == "file:":
+            return await self._flights.do((key, ref.modality, True), lambda: self._read(ref, url))
         if not need_data and (known := self._urls.fresh(key, self._clock())) is not None:
             return Fetched(known.content_hash, None)
         flight = (key, ref.modality, need_data)
@@ -90,16 +89,22 @@ class Fetcher:
     async def _fetch(self, ref: MediaRef, url: str, key: bytes, *, need_data: bool) -> Fetched:
         known = None if need_data else self._urls.get(key)
         asked_at = self._clock()
-        limits = self._config.fetch_limits(ref.modality)
         received = await self._http.get(
             url,
-            limits,
+            self._config.fetch_limits(ref.modality),
             None if known is None else known.validators,
-            open_body=lambda: self._bodies.open(ref.modality, ref.salt, limits.max_bytes),
+            open_body=lambda: self._body(ref),
         )
         hash_ = _hash(received, known)
         self._remember(key, hash_, received, known, asked_at)
         return Fetched(hash_, received.data)
+
+    async def _read(self, ref: MediaRef, url: str) -> Fetched:
+        limits = self._config.fetch_limits(ref.modality)
+        return Fetched(*await self._files.read(url, limits, open_body=lambda: self._body(ref)))
+
+    def _body(self, ref: MediaRef) -> Body:
+        return self._bodies.open(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)
 
     def _remember(self, key: bytes, hash_: str, received: Received, known: KnownUrl | None, asked_at: float) -> None:
         if not received.freshness.storable:

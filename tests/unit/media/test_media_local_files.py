@@ -1,10 +1,20 @@
+import asyncio
 import os
+import threading
 
 import pytest
 
-from medialane.core.errors import EmptyMedia, InvalidMediaUrl, MediaFetchFailed, MediaTooLarge, MediaUrlForbidden
+from medialane.core.errors import (
+    EmptyMedia,
+    InvalidMediaUrl,
+    MediaFetchFailed,
+    MediaFetchTimeout,
+    MediaTooLarge,
+    MediaUrlForbidden,
+)
+from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, local_files
-from medialane.media.local_files import LocalFiles
+from medialane.media.local_files import LocalFiles, OpenFile
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)
 
@@ -35,6 +45,12 @@ def files(root):
     files.close()
 
 
+async def content(files, url):
+    hash_, data = await files.read(url, LIMITS)
+    assert hash_ == content_hash(data)
+    return data
+
+
 @pytest.fixture(params=["openat2", "walk"])
 def way(request, monkeypatch):
     """Both ways of opening; the second is for kernels and sandboxes without the first."""
@@ -47,13 +63,13 @@ def way(request, monkeypatch):
     ("path", "data"), [("a%20b.png", b"image"), ("sub/c.png", b"other"), ("sub//c.png?x#y", b"other")]
 )
 async def test_files_below_the_root_are_read(files, root, way, path, data):
-    assert await files.read(f"file://{root}/{path}", LIMITS) == data
-    assert await files.read(f"file://localhost{root}/{path}", LIMITS) == data
+    assert await content(files, f"file://{root}/{path}") == data
+    assert await content(files, f"file://localhost{root}/{path}") == data
 
 
 async def test_links_that_stay_inside_are_followed(files, root):
     """As in a Hugging Face cache, whose snapshots are links."""
-    assert await files.read(f"file://{root}/inner", LIMITS) == b"other"
+    assert await content(files, f"file://{root}/inner") == b"other"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,7 @@ async def test_link_swapped_in_between_does_not_lead_out(root, way):
     (root / "a b.png").unlink()
     (root / "a b.png").symlink_to("../secret")
     with pytest.raises(MediaUrlForbidden):
-        local_files.read_beneath(str(root), "a b.png", 100)
+        local_files.open_beneath(str(root), "a b.png")
 
 
 async def test_missing_file(files, root, way):
@@ -115,10 +131,74 @@ async def test_no_descriptor_is_left_open(files, root, way):
     before = len(os.listdir("/proc/self/fd"))
     for path in ("sub/c.png", "outer", "missing", "pipe", "large"):
         with pytest.raises((MediaUrlForbidden, MediaFetchFailed, MediaTooLarge)):
-            local_files.read_beneath(str(root), path, 3)
+            await files.read(f"file://{root}/{path}", FetchLimits(max_bytes=3, timeout_s=5.0))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_filtered_system_call_falls_back_to_walking(root, monkeypatch):
+async def test_filtered_system_call_falls_back_to_walking(files, root, monkeypatch):
     monkeypatch.setattr(local_files, "_SYS_OPENAT2", 100_000)  # no such call: ENOSYS
-    assert local_files.read_beneath(str(root), "sub/c.png", 100) == b"other"
+    assert await content(files, f"file://{root}/sub/c.png") == b"other"
+
+
+class Pieces:
+    """A body that tells what it was given."""
+
+    def __init__(self):
+        self.told = []
+
+    def expect(self, num_bytes):
+        self.told.append(("expect", num_bytes))
+
+    def write(self, piece):
+        self.told.append(("write", len(piece)))
+
+    def finish(self, content_hash):
+        self.told.append(("finish", content_hash))
+
+    def abandon(self):
+        self.told.append(("abandon",))
+
+
+async def test_file_is_written_piece_by_piece_and_its_bytes_are_the_bodys(files, root):
+    whole = os.urandom(2_500_000)
+    (root / "long").write_bytes(whole)
+    body = Pieces()
+    limits = FetchLimits(max_bytes=3_000_000, timeout_s=5.0)
+    assert await files.read(f"file://{root}/long", limits, open_body=lambda: body) == (content_hash(whole), None)
+    mib = 1 << 20
+    assert body.told == [
+        ("expect", len(whole)),
+        *(("write", nbytes) for nbytes in (mib, mib, len(whole) - 2 * mib)),
+        ("finish", content_hash(whole)),
+    ]
+
+
+async def test_file_that_has_grown_since_it_was_opened_is_held_against_the_limit(files, root, monkeypatch):
+    monkeypatch.setattr(local_files, "OpenFile", lambda descriptor, _: OpenFile(descriptor, 5))
+    body = Pieces()
+    with pytest.raises(MediaTooLarge):
+        await files.read(f"file://{root}/large", LIMITS, open_body=lambda: body)
+    assert body.told == [("expect", 5), ("abandon",)]
+
+
+@pytest.mark.parametrize("slow", ["open", "read"])
+async def test_read_that_is_given_up_leaves_no_descriptor_and_no_body(files, root, slow, monkeypatch):
+    before, gate, body = set(os.listdir("/proc/self/fd")), threading.Event(), Pieces()
+
+    def waiting(work):
+        def wait(*args):
+            assert gate.wait(5)
+            return work(*args)
+
+        return wait
+
+    if slow == "open":
+        monkeypatch.setattr(local_files, "open_beneath", waiting(local_files.open_beneath))
+    else:
+        monkeypatch.setattr(OpenFile, "read", waiting(OpenFile.read))
+    with pytest.raises(MediaFetchTimeout):
+        await files.read(f"file://{root}/sub/c.png", FetchLimits(100, 0.2), open_body=lambda: body)
+    assert body.told[-1] == ("abandon",)
+    gate.set()
+    while set(os.listdir("/proc/self/fd")) - before:  # noqa: ASYNC110 - a thread closes it, which has no event
+        await asyncio.sleep(0.01)
