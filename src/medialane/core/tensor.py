@@ -74,13 +74,13 @@ class TensorDescriptor(msgspec.Struct, frozen=True, tag="arena"):
 
 
 class InlineTensor(msgspec.Struct, frozen=True, tag="inline"):
-    """A tensor whose bytes travel in the message itself."""
+    """A tensor whose bytes travel with the message. `data` is empty while they travel beside it (`rpc.payload`)."""
 
     spec: TensorSpec
-    data: bytes
+    data: memoryview
 
     def __post_init__(self) -> None:
-        if len(self.data) != self.spec.nbytes:
+        if len(self.data) not in (0, self.spec.nbytes):
             raise ValueError(f"{len(self.data)} bytes for a tensor {self.spec} of {self.spec.nbytes}")
 
     def __repr__(self) -> str:

@@ -194,12 +194,12 @@ class Gateway:
         self._num_sent += 1
         with timeline.measure("handover"):
             prompt: Prompt = request.prompt
-            leases: Pins = []
+            pins = Pins()
             if prepared is not None:
-                prompt, leases = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
+                prompt, pins = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
             request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
             sent = msgspec.structs.replace(request, request_id=request_id, prompt=prompt)
-            remote = link.submit(sent, leases)
+            remote = link.submit(sent, pins.until_released, pins.until_sent)
         # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
         scope.take(_Aborting(remote))
         sent_at = time.perf_counter()

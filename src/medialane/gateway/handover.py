@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from medialane.arena import Lease, describe
 from medialane.core.errors import HandoverFailed
@@ -16,8 +17,15 @@ from medialane.gateway.side_by_side import side_by_side
 from medialane.gateway.source_entry import SourceEntry, SourceStage
 from medialane.transfer import HandedTensors, Transport, Way
 
-#: Leases that the worker needs until it has released the request.
-Pins = list[Lease[Feature] | Lease[EncodedMedia]]
+_Leases = Sequence[Lease[Feature] | Lease[EncodedMedia]]
+
+
+class Pins(NamedTuple):
+    """Leases beside the scope's own, since the request may outlive its scope: on what the worker reads until it has
+    released the request, and on what is read here until it is sent."""
+
+    until_released: _Leases = ()
+    until_sent: _Leases = ()
 
 
 class Handover:
@@ -31,7 +39,7 @@ class Handover:
     async def prompt(
         self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
     ) -> tuple[Prompt, Pins]:
-        """The prompt for `way`, and leases on the entries that the worker reads. Raises HandoverFailed."""
+        """The prompt for `way`, and leases on the entries that it refers to. Raises HandoverFailed."""
         if way.stage == "features":
             return self._expanded(way, token_ids, prepared, scope)
         if prepared.features and len(token_ids) != len(prepared.token_ids):
@@ -49,8 +57,7 @@ class Handover:
                 prepared.features, features, self._publish(way, tensors, scope), strict=True
             )
         )
-        # A second lease on every entry, for the worker: it may outlive the request's scope.
-        pins: Pins = [scope.features[f.mm_hash].duplicate() for f in features] if way.transport == "shm" else []
+        pins = _pins(way, [scope.features[f.mm_hash] for f in features])
         return ExpandedPrompt(token_ids, handed, prepared.source.options), pins
 
     async def _source(self, way: Way, prepared: PreparedPrompt, scope: RequestScope) -> tuple[SourcePrompt, Pins]:
@@ -63,7 +70,7 @@ class Handover:
         entries = await side_by_side([self.entry(stage, number, source, scope) for number in range(len(source.items))])
         published = self._publish(way, [entry.tensors for entry in entries], scope)
         media = tuple(entry.handed(tensors) for entry, tensors in zip(entries, published, strict=True))
-        pins: Pins = [entry.lease.duplicate() for entry in entries] if way.transport == "shm" else []
+        pins = _pins(way, [entry.lease for entry in entries])
         return SourcePrompt(source.token_ids, media, source.options, stage), pins
 
     async def entry(self, stage: SourceStage, number: int, source: MediaPrompt, scope: RequestScope) -> SourceEntry:
@@ -100,3 +107,9 @@ class Handover:
                 )
             scope.timeline.copied_bytes += total
         return [self._transports[way.transport].publish(item) for item in tensors]
+
+
+def _pins(way: Way, leases: _Leases) -> Pins:
+    """Second leases on the entries, for as long as this way needs them."""
+    duplicates = [lease.duplicate() for lease in leases]
+    return Pins(until_released=duplicates) if way.transport == "shm" else Pins(until_sent=duplicates)

@@ -32,6 +32,7 @@ class WorkerLink:
         self._metrics = metrics
         self._client: RpcClient | None = None
         self._holds: dict[str, Sequence[Releasable]] = {}
+        self._unsent: dict[str, Sequence[Releasable]] = {}
         self.refusal: MedialaneError | None = None
 
     @property
@@ -65,16 +66,20 @@ class WorkerLink:
         load = client.load if client is not None else WorkerLoad()
         return Endpoint(self.address, self.address, client is not None, load, client.num_in_flight if client else 0)
 
-    def submit(self, request: EngineRequest, leases: Sequence[Releasable]) -> RemoteRequest:
-        """Send the request; the leases end when the worker has released it. Raises WorkerLost."""
+    def submit(
+        self, request: EngineRequest, leases: Sequence[Releasable], until_sent: Sequence[Releasable] = ()
+    ) -> RemoteRequest:
+        """Send the request; the leases end when the worker has released it, those `until_sent` when its bytes are sent,
+        or never will be. Raises WorkerLost."""
         client = self.client
         if client is None:
-            for lease in leases:
+            for lease in (*leases, *until_sent):
                 lease.release()
             raise WorkerLost("the worker's connection was lost before the request was sent")
         self._holds[request.request_id] = leases
+        self._unsent[request.request_id] = until_sent
         try:
-            return client.submit(request, on_released=self._release)
+            return client.submit(request, on_released=self._release, on_sent=self._sent)
         except BaseException:  # what cannot be encoded was not sent
             self._release(request.request_id)
             raise
@@ -132,7 +137,12 @@ class WorkerLink:
             await client.close()
         self._release_all()
 
+    def _sent(self, request_id: str) -> None:
+        for lease in self._unsent.pop(request_id, ()):
+            lease.release()
+
     def _release(self, request_id: str) -> None:
+        self._sent(request_id)
         for lease in self._holds.pop(request_id, ()):
             lease.release()
 

@@ -36,6 +36,7 @@ from medialane.rpc.messages import (
     Welcome,
     decode_from_worker,
 )
+from medialane.rpc.payload import OutgoingRequest, split
 from medialane.rpc.remote_request import RemoteRequest
 
 
@@ -48,6 +49,7 @@ class RpcClient:
         self._config = config
         self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._requests: dict[str, RemoteRequest] = {}
+        self._outgoing: dict[str, OutgoingRequest] = {}
         self._num_pings = 0
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self.load = WorkerLoad()
@@ -89,15 +91,23 @@ class RpcClient:
         """Requests that the worker has not released."""
         return len(self._requests)
 
-    def submit(self, request: EngineRequest, *, on_released: Callable[[str], None] | None = None) -> RemoteRequest:
+    def submit(
+        self,
+        request: EngineRequest,
+        *,
+        on_released: Callable[[str], None] | None = None,
+        on_sent: Callable[[str], None] | None = None,
+    ) -> RemoteRequest:
         """Send a request. It fails through its iteration: also when it could not be sent, with
 
         * WorkerLost: the connection is gone;
         * NoWorkerReady: `max_in_flight` or `max_write_buffer_bytes` is reached;
-        * HandoverFailed: it is larger than a message may be.
+        * HandoverFailed: it is larger than a message may be, its inline tensors counted.
 
         `on_released` is called with its id as soon as the worker has let go of it, at once if it was not sent, never if
-        the connection is lost before. Raises GenerationFailed for an id that is under way, having done nothing.
+        the connection is lost before. `on_sent` is called with its id once the bytes of its inline tensors are read no
+        more: they are copied, or it is over; not if it could not be sent. Raises GenerationFailed for an id that is
+        under way, having done nothing.
         """
         request_id = request.request_id
         if request_id in self._requests:
@@ -109,7 +119,7 @@ class RpcClient:
             on_released=on_released,
         )
         try:
-            self._send(request)
+            self._send(request, on_sent or _nothing)
         except MedialaneError as error:
             remote.on_error(error)
             remote.on_release()
@@ -156,6 +166,8 @@ class RpcClient:
     def lost(self, error: MedialaneError) -> None:
         if not self._welcomed.done():
             self._welcomed.set_exception(error)
+        for outgoing in list(self._outgoing.values()):
+            outgoing.cancel()
         requests, self._requests = self._requests, {}
         for remote in requests.values():
             remote.on_lost(WorkerLost("the worker was lost before the answer was complete"))
@@ -195,20 +207,41 @@ class RpcClient:
         self._welcomed.set_result(welcome)
         self._connection.start_heartbeat()
 
-    def _send(self, request: EngineRequest) -> None:
+    def _send(self, request: EngineRequest, on_sent: Callable[[str], None]) -> None:
         if self.closed.is_set():
             raise WorkerLost("the worker was lost before the request was sent")
         if len(self._requests) >= self._config.max_in_flight:
             raise NoWorkerReady("the worker has as many requests as it may have")
-        if self._connection.num_buffered_bytes > self._config.max_write_buffer_bytes:
+        num_waiting_bytes = sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
+        if self._connection.num_buffered_bytes + num_waiting_bytes > self._config.max_write_buffer_bytes:
             raise NoWorkerReady("the worker takes requests more slowly than they come")
         try:
-            self._connection.send(Submit(request))
+            self._send_parts(request, on_sent)
         except ProtocolViolation:
             raise HandoverFailed("the request is larger than a message to a worker may be") from None
 
+    def _send_parts(self, request: EngineRequest, on_sent: Callable[[str], None]) -> None:
+        """Raises ProtocolViolation, having sent nothing, if the request is larger than allowed."""
+        request_id = request.request_id
+        message, tensors = split(request)
+        if not tensors:
+            self._connection.send(Submit(request))
+            on_sent(request_id)
+            return
+
+        def ended() -> None:
+            del self._outgoing[request_id]
+            on_sent(request_id)
+
+        outgoing = OutgoingRequest(message, tensors, ended, max_bytes=self._config.max_frame_bytes)
+        self._outgoing[request_id] = outgoing
+        self._connection.send_in_pieces(outgoing)
+
     def _abort(self, request_id: str) -> None:
-        if request_id in self._requests:
+        if (outgoing := self._outgoing.get(request_id)) is not None:  # the worker does not know it yet
+            outgoing.cancel()
+            self._requests.pop(request_id).on_release()
+        elif request_id in self._requests:
             self._connection.send(Abort(request_id))
 
     def _request(self, request_id: str) -> RemoteRequest:
@@ -216,6 +249,10 @@ class RpcClient:
             return self._requests[request_id]
         except KeyError:
             raise ProtocolViolation("an answer to a request that is not under way") from None
+
+
+def _nothing(_request_id: str) -> None:
+    """Nobody wants to know."""
 
 
 def _refusal(error: MedialaneError) -> MedialaneError:

@@ -3,7 +3,7 @@
 **Writing.** Messages are encoded at once into one buffer that goes to the transport when the event loop next comes
 round, so the deltas of many requests in one engine step cost one system call. A buffer that has grown large goes at
 once. `writable` waits while the peer reads too slowly; whoever does not wait is bounded by `max_write_buffer_bytes`,
-beyond which the connection ends.
+beyond which the connection ends. What is long goes in pieces (`send_in_pieces`), behind which nothing else waits.
 
 **Liveness.** A silent peer is counted in our own heartbeats, not by the clock: if this process itself stalls (a loaded
 machine, SIGSTOP), it makes no beats, and the peer's bytes that wait in the kernel are read before the next one.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import Protocol, cast
 
 import msgspec
@@ -42,6 +43,14 @@ class Peer(Protocol):
         """The connection is gone, whoever ended it. Called once, last."""
 
 
+class PieceSource(Protocol):
+    """Something long that is sent in pieces, between which the loop does other things."""
+
+    def append_next(self, buffer: bytearray) -> bool:
+        """Append whole frames, some hundred KiB at the most; False when there are no more. Called from the loop."""
+        ...
+
+
 class Connection(asyncio.Protocol):
     """Owns the transport. `send` is lawful until the peer has been told `lost`; afterwards it does nothing."""
 
@@ -53,6 +62,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._flushing: asyncio.Handle | None = None
+        self._sources: deque[PieceSource] = deque()
+        self._pumping: asyncio.Handle | None = None
         self._beating: asyncio.TimerHandle | None = None
         self._num_silent_beats = 0
         self._error: MedialaneError | None = None
@@ -84,6 +95,13 @@ class Connection(asyncio.Protocol):
             self._flushing = self._loop.call_soon(self._flush)
         if len(self._buffer) > FLUSH_BYTES:
             self._write()
+
+    def send_in_pieces(self, source: PieceSource) -> None:
+        """Send what `source` gives, after the sources before it, as fast as the peer reads and a piece in each round of
+        the loop. It is forgotten when the connection is gone."""
+        if self._error is None and not self.closed.is_set():
+            self._sources.append(source)
+            self._pump_soon()
 
     def accept_large_frames(self) -> None:
         """The peer is known now: frames may be as large as configured."""
@@ -129,12 +147,14 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._can_write.set()
+        self._pump_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for handle in (self._flushing, self._beating):
+        for handle in (self._flushing, self._pumping, self._beating):
             if handle is not None:
                 handle.cancel()
         self._buffer.clear()
+        self._sources.clear()
         self._can_write.set()
         self._error = self._error or WorkerLost("the connection was lost")
         self.closed.set()
@@ -152,6 +172,20 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
         if self.num_buffered_bytes > self._config.max_write_buffer_bytes + self._config.max_frame_bytes:
             self.end(WorkerLost("the peer does not read"))
+
+    def _pump_soon(self) -> None:
+        if self._sources and self._pumping is None:
+            self._pumping = self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = None
+        if not self._sources or self.paused or self._error is not None:
+            return
+        if not self._sources[0].append_next(self._buffer):
+            self._sources.popleft()
+        self._write()
+        if not self.paused:  # else `resume_writing` goes on
+            self._pump_soon()
 
     def _beat(self) -> None:
         self._num_silent_beats += 1

@@ -1,4 +1,4 @@
-"""Frames on a byte stream, without I/O: four bytes of length (big endian), then so many bytes of msgpack.
+"""Frames on a byte stream, without I/O: four bytes of length (big endian), then so many bytes of msgpack, or raw ones.
 
 The length is checked before the frame is collected, so a peer cannot make us buffer more than one frame of the agreed
 size. Any split of the stream gives the same frames.
@@ -13,6 +13,10 @@ import msgspec
 from medialane.core.errors import ProtocolViolation
 
 HEADER = struct.Struct(">I")
+
+#: Begins a frame of raw bytes. No msgpack document begins with it (its specification: "never used").
+RAW = b"\xc1"
+
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -71,3 +75,15 @@ def append_frame(buffer: bytearray, message: msgspec.Struct, max_frame_bytes: in
         raise
     HEADER.pack_into(buffer, start, length)
     return length
+
+
+def append_raw_frame(buffer: bytearray, data: memoryview) -> None:
+    """Append a frame that brings `data` as they are."""
+    buffer += HEADER.pack(len(RAW) + data.nbytes)
+    buffer += RAW
+    buffer += data
+
+
+def raw_data(frame: memoryview) -> memoryview | None:
+    """What a raw frame brings; None for the frame of a message."""
+    return frame[len(RAW) :] if frame[: len(RAW)] == RAW else None

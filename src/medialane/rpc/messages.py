@@ -5,7 +5,7 @@ that also promises that nothing of an earlier connection of the same gateway is 
 says nothing else. From then on
 
     gateway                         worker
-    Submit(request)         ->
+    Submit(request)         ->                                  after Payload and raw frames, if with_payload
                             <-      Output(delta) ...           any number, the last one `finished`
                             <-      Failed(request_id, error)   instead of the finished Output
                             <-      Released(request_id)        always, last: nothing of the request is read any more
@@ -14,9 +14,12 @@ says nothing else. From then on
                             <-      Pong(n)
                             <-      LoadReport(load)            every heartbeat interval, and when it changed
 
+    Payload(sizes)          ->                                  the tensors of the next Submit with_payload follow
+    DropPayload             ->                                  it does not come; what came of them is dropped
+
 Answers of different requests interleave freely. A request whose content cannot be read is answered Failed and Released;
 every other frame that is not one of these messages ends the connection, and the connection's end fails its requests and
-makes the worker let them go. Tensors' bytes are inside a message only where a request carries them inline.
+makes the worker let them go. Tensors that travel by value come in raw frames before their request (`payload`).
 """
 
 from __future__ import annotations
@@ -53,6 +56,17 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request: EngineRequest
+    with_payload: bool = False
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The bytes of so many tensors follow in raw frames, of these sizes, one after the other."""
+
+    sizes: list[int]
+
+
+class DropPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request of the payload was given up."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -104,9 +118,10 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
         request_id: str
 
     request: Request
+    with_payload: bool = False
 
 
-ToWorker = Hello | Submit | Abort | Ping
+ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping
 FromWorker = Welcome | Refused | Output | Failed | Released | LoadReport | Pong
 
 #: What msgspec raises for bytes that are not the message; RecursionError for an unknown field nested too deeply.

@@ -30,14 +30,17 @@ from medialane.core.errors import (
 from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
+from medialane.rpc.framing import raw_data
 from medialane.rpc.handler import Handler
 from medialane.rpc.messages import (
     PROTOCOL_VERSION,
     Abort,
+    DropPayload,
     Failed,
     Hello,
     LoadReport,
     Output,
+    Payload,
     Ping,
     Pong,
     Refused,
@@ -47,6 +50,7 @@ from medialane.rpc.messages import (
     Welcome,
     decode_to_worker,
 )
+from medialane.rpc.payload import IncomingPayload, join
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[Hello] = self._loop.create_future()
         self._running: dict[str, _Running] = {}
+        self._payload = IncomingPayload(config.max_frame_bytes)
         self._is_open = False
         self._stopping = False
         self._reported: WorkerLoad | None = None
@@ -139,15 +144,24 @@ class Session:
         self._host.admit(self)
 
     def received(self, frame: memoryview) -> None:
+        if (piece := raw_data(frame)) is not None:
+            self._payload.add(piece)
+            return
         message = decode_to_worker(frame)
         match message:
             case Submit() if self._is_open:
-                self._submit(message.request)
+                self._submit(message)
+            case Payload() if self._is_open:
+                self._payload.begin(message.sizes)
+            case DropPayload() if self._is_open:
+                self._payload.drop()
             case Abort() if self._is_open:
                 self._abort(message.request_id)
             case Ping() if self._is_open:
                 self._connection.send(Pong(message.n))
             case UnreadableSubmit() if self._is_open:
+                if message.with_payload:
+                    self._payload.drop()
                 self._refuse(message.request.request_id, InvalidFeature("the request's content cannot be read"))
             case Hello() if not self._hello.done():
                 self._hello.set_result(message)
@@ -161,6 +175,7 @@ class Session:
     def lost(self, error: MedialaneError) -> None:
         if self._is_open:
             logger.info("gateway %s is gone: %s", self.gateway_id, error.message)
+        self._payload.drop()
         if self._reporting is not None:
             self._reporting.cancel()
 
@@ -206,7 +221,12 @@ class Session:
         if self._stopping and not self._running:
             self._connection.close()
 
-    def _submit(self, request: EngineRequest) -> None:
+    def _submit(self, message: Submit) -> None:
+        try:
+            request = join(message.request, self._payload.take()) if message.with_payload else message.request
+        except InvalidFeature as error:
+            self._refuse(message.request.request_id, error)
+            return
         request_id = request.request_id
         if request_id in self._host.request_ids:
             self._refuse(request_id, GenerationFailed("a request with this id is under way"))

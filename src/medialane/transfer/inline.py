@@ -1,4 +1,4 @@
-"""Any host, small features: the bytes travel inside the request message."""
+"""Any host, small features: the bytes travel with the request message, copied once they are sent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class InlineTransport:
         nbytes = sum(t.spec.nbytes for t in tensors)
         if nbytes > self._max_bytes:
             raise HandoverFailed(f"tensors of {nbytes} bytes are more than {self._max_bytes} bytes inline")
-        return tuple(InlineTensor(t.spec, bytes(self._read(t))) for t in tensors)
+        return tuple(InlineTensor(t.spec, self._read(t)) for t in tensors)
 
 
 class InlineReceiver:
     def fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
         if not isinstance(tensor, InlineTensor):
             raise HandoverFailed("a descriptor was given to the inline receiver")
+        if len(tensor.data) != tensor.spec.nbytes:
+            raise HandoverFailed("the bytes of an inline tensor have not come")
         return memoryview(tensor.data)
