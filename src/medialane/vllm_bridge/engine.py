@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -35,6 +35,7 @@ from medialane.core.errors import (
     StartupFailed,
     WorkerLost,
 )
+from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_encoder import ArenaConsumer
@@ -42,6 +43,7 @@ from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.engine_request import RequestReader, clamp
+from medialane.vllm_bridge.kv_events import KvEventReader, events_config
 from medialane.vllm_bridge.outputs import to_delta
 from medialane.vllm_bridge.settings import processor_settings
 
@@ -66,16 +68,20 @@ def build_engine(
     `vllm_args` are vLLM's own flags. `release_timeout_s` bounds the wait until EngineCore has let go of an aborted
     request. Raises StartupFailed. The caller owns the engine and closes it.
     """
-    args = engine_args(model, vllm_args)
-    install()
-    recorder = LoadRecorder()
+    events = KvEventReader()
     try:
+        args = engine_args(model, vllm_args, kv_events=events_config(events.folder))
+        install()
+        recorder = LoadRecorder()
         llm = AsyncLLM.from_engine_args(
             args, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[recorder.factory]
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise StartupFailed(f"vLLM does not start: {error}") from error
-    return VllmEngine(llm, recorder, arena_directory=arena_directory, release_timeout_s=release_timeout_s)
+    except BaseException as error:
+        events.remove_folder()
+        if isinstance(error, OSError | RuntimeError | ValueError):
+            raise StartupFailed(f"vLLM does not start: {error}") from error
+        raise
+    return VllmEngine(llm, recorder, events, arena_directory=arena_directory, release_timeout_s=release_timeout_s)
 
 
 class LoadRecorder:
@@ -104,10 +110,17 @@ class VllmEngine:
     """One AsyncLLM. Made by `build_engine`."""
 
     def __init__(
-        self, llm: AsyncLLM, recorder: LoadRecorder, *, arena_directory: str, release_timeout_s: float
+        self,
+        llm: AsyncLLM,
+        recorder: LoadRecorder,
+        events: KvEventReader,
+        *,
+        arena_directory: str,
+        release_timeout_s: float,
     ) -> None:
         self._llm = llm
         self._recorder = recorder
+        self._events = events
         self._arena_directory = arena_directory
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
@@ -130,6 +143,9 @@ class VllmEngine:
         total = self._llm.get_num_unfinished_requests()
         running = min(total, self._recorder.stats.num_running_reqs)
         return WorkerLoad(running, total - running, self._recorder.stats.kv_cache_usage if total else 0.0)
+
+    def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
+        self._events.start(self._llm.get_kv_event_sources(), listener)
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         try:
@@ -170,6 +186,7 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             self._reader.close()
+            await self._events.close()
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # else it takes our stop for the engine's death, and says so
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)

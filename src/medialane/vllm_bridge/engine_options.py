@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from vllm import envs
+from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from medialane.core.errors import StartupFailed
@@ -15,7 +16,7 @@ from medialane.vllm_bridge.arguments import parse_vllm_args
 HASH_ALGORITHM = "sha256_cbor"
 
 
-def engine_args(model: str, vllm_args: Sequence[str]) -> AsyncEngineArgs:
+def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None) -> AsyncEngineArgs:
     """Raises StartupFailed for flags that vLLM does not know, or that ask for what a worker cannot do."""
     if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers take no pickles, unset it")
@@ -25,10 +26,14 @@ def engine_args(model: str, vllm_args: Sequence[str]) -> AsyncEngineArgs:
         raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
     if parsed.enable_prefix_caching is False:
         raise StartupFailed("--no-enable-prefix-caching is not supported: without it, media have no identity in vLLM")
+    if _asked(vllm_args, "--kv-events-config"):
+        # vLLM has one publisher an engine, and whoever hears it reads every prompt: it is not shared.
+        raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
     _check_hash_algorithm(vllm_args, parsed)
     found.mm_processor_cache_gb = 0
     found.enable_prefix_caching = True
     found.prefix_caching_hash_algo = HASH_ALGORITHM
+    found.kv_events_config = kv_events
     return found
 
 

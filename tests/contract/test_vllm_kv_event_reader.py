@@ -1,0 +1,243 @@
+"""vLLM's own publisher of KV events, read by ours: nothing is lost that it can repeat, and what is lost is told."""
+
+import asyncio
+import os
+import stat
+import time
+
+import pytest
+import zmq
+from vllm.distributed import kv_events as vllm_events
+
+from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from medialane.vllm_bridge import kv_events
+from medialane.vllm_bridge.kv_events import KvEventReader, events_config
+
+DEADLINE_S = 10.0
+
+
+class Ranks:
+    """Publishers as EngineCores make them, and what a reader told of them."""
+
+    def __init__(self, num_ranks=1, **settings):
+        self.reader = KvEventReader()
+        config = events_config(self.reader.folder)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        self.publishers = [vllm_events.EventPublisherFactory.create(config, rank) for rank in range(num_ranks)]
+        self.batches = []
+
+    @property
+    def sources(self):
+        return {rank: publisher.get_publisher_config() for rank, publisher in enumerate(self.publishers)}
+
+    def start(self):
+        self.reader.start(self.sources, self.batches.append)
+
+    def publish(self, *numbers, rank=0):
+        for n in numbers:
+            self.publishers[rank].publish(vllm_events.KVEventBatch(ts=time.time(), events=[removed(n)]))
+
+    def told(self, rank=0):
+        """The numbers of one rank; None where it was cleared."""
+        events = [event for batch in self.batches if batch.rank == rank for event in batch.events]
+        return [None if isinstance(e, AllBlocksCleared) else e.block_hashes[0] for e in events]
+
+    async def until(self, expected, rank=0):
+        await eventually(lambda: self.told(rank) == expected)
+
+    async def close(self):
+        await self.reader.close()
+        for publisher in self.publishers:
+            publisher.shutdown()
+
+
+async def eventually(holds):
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event, by design
+            await asyncio.sleep(0.01)
+
+
+def exists(folder):
+    return os.path.exists(folder)
+
+
+def removed(n):
+    return vllm_events.BlockRemoved(block_hashes=[n], medium="GPU", group_idx=0)
+
+
+@pytest.fixture
+async def open_ranks():
+    opened = []
+
+    def make(*args, **settings):
+        opened.append(Ranks(*args, **settings))
+        return opened[-1]
+
+    yield make
+    for ranks in opened:
+        await ranks.close()
+
+
+async def test_events_are_read_with_their_fields(open_ranks):
+    ranks = open_ranks()
+    ranks.start()
+    stored = vllm_events.BlockStored(
+        block_hashes=[7, 2**64 - 1],
+        parent_block_hash=5,
+        token_ids=[1, 2, 3, 4],
+        block_size=2,
+        lora_id=1,
+        medium="GPU",
+        lora_name="l",
+        extra_keys=[("l", ("a" * 64, -3), "salt"), None],
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+        session_id="s",
+    )
+    events = [stored, removed(7), vllm_events.AllBlocksCleared()]
+    before = time.time()
+    ranks.publishers[0].publish(vllm_events.KVEventBatch(ts=before, events=events))
+    await eventually(lambda: ranks.batches)
+    (batch,) = ranks.batches
+    assert (batch.rank, batch.time_s) == (0, before)
+    ours, gone, cleared = batch.events
+    assert ours == BlockStored(
+        [7, 2**64 - 1],
+        5,
+        [1, 2, 3, 4],
+        2,
+        medium="GPU",
+        lora_name="l",
+        extra_keys=[["l", ["a" * 64, -3], "salt"], None],
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+    assert gone == BlockRemoved([7], medium="GPU", group_idx=0)
+    assert cleared == AllBlocksCleared()
+
+
+async def test_what_was_told_before_anybody_listened_is_read(open_ranks):
+    ranks = open_ranks()
+    ranks.publish(1, 2, 3)
+    ranks.start()
+    await ranks.until([1, 2, 3])
+    ranks.publish(4)
+    await ranks.until([1, 2, 3, 4])
+
+
+async def test_each_rank_is_read_from_an_endpoint_of_its_own(open_ranks):
+    ranks = open_ranks(3)
+    ranks.start()
+    for rank in range(3):
+        ranks.publish(rank, 10 + rank, rank=rank)
+    for rank in range(3):
+        await ranks.until([rank, 10 + rank], rank)
+    assert len({source.endpoint for source in ranks.sources.values()}) == 3
+
+
+async def test_nothing_listens_on_a_port_and_the_folder_is_private_and_goes(open_ranks):
+    ranks = open_ranks(2)
+    folder = ranks.reader.folder
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    for source in ranks.sources.values():
+        assert source.endpoint.startswith(f"ipc://{folder}/")
+        assert source.replay_endpoint.startswith(f"ipc://{folder}/")
+    ranks.start()
+    await eventually(lambda: not exists(folder))
+    ranks.publish(1)
+    await ranks.until([1])
+
+
+class Lossy:
+    """A publisher's PUB socket that keeps some batches from the wire."""
+
+    def __init__(self, inner, lost):
+        self._inner = inner
+        self._lost = lost
+
+    def send_multipart(self, frames):
+        if int.from_bytes(frames[1], "big") not in self._lost:
+            self._inner.send_multipart(frames)
+
+    def close(self, linger=0):
+        self._inner.close(linger=linger)
+
+
+async def test_gap_is_filled_from_the_publishers_buffer(open_ranks):
+    ranks = open_ranks()
+    ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1, 2, 4})
+    ranks.start()
+    for n in range(6):
+        ranks.publish(n)
+        await asyncio.sleep(0.02)
+    await ranks.until([0, 1, 2, 3, 4, 5])
+    assert ranks.reader.ranks[0].num_lost == 0
+
+
+async def test_batch_missed_before_a_silence_is_asked_for(open_ranks, monkeypatch):
+    monkeypatch.setattr(kv_events, "SILENCE_S", 0.1)
+    ranks = open_ranks()
+    ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1})
+    ranks.start()
+    ranks.publish(0)
+    await ranks.until([0])
+    ranks.publish(1)
+    await ranks.until([0, 1])
+
+
+async def test_what_cannot_be_repeated_counts_as_cleared(open_ranks, caplog):
+    ranks = open_ranks(buffer_steps=2)
+    ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, set(range(1, 9)))
+    ranks.start()
+    ranks.publish(0)
+    await ranks.until([0])
+    ranks.publish(*range(1, 10))
+    await ranks.until([0, None, 8, 9])
+    assert ranks.reader.ranks[0].num_lost == 1
+    assert "lost" in caplog.text
+
+
+async def test_batch_that_cannot_be_read_counts_as_lost(open_ranks):
+    ranks = open_ranks()
+    ranks.start()
+    ranks.publish(0)
+    await ranks.until([0])
+    ranks.publishers[0].publish(vllm_events.EventBatch(ts=0.0, events=[{"type": "Other"}]))
+    ranks.publish(2)
+    await ranks.until([0, None, 2])
+
+
+async def test_publisher_that_counts_from_the_start_again_counts_as_cleared(open_ranks):
+    ranks = open_ranks()
+    ranks.start()
+    ranks.publish(0)
+    await ranks.until([0])
+    await asyncio.sleep(0.2)  # subscribed by now: what comes next comes live
+    ranks.publish(1)
+    await ranks.until([0, 1])
+    publisher = ranks.publishers[0]
+    publisher._seq_gen = iter(range(100))
+    publisher._buffer.clear()
+    ranks.publish(2)
+    await ranks.until([0, 1, None, 2])
+
+
+async def test_many_events_come_in_parts_and_in_order(open_ranks):
+    ranks = open_ranks()
+    ranks.start()
+    events = [removed(n) for n in range(5000)]
+    ranks.publishers[0].publish(vllm_events.KVEventBatch(ts=0.0, events=events))
+    await ranks.until(list(range(5000)))
+    assert max(len(batch.events) for batch in ranks.batches) <= kv_events.MAX_EVENTS_AT_ONCE
+
+
+async def test_unstarted_reader_leaves_no_folder():
+    reader = KvEventReader()
+    await reader.close()
+    assert not exists(reader.folder)
+
+
+def test_end_marker_is_vllms():
+    assert vllm_events.ZmqEventPublisher.END_SEQ == kv_events.END
+    assert zmq.zmq_version_info() >= (4, 2)  # monitoring of handshakes
