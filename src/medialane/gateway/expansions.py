@@ -1,0 +1,149 @@
+"""How media items expand in prompts that workers expand (stages `decoded` and `url`), learned from their answers.
+
+Theory of operation. Exact routing needs the prompt as the engine will see it, with every item's placeholder expanded.
+Where a worker does that, its first answer tells the expanded prompt and where each item stands in it. From then on a
+prompt with the same items is expanded here as well. An item that was never answered is in no worker's cache either:
+the prompt is known up to it, and nothing behind it could be cached.
+
+What is learned is checked: the tokens between the items must be the source's own. A model that moves or rewrites them
+is not learned, and is routed by what stands before its media. A wrong prediction costs time, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from medialane.core.block_hash import MediaSpan
+from medialane.core.media import Modality
+
+#: Bound of what is remembered: tokens of all expansions together (a 1024x768 image of Qwen2.5-VL has 999).
+MAX_TOKENS = 4 << 20
+
+
+class Item(NamedTuple):
+    """One media item of a source prompt; items stand in the order of their modality's placeholders."""
+
+    mm_hash: str
+    modality: Modality
+
+
+class KnownPrompt(NamedTuple):
+    """The expanded prompt as far as it is known, its items, and whether that is all of it."""
+
+    token_ids: list[int]
+    media: tuple[MediaSpan, ...]
+    is_whole: bool
+
+
+class Expansions:
+    """Bounded memory of items' expansions, the least recently used forgotten."""
+
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._found: OrderedDict[str, list[int]] = OrderedDict()
+        #: What stands for one item of a modality before it is expanded.
+        self._placeholders: dict[str, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def learn(self, source: Sequence[int], expanded: Sequence[int], placed: Iterable[MediaSpan]) -> bool:
+        """Remember the items of an expanded prompt; False where the two prompts cannot be brought together."""
+        spans = sorted(placed, key=lambda span: span.offset)
+        placeholders = _align(source, expanded, spans)
+        if placeholders is None:
+            return False
+        for span, placeholder in zip(spans, placeholders, strict=True):
+            self._placeholders[span.modality] = placeholder
+            self._remember(span.mm_hash, list(expanded[span.offset : span.offset + span.length]))
+        return True
+
+    def expand(self, source: Sequence[int], items: Sequence[Item]) -> KnownPrompt:
+        """The prompt as a worker will expand it, up to the first item that is not known."""
+        ids: list[int] = []
+        spans: list[MediaSpan] = []
+        done = 0
+        for start, end, item in self._places(source, items):
+            ids += source[done:start]
+            expansion = self._found.get(item.mm_hash)
+            if expansion is None:
+                return KnownPrompt(ids, tuple(spans), is_whole=False)
+            self._found.move_to_end(item.mm_hash)
+            spans.append(MediaSpan(item.mm_hash, len(ids), len(expansion), item.modality, len(expansion)))
+            ids += expansion
+            done = end
+        if len(spans) < len(items):  # a placeholder that was never seen: it may be anywhere
+            return KnownPrompt([], (), is_whole=False)
+        ids += source[done:]
+        return KnownPrompt(ids, tuple(spans), is_whole=True)
+
+    def _places(self, source: Sequence[int], items: Sequence[Item]) -> list[tuple[int, int, Item]]:
+        """Where the items' placeholders stand in the source: (start, end, item), in the order of the prompt."""
+        by_modality: dict[str, list[Item]] = {}
+        for item in items:
+            by_modality.setdefault(item.modality, []).append(item)
+        found = []
+        for modality, own in by_modality.items():
+            placeholder = self._placeholders.get(modality)
+            if placeholder is None:
+                return []
+            places = _occurrences(source, placeholder, len(own))
+            found += [(place, place + len(placeholder), item) for place, item in zip(places, own, strict=False)]
+        return sorted(found)
+
+    def _remember(self, mm_hash: str, expansion: list[int]) -> None:
+        self._num_tokens += len(expansion) - len(self._found.pop(mm_hash, ()))
+        self._found[mm_hash] = expansion
+        while self._num_tokens > self._max_tokens:
+            _, forgotten = self._found.popitem(last=False)
+            self._num_tokens -= len(forgotten)
+
+
+def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[MediaSpan]) -> list[tuple[int, ...]] | None:
+    """What stood in the source in place of each span; None where the rest of the two prompts differs."""
+    placeholders: list[tuple[int, ...]] = []
+    ends = chain((span.offset for span in spans), (len(expanded),))
+    text = list(expanded[: next(ends)])
+    if list(source[: len(text)]) != text:
+        return None
+    place = len(text)
+    for span, end in zip(spans, ends, strict=True):
+        text = list(expanded[span.offset + span.length : end])
+        found = _next_text(source, place, text, is_last=end == len(expanded))
+        if found is None:
+            return None
+        placeholders.append(tuple(source[place:found]))
+        place = found + len(text)
+    return placeholders
+
+
+def _next_text(source: Sequence[int], place: int, text: list[int], *, is_last: bool) -> int | None:
+    """Where `text` goes on in the source, behind a placeholder of at least one token at `place`."""
+    if is_last:
+        start = len(source) - len(text)
+        return start if start > place and list(source[start:]) == text else None
+    for start in range(place + 1, len(source) - len(text) + 1):
+        if list(source[start : start + len(text)]) == text:
+            return start
+    return None
+
+
+def _occurrences(source: Sequence[int], wanted: tuple[int, ...], limit: int) -> list[int]:
+    """The first `limit` places where `wanted` stands, without overlap."""
+    found: list[int] = []
+    place = 0
+    while len(found) < limit:
+        try:
+            place = source.index(wanted[0], place)
+        except ValueError:
+            break
+        if tuple(source[place : place + len(wanted)]) == wanted:
+            found.append(place)
+            place += len(wanted)
+        else:
+            place += 1
+    return found
