@@ -1,0 +1,37 @@
+"""Which worker a session's last request went to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+#: worker_id and data-parallel rank: a worker that comes back has its sessions again.
+Place = tuple[str, int]
+
+
+class Sessions:
+    """Session -> place, for `ttl_s` after its last request, and at most `max_sessions`: the oldest is forgotten."""
+
+    def __init__(self, *, ttl_s: float, max_sessions: int, clock: Callable[[], float]) -> None:
+        self._ttl_s = ttl_s
+        self._max = max_sessions
+        self._clock = clock
+        self._places: OrderedDict[str, tuple[Place, float]] = OrderedDict()  # in the order of their last requests
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, session_id: str) -> Place | None:
+        """Where the session's last request went; None if it is new or forgotten."""
+        found = self._places.get(session_id)
+        if found is None or self._clock() - found[1] > self._ttl_s:
+            return None
+        return found[0]
+
+    def note(self, session_id: str, place: Place) -> None:
+        """The session's request goes to `place`."""
+        now = self._clock()
+        self._places[session_id] = (place, now)
+        self._places.move_to_end(session_id)
+        while len(self._places) > self._max or now - next(iter(self._places.values()))[1] > self._ttl_s:
+            self._places.popitem(last=False)

@@ -1,0 +1,207 @@
+"""The workers as the router knows them: one slot for each data-parallel rank of a worker.
+
+What depends on a slot alone is kept in arrays over slots, brought up to date when the slot changes, so that a choice
+between a thousand of them is a few operations of numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.routing.config import RoutingConfig
+from medialane.routing.sessions import Place
+
+Scores = npt.NDArray[np.float64]
+
+_FIRST_CAPACITY: Final = 16
+#: Weight of the newest request in the mean work of requests: the last fifty or so count.
+_NEWEST: Final = 0.04
+
+
+class Slot:
+    """One rank of one worker: what it told, and what was sent to it from here and has not been prefilled."""
+
+    __slots__ = ("card", "draining", "load", "num_in_flight", "num_queued", "number", "place", "queued_ms", "same_host")
+
+    def __init__(self, number: int, endpoint: Endpoint) -> None:
+        self.number = number
+        self.place: Place = (endpoint.worker_id, endpoint.rank)
+        self.same_host = endpoint.same_host
+        self.card = endpoint.card
+        self.draining = endpoint.draining or not endpoint.ready
+        self.load = endpoint.load
+        self.num_in_flight = 0
+        self.num_queued = 0
+        self.queued_ms = 0.0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences at the engine, of whichever gateway: its report may be older than what was sent from here."""
+        return max(self.num_in_flight, self.load.num_running + self.load.num_waiting)
+
+    @property
+    def num_running(self) -> int:
+        return max(self.num_in_flight - self.num_queued, self.load.num_running)
+
+    @property
+    def num_waiting_of_others(self) -> int:
+        """Waiting sequences that no request from here accounts for."""
+        return min(self.load.num_waiting, self.num_sequences - self.num_in_flight)
+
+    def serves(self, model: str | None, lora: str | None) -> bool:
+        if self.card is None:
+            return True
+        return model in (None, self.card.model) and (lora is None or self.card.max_loras != 0)
+
+
+class SlotTable:
+    """Slots by number, the numbers used again. A number without a slot, draining or full has infinite scores."""
+
+    def __init__(self, config: RoutingConfig) -> None:
+        self._config = config
+        self._slots: list[Slot | None] = []
+        self._by_place: dict[Place, Slot] = {}
+        self._by_worker: dict[str, set[int]] = {}
+        self._serving: dict[tuple[str | None, bool], int] = {}
+        self._request_ms = config.request_ms
+        self.open = 0  # bit mask of the slots that take requests
+        self.num_remote = 0
+        self.standing_ms = np.full(_FIRST_CAPACITY, np.inf)  # the costs that depend on the slot alone
+        self.sequences = np.full(_FIRST_CAPACITY, np.inf)
+        self.is_remote = np.zeros(_FIRST_CAPACITY)
+        self.flat = np.full(_FIRST_CAPACITY, np.inf)  # 0 where open
+
+    def __len__(self) -> int:
+        """One more than the highest number in use so far."""
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return (slot for slot in self._slots if slot is not None)
+
+    def __getitem__(self, number: int) -> Slot:
+        """Raises KeyError if the number has no slot."""
+        slot = self._slots[number] if 0 <= number < len(self._slots) else None
+        if slot is None:
+            raise KeyError(number)
+        return slot
+
+    def at(self, place: Place) -> Slot | None:
+        return self._by_place.get(place)
+
+    def join(self, endpoint: Endpoint) -> Slot:
+        """A new slot. Raises ValueError if this rank of the worker has one."""
+        place = (endpoint.worker_id, endpoint.rank)
+        if place in self._by_place:
+            raise ValueError(f"rank {endpoint.rank} of worker {endpoint.worker_id} has joined already")
+        number = self._free_number()
+        slot = Slot(number, endpoint)
+        self._slots[number] = slot
+        self._by_place[place] = slot
+        self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
+        self._serving.clear()
+        self.is_remote[number] = not slot.same_host
+        self.num_remote += not slot.same_host
+        self.update(slot)
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        self._slots[slot.number] = None
+        del self._by_place[slot.place]
+        ranks = self._by_worker[slot.place[0]]
+        ranks.discard(slot.number)
+        if not ranks:
+            del self._by_worker[slot.place[0]]
+        self._serving.clear()
+        self.num_remote -= not slot.same_host
+        self.is_remote[slot.number] = 0
+        self._close(slot.number)
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether the slot has not left."""
+        return self._slots[slot.number] is slot
+
+    def candidates(self, *, model: str | None, lora: str | None, exclude: Collection[int]) -> int:
+        """Bit mask of the slots that take such a request."""
+        found = self.open & self.serving(model, lora)
+        for number in exclude:
+            found &= ~(1 << number)
+        return found
+
+    def serving(self, model: str | None, lora: str | None) -> int:
+        """Bit mask of the slots that serve the model and the adapter, whether they take requests now or not."""
+        asked = (model, lora is not None)
+        found = self._serving.get(asked)
+        if found is None:
+            found = sum(1 << slot.number for slot in self if slot.serves(model, lora))
+            if found:  # strangers may ask for any name; what is kept is bounded by what is served
+                self._serving[asked] = found
+        return found
+
+    def queue(self, slot: Slot, work_ms: float) -> None:
+        """A request with so much work is sent to the slot."""
+        slot.num_in_flight += 1
+        slot.num_queued += 1
+        slot.queued_ms += work_ms
+        self._request_ms += _NEWEST * (work_ms - self._request_ms)
+        self.update(slot)
+
+    def unqueue(self, slot: Slot, work_ms: float) -> None:
+        """The request is prefilled, or will never be."""
+        slot.num_queued -= 1
+        slot.queued_ms = slot.queued_ms - work_ms if slot.num_queued else 0.0  # no residue of rounding
+        self.update(slot)
+
+    def update(self, slot: Slot) -> None:
+        """Something of the slot has changed."""
+        number, limit = slot.number, self._config.max_in_flight
+        if slot.draining or (limit and slot.num_in_flight >= limit):
+            self._close(number)
+            return
+        self.open |= 1 << number
+        self.flat[number] = 0.0
+        self.sequences[number] = slot.num_sequences
+        self.standing_ms[number] = self.queue_ms(slot) + self.running_ms(slot) + self.kv_pressure_ms(slot.load)
+
+    def queue_ms(self, slot: Slot) -> float:
+        """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""
+        return slot.queued_ms + slot.num_waiting_of_others * self._request_ms
+
+    def running_ms(self, slot: Slot) -> float:
+        """What running sequences take of each step, and the wait for one to end where all seats are taken."""
+        config = self._config
+        seats = slot.card.max_num_seqs if slot.card is not None else 0
+        above = max(0, slot.num_sequences + 1 - seats) if seats else 0
+        return slot.num_running * config.running_ms + above * config.seat_ms
+
+    def kv_pressure_ms(self, load: WorkerLoad) -> float:
+        """Rises in a line from 0 at `kv_pressure_from` to the whole at a full cache, where sequences are preempted."""
+        start = self._config.kv_pressure_from
+        return self._config.kv_pressure_ms * max(0.0, load.kv_usage - start) / (1 - start)
+
+    def _free_number(self) -> int:
+        for number, slot in enumerate(self._slots):
+            if slot is None:
+                return number
+        self._slots.append(None)
+        if len(self._slots) > len(self.flat):
+            self._grow()
+        return len(self._slots) - 1
+
+    def _grow(self) -> None:
+        self.standing_ms = _doubled(self.standing_ms, np.inf)
+        self.sequences = _doubled(self.sequences, np.inf)
+        self.flat = _doubled(self.flat, np.inf)
+        self.is_remote = _doubled(self.is_remote, 0.0)
+
+    def _close(self, number: int) -> None:
+        self.open &= ~(1 << number)
+        self.flat[number] = self.sequences[number] = self.standing_ms[number] = np.inf
+
+
+def _doubled(array: Scores, fill: float) -> Scores:
+    return np.concatenate([array, np.full(len(array), fill)])

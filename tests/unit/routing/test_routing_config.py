@@ -1,0 +1,25 @@
+import pytest
+
+from medialane.core.errors import StartupFailed
+from medialane.routing.config import RoutingConfig
+
+
+def test_defaults_are_valid():
+    RoutingConfig().validate()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefill_ms_per_token", -0.1),
+        ("temperature_ms", -1.0),
+        ("max_in_flight", -1),
+        ("session_ttl_s", 0.0),
+        ("num_decisions", 0),
+        ("kv_pressure_from", 1.0),
+        ("seat_ms", float("nan")),
+    ],
+)
+def test_setting_that_cannot_work_is_named(name, value):
+    with pytest.raises(StartupFailed, match=name):
+        RoutingConfig(**{name: value}).validate()

@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing.config import RoutingConfig
+from medialane.routing.slots import SlotTable
+
+
+def card(**kwargs):
+    return ModelCard(
+        **{"model": "m", "max_model_len": 4096, "block_size": 16, "mm_limits": {}, "processor": {}} | kwargs
+    )
+
+
+def endpoint(name="w", *, rank=0, load=None, **kwargs):
+    return Endpoint(name, f"unix:/{name}", True, load or WorkerLoad(), 0, rank=rank, **kwargs)
+
+
+def table(**kwargs):
+    return SlotTable(RoutingConfig(**kwargs))
+
+
+def anyone(slots, **kwargs):
+    return slots.candidates(**{"model": None, "lora": None, "exclude": ()} | kwargs)
+
+
+def test_numbers_are_used_again():
+    slots = table()
+    first, second = slots.join(endpoint("a")), slots.join(endpoint("b"))
+    slots.leave(first)
+    assert anyone(slots) == 1 << second.number
+    assert slots.join(endpoint("c")).number == first.number
+    assert not slots.is_current(first)
+
+
+def test_arrays_grow_and_keep_what_they_had():
+    slots = table()
+    for number in range(100):
+        slots.join(endpoint(f"w{number}", load=WorkerLoad(num_running=number)))
+    assert slots.sequences[:100].tolist() == list(range(100))
+    assert np.isinf(slots.sequences[100:]).all()
+    assert anyone(slots) == (1 << 100) - 1
+
+
+def test_ranks_of_a_worker_have_slots_of_their_own():
+    slots = table()
+    slots.join(endpoint("a", rank=0))
+    second = slots.join(endpoint("a", rank=1))
+    assert slots.at(("a", 1)) is second
+    with pytest.raises(ValueError, match="rank 1 of worker a"):
+        slots.join(endpoint("a", rank=1))
+
+
+def test_worker_that_drains_or_is_not_ready_takes_nothing():
+    slots = table()
+    draining = slots.join(endpoint("a", draining=True))
+    not_ready = slots.join(Endpoint("b", "unix:/b", ready=False, load=WorkerLoad(), num_in_flight=0))
+    slots.join(endpoint("c"))
+    assert anyone(slots) == 0b100
+    assert np.isinf(slots.standing_ms[[draining.number, not_ready.number]]).all()
+
+
+def test_full_worker_takes_nothing_until_one_ends():
+    slots = table(max_in_flight=2)
+    slot = slots.join(endpoint())
+    for _ in range(2):
+        slots.queue(slot, 5.0)
+    assert anyone(slots) == 0
+    slot.num_in_flight -= 1
+    slots.update(slot)
+    assert anyone(slots) == 1
+
+
+def test_model_and_adapter_must_be_served():
+    slots = table()
+    slots.join(endpoint("a", card=card(model="m", max_loras=0)))
+    slots.join(endpoint("b", card=card(model="m", max_loras=2)))
+    slots.join(endpoint("c", card=card(model="n")))
+    slots.join(endpoint("d"))  # tells nothing: taken at its word that it was started for this gateway
+    assert anyone(slots, model="m") == 0b1011
+    assert anyone(slots, model="m", lora="x") == 0b1010
+    assert anyone(slots, exclude=[1, 3]) == 0b0101
+
+
+def test_names_of_strangers_are_not_kept():
+    slots = table()
+    slots.join(endpoint(card=card()))
+    for number in range(50):
+        assert anyone(slots, model=f"no{number}") == 0
+    assert len(slots._serving) == 0
+
+
+def test_queue_is_the_work_sent_and_not_prefilled():
+    slots = table()
+    slot = slots.join(endpoint())
+    slots.queue(slot, 30.0)
+    slots.queue(slot, 12.5)
+    assert slots.queue_ms(slot) == pytest.approx(42.5)
+    slots.unqueue(slot, 30.0)
+    assert slots.queue_ms(slot) == pytest.approx(12.5)
+    slots.unqueue(slot, 12.5)
+    assert slots.queue_ms(slot) == 0
+
+
+def test_requests_of_others_count_by_the_mean_of_ours():
+    slots = table(request_ms=10.0)
+    mine, theirs = slots.join(endpoint("a")), slots.join(endpoint("b", load=WorkerLoad(num_waiting=3)))
+    slots.queue(mine, 10.0)
+    assert slots.queue_ms(theirs) == pytest.approx(30.0)
+
+
+def test_own_requests_in_the_report_do_not_count_twice():
+    slots = table()
+    slot = slots.join(endpoint())
+    slots.queue(slot, 10.0)
+    slots.queue(slot, 10.0)
+    slot.load = WorkerLoad(num_running=1, num_waiting=1)
+    slots.update(slot)
+    assert slots.queue_ms(slot) == pytest.approx(20.0)
+    assert slot.num_sequences == 2
+
+
+def test_sequence_above_the_seats_waits_for_an_end():
+    slots = table(running_ms=1.0, seat_ms=100.0)
+    slot = slots.join(endpoint(load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))
+    assert slots.running_ms(slot) == pytest.approx(104.0)
+    slot.load = WorkerLoad(num_running=3)
+    assert slots.running_ms(slot) == pytest.approx(3.0)
+
+
+def test_kv_pressure_rises_from_its_start_to_the_whole():
+    slots = table(kv_pressure_ms=200.0, kv_pressure_from=0.8)
+    assert [slots.kv_pressure_ms(WorkerLoad(kv_usage=usage)) for usage in (0.5, 0.8, 0.9, 1.0)] == pytest.approx(
+        [0, 0, 100, 200]
+    )
