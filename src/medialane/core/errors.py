@@ -3,7 +3,7 @@
     MedialaneError
     |-- InvalidRequest (400)            the client must change the request
     |   |-- InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, InvalidDataUrl, InvalidBase64
-    |   |-- EmptyMedia, InvalidImage, InvalidVideo, InvalidAudio, ImageTooComplex, TooManyFrames
+    |   |-- EmptyMedia, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, ImageTooComplex, TooManyFrames
     |   |-- TooManyMediaItems, UnknownMediaUuid
     |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
     |   |-- PromptRejected              vLLM refused prompt or parameters
@@ -95,6 +95,10 @@ class InvalidVideo(InvalidRequest):
 
 class InvalidAudio(InvalidRequest):
     code = "invalid_audio"
+
+
+class InvalidEmbeds(InvalidRequest):
+    code = "invalid_embeds"
 
 
 class TooManyFrames(InvalidRequest):
