@@ -36,13 +36,16 @@ from medialane.prepare.config import PrepareConfig
 from medialane.rpc.config import RpcConfig
 from medialane.transfer.config import TransferConfig
 from medialane.worker.config import WorkerConfig
+from medialane.worker.simulated.config import SimulatedConfig
 
 PREFIX: Final = "MEDIALANE_"
 #: Told to vLLM's engine processes, which load our plugin before they have any configuration of ours.
 ARENA_DIR: Final = PREFIX + "ARENA_DIR"
 _FILE: Final = PREFIX + "CONFIG"
 
-RoomName = Literal["server", "cluster", "gateway", "media", "prepare", "arena", "transfer", "rpc", "worker", "logging"]
+RoomName = Literal[
+    "server", "cluster", "gateway", "media", "prepare", "arena", "transfer", "rpc", "worker", "simulated", "logging"
+]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +71,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig = TransferConfig()
     rpc: RpcConfig = RpcConfig()
     worker: WorkerConfig = WorkerConfig()
+    simulated: SimulatedConfig = SimulatedConfig()
     logging: LoggingConfig = LoggingConfig()
 
     def validate(self, rooms: Iterable[RoomName]) -> None:
@@ -110,6 +114,7 @@ _SHORT: Final[Mapping[tuple[str, str], str]] = {
     ("media", "allowed_media_networks"): "allow-media-network",
     ("media", "allowed_local_media_path"): "allowed-local-media-path",
     ("prepare", "num_preparers"): "preparers",
+    ("simulated", "speedup"): "speedup",
     ("transfer", "transport"): "transport",
 }
 

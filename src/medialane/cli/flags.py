@@ -22,6 +22,7 @@ _TITLES: dict[RoomName, str] = {
     "transfer": "handing features over to workers",
     "rpc": "connections between gateway and workers",
     "worker": "worker",
+    "simulated": "simulated workers",
     "logging": "logging",
 }
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from medialane.core.errors import WorkerLost
 from medialane.rpc import RpcConfig, RpcServer
@@ -32,21 +34,30 @@ async def serve_worker(
     Takes the engine over: it is closed at the end, whatever happens. Raises StartupFailed when the address cannot be
     had.
     """
+    worker = Worker(engine, config, arena_directory=arena_directory)
+    with stopped_by_signals() as stop:
+        return await serve_until(stop, worker, engine, address, config=config, rpc=rpc)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set, meanwhile."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        return await _serve(config, rpc, engine, address, arena_directory, stop)
+        yield stop
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-async def _serve(
-    config: WorkerConfig, rpc: RpcConfig, engine: Engine, address: str, arena_directory: str, stop: asyncio.Event
+async def serve_until(
+    stop: asyncio.Event, worker: Worker, engine: Engine, address: str, *, config: WorkerConfig, rpc: RpcConfig
 ) -> int:
-    worker = Worker(engine, config, arena_directory=arena_directory)
+    """Serve one worker until `stop` is set (0) or its engine is lost; else as `serve_worker`. Closes worker and
+    engine."""
     server = RpcServer(worker, rpc)
     lost = False
     try:

@@ -4,6 +4,7 @@ import pytest
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import ROOMS
+from medialane.cli.worker_command import ROOMS as WORKER_ROOMS
 from medialane.config import load_config, settings
 
 
@@ -14,9 +15,10 @@ def parser(argv=(), *, common=("workers",)):
     return made
 
 
-def test_every_setting_of_the_configuration_is_a_flag_of_serve():
+def test_every_setting_of_the_configuration_is_a_flag_of_serve_or_of_simulated_workers():
     flags = parser().format_help() + parser(["--help-all"]).format_help()
-    assert [s.flag for s in settings() if s.flag not in flags] == []
+    assert {s.room for s in settings() if s.flag not in flags} <= {"simulated"}
+    assert {"worker", "simulated"} <= set(WORKER_ROOMS)
 
 
 def test_help_shows_the_common_settings_and_all_of_them_when_asked():

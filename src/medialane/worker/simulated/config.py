@@ -1,0 +1,70 @@
+"""Settings of simulated workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+
+
+class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated worker has and how fast it is.
+
+    Defaults are a Qwen2.5-VL of 7 billion parameters in bfloat16 on one GPU of 400 Tflop/s in use and 2 TB/s: 15 Gflop
+    a prompt token, 1 flop in 2.5 fs; 4 patches of a 0.7-billion vision model an embedding; 400 kflop for a token's
+    attention to another; 15 GB of weights read in each step. They are arithmetic, not measurements.
+    """
+
+    num_workers: Annotated[
+        int,
+        msgspec.Meta(description="workers in this process; with more than one, {} in --listen is the worker's number"),
+    ] = 1
+    speedup: Annotated[
+        float, msgspec.Meta(description="how many simulated seconds pass in one second; below 1 is slow motion")
+    ] = 1.0
+    block_size: Annotated[int, msgspec.Meta(description="tokens of one KV-cache block")] = 16
+    num_kv_blocks: Annotated[int, msgspec.Meta(description="blocks of the KV cache; one of them is never used")] = 8192
+    encoder_cache_tokens: Annotated[int, msgspec.Meta(description="embeddings that the encoder cache holds")] = 16384
+    max_model_len: Annotated[int, msgspec.Meta(description="longest prompt and answer, tokens")] = 32768
+    max_num_seqs: Annotated[int, msgspec.Meta(description="requests that run at once")] = 256
+    max_num_batched_tokens: Annotated[int, msgspec.Meta(description="tokens computed in one step, at most")] = 8192
+    max_items: Annotated[int, msgspec.Meta(description="images, and videos, and sounds, of one prompt")] = 16
+    stream_interval: Annotated[
+        int, msgspec.Meta(description="tokens of an answer that are sent together, after the first")
+    ] = 1
+    step_ms: Annotated[float, msgspec.Meta(description="time of a step without its tokens, ms")] = 8.0
+    prefill_token_ms: Annotated[float, msgspec.Meta(description="time of a prompt token that is computed, ms")] = 0.04
+    prefill_pair_ns: Annotated[
+        float, msgspec.Meta(description="time of a computed prompt token's attention to one token before it, ns")
+    ] = 1.0
+    decode_token_ms: Annotated[float, msgspec.Meta(description="time of a token that is generated, ms")] = 0.02
+    embedding_ms: Annotated[float, msgspec.Meta(description="time of an embedding that the encoder makes, ms")] = 0.02
+
+    def validate(self) -> None:
+        """Raise StartupFailed naming the setting that cannot work."""
+        for name in (
+            "num_workers",
+            "block_size",
+            "encoder_cache_tokens",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "stream_interval",
+        ):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        _require(self.speedup > 0, "speedup must be positive")
+        _require(self.max_items >= 0, "max_items must not be negative")
+        for name in ("step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        # As vLLM at its start: a request of that length could never run.
+        _require(
+            (self.num_kv_blocks - 1) * self.block_size >= self.max_model_len,
+            "num_kv_blocks, less one, must hold max_model_len tokens",
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StartupFailed(message)

@@ -1,0 +1,294 @@
+"""A simulated engine (fills `worker.Engine`): caches and queues as a real one has them, time in place of computing.
+
+Theory of operation. Each step is planned by `Scheduler`, lasts as long as the settings say for its work, and is told
+to whoever watches the blocks when it is over, as vLLM does. Steps stand on a time line of their own: one that a busy
+machine ended late does not make the next ones late. Tensors of features are never looked at, so nothing of a request is
+read by anyone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import msgspec
+
+from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerLost
+from medialane.core.feature import HandedMedia
+from medialane.core.kv_events import KvEventBatch
+from medialane.core.request import (
+    CompletionDelta,
+    EngineRequest,
+    EngineTimes,
+    ExpandedPrompt,
+    ModelCard,
+    OutputDelta,
+    WorkerLoad,
+)
+from medialane.worker.simulated.block_pool import BlockPool
+from medialane.worker.simulated.config import SimulatedConfig
+from medialane.worker.simulated.encoder_cache import EncoderCache
+from medialane.worker.simulated.scheduler import Scheduler, Step
+from medialane.worker.simulated.sequence import Item, SimulatedSequence
+
+logger = logging.getLogger(__name__)
+
+#: vLLM's RequestOutputKind: every output is all so far, or what is new, or there is only the last one.
+_CUMULATIVE, _FINAL_ONLY = 0, 2
+
+
+class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is read of vLLM's SamplingParams, in msgpack as they travel; the rest is ignored. `max_tokens` None: as many
+    as have room."""
+
+    max_tokens: int | None = 16
+    n: int = 1
+    output_kind: int = 0
+
+
+def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
+    """What such a worker says of itself; it has no processor, so no settings of one."""
+    return ModelCard(
+        model=model,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        mm_limits=dict.fromkeys(("image", "video", "audio"), config.max_items),
+        processor={},
+        encoder_cache_tokens=config.encoder_cache_tokens,
+        num_kv_blocks=config.num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def step_s(config: SimulatedConfig, step: Step) -> float:
+    """How long a step lasts, in simulated seconds."""
+    ms = (
+        config.step_ms
+        + config.prefill_token_ms * step.num_prefill_tokens
+        + config.prefill_pair_ns * 1e-6 * step.num_prefill_pairs
+        + config.decode_token_ms * step.num_decode_tokens
+        + config.embedding_ms * step.num_embeds
+    )
+    return ms * 1e-3
+
+
+def simulated_scheduler(config: SimulatedConfig, *, mask: int = 0) -> Scheduler:
+    """Empty caches and queues of one engine. `mask`: see `BlockPool`."""
+    return Scheduler(
+        BlockPool(config.num_kv_blocks, mask=mask),
+        EncoderCache(config.encoder_cache_tokens),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        # As vLLM's: at least the largest item, and that may fill the cache.
+        max_encoder_tokens=max(config.max_num_batched_tokens, config.encoder_cache_tokens),
+    )
+
+
+class _Answer:
+    """One request's answer on its way to whoever asked."""
+
+    def __init__(self, sequence: SimulatedSequence, output_kind: int) -> None:
+        self.sequence = sequence
+        self.deltas: asyncio.Queue[OutputDelta | None] = asyncio.Queue()
+        self._output_kind = output_kind
+        self._num_sent = 0
+
+    def gained(self, stream_interval: int) -> None:
+        """The sequence has one token more: tell it, unless it is to wait for further ones."""
+        sequence = self.sequence
+        total = len(sequence.token_ids) - sequence.num_prompt_tokens
+        waits = self._num_sent > 0 and total - self._num_sent < stream_interval
+        if sequence.finished or not (waits or self._output_kind == _FINAL_ONLY):
+            self.deltas.put_nowait(self._delta())
+            self._num_sent = total
+
+    def fail(self) -> None:
+        self.deltas.put_nowait(None)
+
+    def _delta(self) -> OutputDelta:
+        sequence, first = self.sequence, self._num_sent == 0
+        start = self._num_sent if self._output_kind not in (_CUMULATIVE, _FINAL_ONLY) else 0
+        tokens = sequence.token_ids[sequence.num_prompt_tokens + start :]
+        text = "".join(f"<{token}>" for token in tokens)
+        reason = "length" if sequence.finished else None
+        return OutputDelta(
+            sequence.request_id,
+            [CompletionDelta(0, text, tokens, finish_reason=reason)],
+            finished=sequence.finished,
+            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens] if first else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+            times=self._times() if first else None,
+        )
+
+    def _times(self) -> EngineTimes:
+        sequence = self.sequence
+        return EngineTimes(
+            queue_s=max(0.0, sequence.scheduled_s - sequence.queued_s),
+            prefill_s=max(0.0, sequence.first_token_s - sequence.scheduled_s),
+        )
+
+
+class SimulatedEngine:
+    """An engine without a model, for scale and for routing. Answers are tokens that follow from their place alone.
+
+    `EngineTimes` of its answers are simulated seconds. Steps are taken by a task that lives while there is work.
+    """
+
+    def __init__(self, config: SimulatedConfig, *, model: str) -> None:
+        self.card = simulated_card(config, model)
+        self._config = config
+        self._scheduler = simulated_scheduler(config, mask=secrets.randbits(64))
+        self._answers: dict[SimulatedSequence, _Answer] = {}
+        self._listener: Callable[[KvEventBatch], None] | None = None
+        self._stepping: asyncio.Task[None] | None = None
+        self._failed = self._closed = False
+        self.busy_s = 0.0
+
+    def load(self) -> WorkerLoad:
+        scheduler = self._scheduler
+        return WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+
+    def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
+        self._listener = listener
+
+    async def attach_arena(self, arena: str, nonce: bytes) -> bool:
+        return True  # there is no other process, and nobody reads
+
+    async def generate(
+        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+    ) -> AsyncGenerator[OutputDelta, None]:
+        self._check_alive()
+        sequence, params = self._sequence(request)
+        answer = _Answer(sequence, params.output_kind)
+        self._answers[sequence] = answer
+        sequence.queued_s = self._now()
+        self._scheduler.add(sequence)
+        self._keep_stepping()
+        try:
+            while (delta := await answer.deltas.get()) is not None:
+                yield delta
+                if delta.finished:
+                    return
+            raise WorkerLost("the worker's engine has ended")
+        finally:
+            del self._answers[sequence]
+            self._scheduler.remove(sequence)
+
+    async def ping(self, timeout_s: float) -> None:
+        self._check_alive()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.gather(self._stepping, return_exceptions=True)
+        self._fail_all()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all content of the KV cache; False while a request uses it. As vLLM's utility of this name."""
+        done = self._scheduler.pool.clear()
+        self._tell_blocks()
+        return done
+
+    def _now(self) -> float:
+        """Simulated seconds, from somewhere."""
+        return time.monotonic() * self._config.speedup
+
+    def _keep_stepping(self) -> None:
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._run_steps(), name="simulated steps")
+
+    async def _run_steps(self) -> None:
+        try:
+            await self._steps()
+        except Exception as error:  # the supervisor: whatever fails here is the engine's end, which `ping` tells
+            logger.critical("the simulated engine has failed", exc_info=error)
+            self._failed = True
+            self._fail_all()
+
+    async def _steps(self) -> None:
+        """Step until there is nothing to do. Each step ends a fixed time after the one before, however late we are."""
+        due = self._now()
+        while (step := self._scheduler.step()).tokens:
+            for sequence in step.tokens:
+                if not sequence.scheduled_s:
+                    sequence.scheduled_s = due
+            duration = step_s(self._config, step)
+            due += duration
+            self.busy_s += duration
+            await asyncio.sleep(max(0.0, due - self._now()) / self._config.speedup)
+            self._complete(step, due)
+
+    def _complete(self, step: Step, now: float) -> None:
+        gained = self._scheduler.complete(step)
+        self._tell_blocks()
+        for sequence in gained:
+            if not sequence.first_token_s:
+                sequence.first_token_s = now
+            answer = self._answers.get(sequence)
+            if answer is not None:
+                answer.gained(self._config.stream_interval)
+
+    def _tell_blocks(self) -> None:
+        events = self._scheduler.take_events()
+        if events and self._listener is not None:
+            self._listener(KvEventBatch(0, events, time.time()))
+
+    def _fail_all(self) -> None:
+        for answer in self._answers.values():
+            answer.fail()
+
+    def _check_alive(self) -> None:
+        if self._failed or self._closed:
+            raise WorkerLost("the worker's engine has ended")
+
+    def _sequence(self, request: EngineRequest) -> tuple[SimulatedSequence, SimulatedParams]:
+        prompt = request.prompt
+        if not isinstance(prompt, ExpandedPrompt):
+            raise GenerationFailed("a simulated worker has no processor: it takes features only")
+        params = _params(request)
+        room = self.card.max_model_len - len(prompt.token_ids)
+        if not prompt.token_ids or room <= 0:
+            raise PromptRejected(f"the prompt has {len(prompt.token_ids)} tokens, the model {self.card.max_model_len}")
+        sequence = SimulatedSequence(
+            request.request_id,
+            prompt.token_ids,
+            block_size=self.card.block_size,
+            max_tokens=min(room, params.max_tokens or room),
+            items=self._items(prompt),
+            lora=request.lora_name,
+            cache_salt=request.cache_salt,
+        )
+        return sequence, params
+
+    def _items(self, prompt: ExpandedPrompt) -> list[Item]:
+        items = sorted((_item(media, len(prompt.token_ids)) for media in prompt.features), key=_offset)
+        for item in items:
+            if item.placeholder.num_embeds > self._config.encoder_cache_tokens:
+                raise PromptRejected("a media item has more tokens than the encoder cache holds")
+        return items
+
+
+def _offset(item: Item) -> int:
+    return item.placeholder.offset
+
+
+def _item(media: HandedMedia, num_tokens: int) -> Item:
+    if media.placeholder is None or media.placeholder.end > num_tokens:
+        raise InvalidFeature("a placeholder ends beyond the prompt")
+    return Item(media.mm_hash, media.placeholder, media.modality)
+
+
+def _params(request: EngineRequest) -> SimulatedParams:
+    try:
+        params = msgspec.msgpack.decode(request.sampling_params, type=SimulatedParams)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PromptRejected("the request's sampling parameters cannot be read") from error
+    if params.n != 1:
+        raise PromptRejected("a simulated worker gives one answer to a prompt: n must be 1")
+    return params

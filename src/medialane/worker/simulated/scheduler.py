@@ -1,0 +1,240 @@
+"""Which tokens a simulated engine computes next.
+
+As vLLM 0.32's (v1/core/sched/scheduler.py), for one rank and one KV group, first come first served. Requests that run
+go first. A prompt is computed in chunks that share the step's token budget. Where a block cannot be had, the request
+that came last is put back and computed again. A waiting request starts when its whole prompt has room, and never
+overtakes another. Pure: no clock, no loop.
+
+A step is two calls: `step` takes blocks and room in the encoder cache, and makes full blocks findable at once, for
+requests of the same step too, as vLLM does; `complete` gives the tokens, once the step's time is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from medialane.core.kv_events import KvEvent
+from medialane.worker.simulated.block_pool import Block, BlockPool
+from medialane.worker.simulated.encoder_cache import EncoderCache
+from medialane.worker.simulated.sequence import SimulatedSequence
+
+#: The answers' tokens follow from their place alone: ordinary ids of every vocabulary, repeating after a while.
+NUM_ANSWER_TOKENS = 251
+FIRST_ANSWER_TOKEN = 100
+
+
+def answer_token(number: int) -> int:
+    """Token `number` of every answer."""
+    return FIRST_ANSWER_TOKEN + number % NUM_ANSWER_TOKENS
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step computes: tokens by sequence, and the work that takes time. `num_prefill_pairs` counts, for each
+    prompt token, the tokens that it attends to."""
+
+    tokens: dict[SimulatedSequence, int] = field(default_factory=dict)
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_decode_tokens: int = 0
+    num_embeds: int = 0
+
+
+class Scheduler:
+    """Sequences are added, and removed before their end at will; `complete` returns those that have ended."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        encoder_cache: EncoderCache,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_encoder_tokens: int,
+    ) -> None:
+        self.pool = pool
+        self.encoder_cache = encoder_cache
+        self.running: list[SimulatedSequence] = []
+        self.waiting: deque[SimulatedSequence] = deque()
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_encoder_tokens = max_encoder_tokens
+        self._token_budget = 0
+        self._encoder_budget = 0
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: SimulatedSequence) -> None:
+        """End a sequence early. One that has ended already is no matter."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def step(self) -> Step:
+        """The next step; it has no tokens when there is nothing to do."""
+        step = Step()
+        self._token_budget = self._max_num_batched_tokens
+        self._encoder_budget = self._max_encoder_tokens
+        if self._schedule_running(step):
+            self._schedule_waiting(step)
+        return step
+
+    def complete(self, step: Step) -> list[SimulatedSequence]:
+        """The step's time is over: sequences whose tokens are all computed have gained one. Returns those."""
+        gained = []
+        for sequence, num_tokens in step.tokens.items():
+            if not sequence.blocks:
+                continue  # removed, or put back, meanwhile
+            sequence.num_computed += num_tokens
+            if sequence.num_new == 0:
+                sequence.token_ids.append(answer_token(len(sequence.token_ids) - sequence.num_prompt_tokens))
+                gained.append(sequence)
+            self._let_go_of_items(sequence)
+        done = [sequence for sequence in gained if sequence.finished]
+        for sequence in done:
+            self.running.remove(sequence)
+            self._release(sequence)
+        return gained
+
+    def take_events(self) -> list[KvEvent]:
+        return self.pool.take_events()
+
+    def _schedule_running(self, step: Step) -> bool:
+        """False when a sequence had to be put back: nothing new is started then."""
+        index, preempted = 0, False
+        while index < len(self.running) and self._token_budget > 0:
+            sequence = self.running[index]
+            num_tokens = min(sequence.num_new, self._token_budget)
+            inputs, num_tokens = self._plan_encoder(sequence, sequence.num_computed, num_tokens)
+            if num_tokens == 0:
+                index += 1
+                continue
+            while not self._has_room(sequence, num_tokens):
+                preempted = True
+                last = self.running.pop()  # never one that this step computes: those stand before
+                self._preempt(last)
+                if last is sequence:
+                    return False
+            self._extend(sequence, num_tokens)
+            self._put(step, sequence, num_tokens, inputs)
+            index += 1
+        return not preempted
+
+    def _schedule_waiting(self, step: Step) -> None:
+        while self.waiting and self._token_budget > 0 and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            found = self.pool.find(sequence.cacheable_ids())
+            num_cached = len(found) * self._block_size
+            if sequence.num_preemptions == 0:
+                sequence.num_cached_tokens = num_cached
+            num_tokens = min(len(sequence.token_ids) - num_cached, self._token_budget)
+            inputs, num_tokens = self._plan_encoder(sequence, num_cached, num_tokens)
+            if num_tokens == 0:
+                return
+            if not self._fits_whole(sequence, found):
+                self._let_go_of_all_items(sequence)
+                return
+            self.waiting.popleft()
+            self.pool.use(found)
+            sequence.start(found)
+            self.running.append(sequence)
+            self._extend(sequence, num_tokens)
+            self._put(step, sequence, num_tokens, inputs)
+
+    def _plan_encoder(self, sequence: SimulatedSequence, start: int, num_tokens: int) -> tuple[list[int], int]:
+        """Items that must be encoded for tokens [start, start + num_tokens), and how many tokens can be computed then.
+
+        An item that finds no room or budget ends the chunk before it.
+        """
+        if start >= sequence.items_end:
+            return [], num_tokens
+        planned: dict[str, int] = {}
+        repeated: list[int] = []
+        end = start + num_tokens
+        for index, item in enumerate(sequence.items):
+            if item.placeholder.end <= start or item.placeholder.offset >= end:
+                continue
+            if item.mm_hash in planned:
+                repeated.append(index)
+                continue
+            if self.encoder_cache.use(item.mm_hash, sequence.request_id):
+                sequence.encoder_inputs.add(index)
+                continue
+            size = item.placeholder.num_embeds
+            total = size + sum(sequence.items[i].placeholder.num_embeds for i in planned.values())
+            if total > self._encoder_budget or not self.encoder_cache.make_room(total):
+                num_tokens = max(0, item.placeholder.offset - start)
+                break
+            if item.needs(start, end):
+                planned[item.mm_hash] = index
+        return [*planned.values(), *repeated], num_tokens
+
+    def _put(self, step: Step, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
+        """Account for what is computed, and take the encoder's room for the planned items."""
+        step.tokens[sequence] = num_tokens
+        self._token_budget -= num_tokens
+        if num_tokens == 1 and sequence.num_computed >= sequence.num_prompt_tokens:
+            step.num_decode_tokens += 1
+        else:
+            step.num_prefill_tokens += num_tokens
+            step.num_prefill_pairs += num_tokens * sequence.num_computed + num_tokens * num_tokens // 2
+        for index in inputs:
+            item = sequence.items[index]
+            sequence.encoder_inputs.add(index)
+            if item.mm_hash in self.encoder_cache:
+                continue  # stands twice in the prompt
+            size = item.placeholder.num_embeds
+            self.encoder_cache.add(item.mm_hash, size, sequence.request_id)
+            self._encoder_budget -= size
+            step.num_embeds += size
+
+    def _extend(self, sequence: SimulatedSequence, num_tokens: int) -> None:
+        """Take the blocks for the next tokens, and store those that will be full."""
+        total = sequence.num_computed + num_tokens
+        missing = self._num_blocks(total) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.pool.take(missing)
+        sequence.store_full(self.pool, total)
+
+    def _has_room(self, sequence: SimulatedSequence, num_tokens: int) -> bool:
+        missing = self._num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
+        return missing <= self.pool.num_free
+
+    def _fits_whole(self, sequence: SimulatedSequence, found: list[Block]) -> bool:
+        """Whether all tokens have room; found blocks that are free will not be free any more."""
+        missing = self._num_blocks(len(sequence.token_ids)) - len(found)
+        return missing + sum(block.num_users == 0 for block in found) <= self.pool.num_free
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _preempt(self, sequence: SimulatedSequence) -> None:
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: SimulatedSequence) -> None:
+        """The last block is taken first."""
+        self._let_go_of_all_items(sequence)
+        self.pool.free(reversed(sequence.restart()))
+
+    def _let_go_of_items(self, sequence: SimulatedSequence) -> None:
+        """Items whose tokens are all computed are in the KV cache now."""
+        for index in [i for i in sequence.encoder_inputs if sequence.items[i].placeholder.end <= sequence.num_computed]:
+            self._let_go_of_item(sequence, index)
+
+    def _let_go_of_all_items(self, sequence: SimulatedSequence) -> None:
+        for index in list(sequence.encoder_inputs):
+            self._let_go_of_item(sequence, index)
+
+    def _let_go_of_item(self, sequence: SimulatedSequence, index: int) -> None:
+        sequence.encoder_inputs.discard(index)
+        mm_hash = sequence.items[index].mm_hash
+        if all(sequence.items[i].mm_hash != mm_hash for i in sequence.encoder_inputs):
+            self.encoder_cache.release(mm_hash, sequence.request_id)

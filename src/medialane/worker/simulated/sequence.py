@@ -1,0 +1,146 @@
+"""One request inside a simulated engine: its tokens, its items, its blocks, how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from medialane.core.block_hash import MediaSpan, prompt_block_ids, stored_block_ids
+from medialane.core.feature import PlaceholderRange
+from medialane.core.kv_events import BlockStored
+from medialane.worker.simulated.block_pool import Block, BlockPool
+
+
+class Item(NamedTuple):
+    """A media item of a prompt: what it is, and which tokens stand for it."""
+
+    mm_hash: str
+    placeholder: PlaceholderRange
+    modality: str = "image"
+
+    def needs(self, start: int, end: int) -> bool:
+        """Whether one of the tokens [start, end) of the prompt takes an embedding of this item."""
+        offset, marks = self.placeholder.offset, self.placeholder.is_embed
+        first, last = max(0, start - offset), min(self.placeholder.length, end - offset)
+        return first < last and (marks is None or 1 in marks[first:last])
+
+
+class SimulatedSequence:
+    """`items` stand in the order of their placeholders. It ends when it has `max_tokens` tokens of answer.
+
+    `num_computed` tokens have their keys and values in `blocks`; `num_cached_tokens` of the prompt were found there
+    when it was first looked for (None before).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        block_size: int,
+        max_tokens: int,
+        items: Sequence[Item] = (),
+        lora: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_tokens = max_tokens
+        self.items = tuple(items)
+        self.items_end = max((item.placeholder.end for item in self.items), default=0)
+        self.encoder_inputs: set[int] = set()
+        self.blocks: list[Block] = []
+        self.num_computed = 0
+        self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
+        self.queued_s = self.scheduled_s = self.first_token_s = 0.0
+        self._block_size = block_size
+        self._lora = lora
+        self._cache_salt = cache_salt
+        self._num_stored = 0
+        spans = [
+            MediaSpan(i.mm_hash, i.placeholder.offset, i.placeholder.length, i.modality, i.placeholder.num_embeds)
+            for i in self.items
+        ]
+        ids = prompt_block_ids(
+            self.token_ids, block_size=block_size, media=spans, lora=lora, cache_salt=cache_salt or None
+        )
+        self._ids: list[int] = ids.tolist()
+
+    @property
+    def answer(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    def cacheable_ids(self) -> list[int]:
+        """The blocks to look for: the last token is always computed, else there would be nothing to sample from."""
+        return self._ids[: (len(self.token_ids) - 1) // self._block_size]
+
+    def start(self, found: list[Block]) -> None:
+        """Begin with these blocks of the prefix."""
+        self.blocks = list(found)
+        self._num_stored = len(found)
+        self.num_computed = len(found) * self._block_size
+
+    def restart(self) -> list[Block]:
+        """Begin again later; returns the blocks, which the caller frees."""
+        blocks, self.blocks = self.blocks, []
+        self.num_computed = self._num_stored = 0
+        return blocks
+
+    def store_full(self, pool: BlockPool, num_tokens: int) -> None:
+        """Give the pool the blocks that are full once `num_tokens` tokens are computed."""
+        first, end = self._num_stored, num_tokens // self._block_size
+        if first >= end:
+            return
+        keys = [self._extra_keys(number) for number in range(first, end)]
+        tokens = self.token_ids[first * self._block_size : end * self._block_size]
+        if end > len(self._ids):
+            self._add_ids(end)
+        event = BlockStored(
+            [pool.engine_hash(block_id) for block_id in self._ids[first:end]],
+            pool.engine_hash(self._ids[first - 1]) if first else None,
+            tokens,
+            self._block_size,
+            medium="GPU",
+            lora_name=self._lora,
+            extra_keys=keys,
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        )
+        pool.store(self.blocks[first:end], self._ids[first:end], event)
+        self._num_stored = end
+
+    def _add_ids(self, end: int) -> None:
+        """Ids of blocks that the answer has filled."""
+        first = len(self._ids)
+        ids = stored_block_ids(
+            self.token_ids[first * self._block_size : end * self._block_size],
+            block_size=self._block_size,
+            extra_keys=[self._extra_keys(number) for number in range(first, end)],
+            lora_name=self._lora,
+            parent=self._ids[-1] if self._ids else None,
+        )
+        self._ids += ids.tolist()
+
+    def _extra_keys(self, number: int) -> list[object] | None:
+        """As vLLM's events have them: the LoRA's name, `[mm_hash, offset]` of the items in the block, the salt."""
+        start, end = number * self._block_size, (number + 1) * self._block_size
+        keys: list[object] = [] if self._lora is None else [self._lora]
+        keys += [
+            [item.mm_hash, item.placeholder.offset - start]
+            for item in self.items
+            if item.placeholder.offset < end and start < item.placeholder.end
+        ]
+        if self._cache_salt and start == 0:
+            keys.append(self._cache_salt)
+        return keys or None

@@ -1,0 +1,66 @@
+"""A process's simulated workers: one event loop, one listener and one engine for each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+from medialane.rpc import Hello, RpcConfig, Welcome
+from medialane.rpc.address import TcpAddress, parse_address
+from medialane.worker.config import WorkerConfig
+from medialane.worker.serve import serve_until, stopped_by_signals
+from medialane.worker.simulated.config import SimulatedConfig
+from medialane.worker.simulated.engine import SimulatedEngine
+from medialane.worker.worker import Worker
+
+#: Stands for the worker's number in an address.
+NUMBER = "{}"
+
+
+class SimulatedWorker(Worker):
+    """A worker that means by features whatever its gateway means: its engine never looks at them."""
+
+    async def register(self, hello: Hello) -> Welcome:
+        """As `Worker.register`, with the gateway's processor settings as our own."""
+        welcome = await super().register(msgspec.structs.replace(hello, processor={}))
+        card = msgspec.structs.replace(welcome.card, processor=hello.processor)
+        return msgspec.structs.replace(welcome, card=card)
+
+
+async def serve_simulated(
+    config: SimulatedConfig, worker: WorkerConfig, rpc: RpcConfig, *, model: str, listen: str, arena_directory: str
+) -> int:
+    """Serve `config.num_workers` workers of `model` until SIGTERM or SIGINT (0), or until one fails (EXIT_ENGINE_LOST).
+
+    Raises StartupFailed when an address cannot be had.
+    """
+    addresses = addresses_of(listen, config.num_workers)
+    with stopped_by_signals() as stop:
+
+        async def serve_one(address: str) -> int:
+            engine = SimulatedEngine(config, model=model)
+            serving = SimulatedWorker(engine, worker, arena_directory=arena_directory)
+            try:
+                return await serve_until(stop, serving, engine, address, config=worker, rpc=rpc)
+            finally:
+                stop.set()  # one that has failed ends all: whoever started the process starts it again
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                serving = [tasks.create_task(serve_one(address)) for address in addresses]
+        except* StartupFailed as group:
+            raise group.exceptions[0] from None
+    return max(task.result() for task in serving)
+
+
+def addresses_of(listen: str, num_workers: int) -> list[str]:
+    """Where each of the workers listens: `{}` is its number, or ports count up. Raises StartupFailed."""
+    target = parse_address(listen.replace(NUMBER, "0"))
+    if num_workers == 1 or NUMBER in listen:
+        return [listen.replace(NUMBER, str(number)) for number in range(num_workers)]
+    if isinstance(target, TcpAddress) and target.port:
+        host = listen.rpartition(":")[0]
+        return [f"{host}:{target.port + number}" for number in range(num_workers)]
+    raise StartupFailed("several workers need an address each: put {} where --listen shall have the worker's number")
