@@ -1,0 +1,313 @@
+"""Tensors beside their request: the pure halves, then whole requests over real sockets."""
+
+import asyncio
+import os
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rpc_requests import engine_request, eventually, tokens_of
+
+from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, ProtocolViolation
+from medialane.core.feature import HandedMedia
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
+from medialane.rpc import FakeHandler, RpcConfig
+from medialane.rpc.framing import HEADER, FrameReader, append_raw_frame, raw_data
+from medialane.rpc.messages import Abort, DropPayload, Failed, Payload, Released, Submit, decode_to_worker
+from medialane.rpc.payload import PIECE_BYTES, PIECES_AT_ONCE, IncomingPayload, OutgoingRequest, join, split
+
+MIB = 1 << 20
+HOUR_S = 3600.0
+STORED = TensorDescriptor(TensorSpec("uint8", (4,)), ArenaRange("ab" * 16, 0, 1024, 1), 64)
+
+
+def inline(data):
+    return InlineTensor(TensorSpec("uint8", (len(data),)), memoryview(data))
+
+
+def request_with(*items, request_id="r", kind=ExpandedPrompt):
+    """A request whose media have these inline tensors, one tuple of bytes for each item."""
+    media = tuple(HandedMedia("image", "h", b"", tuple(map(inline, datas))) for datas in items)
+    return EngineRequest(request_id, kind([1, 2], media), b"")
+
+
+def bytes_in(request):
+    return [[bytes(t.data) for t in item.tensors] for item in request.prompt.media]
+
+
+def sent(outgoing):
+    """Everything that an outgoing request appends, and how much at a time."""
+    steps, more = [], True
+    while more:
+        buffer = bytearray()
+        more = outgoing.append_next(buffer)
+        steps.append(bytes(buffer))
+    return steps
+
+
+def received(stream, max_bytes=64 * MIB):
+    """What a worker makes of a stream: its requests, whole."""
+    reader, payload, found = FrameReader(max_bytes), IncomingPayload(max_bytes), []
+    reader.receive(stream)
+    while (frame := reader.next_frame()) is not None:
+        if (piece := raw_data(frame)) is not None:
+            payload.add(piece)
+            continue
+        match decode_to_worker(frame):
+            case Payload(sizes):
+                payload.begin(sizes)
+            case DropPayload():
+                payload.drop()
+            case Submit(request, with_payload):
+                found.append(join(request, payload.take()) if with_payload else request)
+    return found
+
+
+def outgoing(request, on_end=lambda: None, max_bytes=64 * MIB):
+    message, tensors = split(request)
+    return OutgoingRequest(message, tensors, on_end, max_bytes=max_bytes)
+
+
+SIZES = st.one_of(st.integers(0, 40), st.sampled_from([PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]))
+
+
+@given(st.lists(st.lists(SIZES, max_size=3), max_size=3), st.sampled_from([ExpandedPrompt, SourcePrompt]))
+def test_request_arrives_as_it_was_sent(sizes, kind):
+    whole = request_with(*[[os.urandom(n) for n in item] for item in sizes], kind=kind)
+    message, tensors = split(whole)
+    assert bytes_in(message) == [[b"" for _ in item] for item in sizes]
+    if tensors:
+        steps = sent(outgoing(whole))
+        assert max(map(len, steps)) < PIECES_AT_ONCE * (PIECE_BYTES + 5) + 1000
+        (found,) = received(b"".join(steps))
+    else:
+        found = join(message, [])
+    assert bytes_in(found) == bytes_in(whole)
+    assert found == whole
+
+
+def test_tensors_in_an_arena_stay_descriptors():
+    item = HandedMedia("image", "h", b"", (STORED, inline(b"abc")))
+    whole = EngineRequest("r", ExpandedPrompt([1], (item,)), b"")
+    (found,) = received(b"".join(sent(outgoing(whole))))
+    assert found.prompt.features[0].tensors[0] == STORED
+    text = engine_request("t")
+    assert split(text) == (text, [])
+
+
+def test_end_is_told_once_when_the_last_byte_is_copied():
+    ended = []
+    out = outgoing(request_with((bytes(PIECES_AT_ONCE * PIECE_BYTES + 1),)), lambda: ended.append(1))
+    assert out.append_next(bytearray())
+    assert (ended, out.num_bytes_left) == ([], 1)
+    assert not out.append_next(bytearray())
+    assert (ended, out.num_bytes_left) == ([1], 0)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_request_given_up_leaves_room_for_the_next(num_steps):
+    ended, stream = [], bytearray()
+    out = outgoing(request_with((bytes(MIB), b"x")), lambda: ended.append(1))
+    for _ in range(num_steps):
+        out.append_next(stream)
+    out.cancel()
+    assert not out.append_next(stream)
+    assert ended == [1]
+    following = request_with((b"abc",), request_id="next")
+    assert received(bytes(stream) + b"".join(sent(outgoing(following)))) == [following]
+    assert (num_steps == 0) == (not stream)
+
+
+def test_request_larger_than_allowed_is_refused_with_its_tensors_counted():
+    outgoing(request_with((bytes(999),)), max_bytes=1000)
+    with pytest.raises(ProtocolViolation):
+        outgoing(request_with((bytes(500), bytes(500))), max_bytes=1000)
+    with pytest.raises(ProtocolViolation):
+        outgoing(request_with((b"x",), request_id="r" * 2000), max_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "given"),
+    [
+        ((b"abc",), []),
+        ((b"abc",), [b"ab"]),
+        ((b"abc",), [b"abc", b"d"]),
+        ((), [b"abc"]),
+    ],
+)
+def test_tensors_that_are_not_the_requests_are_an_invalid_feature(lacking, given):
+    message, _ = split(request_with(lacking))
+    found = [memoryview(data) for data in given]
+    if given:
+        with pytest.raises(InvalidFeature):
+            join(message, found)
+    else:  # nothing came: whoever fetches the tensor refuses it
+        assert bytes_in(join(message, found)) == [[b""]]
+
+
+def incoming(*sizes, max_bytes=100):
+    payload = IncomingPayload(max_bytes)
+    if sizes:
+        payload.begin(sizes)
+    return payload
+
+
+@pytest.mark.parametrize(
+    "violate",
+    [
+        lambda: incoming(3).begin([3]),
+        lambda: incoming().begin([]),
+        lambda: incoming().begin([5, 0]),
+        lambda: incoming().begin([-1]),
+        lambda: incoming().begin([50, 50]),
+        lambda: incoming().add(memoryview(b"x")),
+        lambda: incoming(3).add(memoryview(b"xxxx")),
+        lambda: incoming().take(),
+        lambda: incoming(3).take(),
+    ],
+)
+def test_payload_out_of_place_is_a_violation(violate):
+    with pytest.raises(ProtocolViolation):
+        violate()
+
+
+def test_tensors_of_a_payload_are_read_only_and_aligned():
+    payload = incoming(3, 8, max_bytes=1000)
+    payload.add(memoryview(b"abc"))
+    payload.add(memoryview(b"defghijk"))
+    first, second = payload.take()
+    assert (bytes(first), bytes(second)) == (b"abc", b"defghijk")
+    assert first.readonly
+    with pytest.raises(ProtocolViolation):
+        payload.take()
+
+
+class Keeping(FakeHandler):
+    """Writes down the bytes of its requests."""
+
+    async def run(self, request):
+        self.seen = {**getattr(self, "seen", {}), request.request_id: bytes_in(request)}
+        async for delta in super().run(request):
+            yield delta
+
+
+async def test_large_tensors_arrive_whole_beside_other_requests(net):
+    handler = Keeping([1, 2])
+    await net.serve(handler)
+    client = await net.connect()
+    datas = {f"r{n}": [[os.urandom(MIB + n), b"", os.urandom(7)]] for n in range(4)}
+    sent_ids = []
+    remotes = [
+        client.submit(request_with(*items, request_id=name), on_sent=sent_ids.append) for name, items in datas.items()
+    ]
+    texts = [client.submit(engine_request(f"t{n}"), on_sent=sent_ids.append) for n in range(4)]
+    assert await asyncio.gather(*map(tokens_of, remotes + texts)) == [[1, 2]] * 8
+    assert {name: handler.seen[name] for name in datas} == datas
+    assert sorted(sent_ids) == ["r0", "r1", "r2", "r3", "t0", "t1", "t2", "t3"]
+    assert all(await asyncio.gather(*(remote.released() for remote in remotes)))
+
+
+async def test_abort_while_tensors_are_sent_ends_here_and_the_next_request_arrives(net):
+    handler = Keeping()
+    await net.serve(handler)
+    client = await net.connect()
+    ended, released = [], []
+    remote = client.submit(
+        request_with((bytes(20 * MIB),), request_id="large"), on_sent=ended.append, on_released=released.append
+    )
+    waiting = client.submit(request_with((bytes(MIB),), request_id="waiting"), on_sent=ended.append)
+    await asyncio.sleep(0)
+    for one in (remote, waiting):
+        one.abort()
+    assert (ended, released) == (["large", "waiting"], ["large"])
+    assert await remote.released()
+    with pytest.raises(GenerationFailed):
+        await tokens_of(remote)
+    assert await tokens_of(client.submit(request_with((b"abc",), request_id="small"))) == [1, 2, 3]
+    assert handler.seen == {"small": [[b"abc"]]}
+    await eventually(lambda: client.num_in_flight == 0)
+
+
+async def test_lost_connection_ends_what_is_being_sent(net):
+    server = await net.serve(FakeHandler())
+    client = await net.connect()
+    ended = []
+    remote = client.submit(request_with((bytes(20 * MIB),)), on_sent=ended.append)
+    await client.close()
+    assert ended == ["r"]
+    assert not await remote.released()
+    await eventually(lambda: server.num_in_flight == 0)
+
+
+async def test_tensors_that_wait_for_a_slow_worker_are_bounded(net):
+    config = RpcConfig(max_write_buffer_bytes=2 * MIB, max_frame_bytes=8 * MIB)
+    await net.serve(FakeHandler())
+    client = await net.connect(config)
+    first = [client.submit(request_with((bytes(MIB),), request_id=f"r{n}")) for n in range(4)]
+    with pytest.raises(NoWorkerReady):
+        await tokens_of(first[3])
+    assert await asyncio.gather(*map(tokens_of, first[:3])) == [[1, 2, 3]] * 3
+
+
+async def test_tensors_larger_than_a_message_may_be_are_a_failed_handover(net):
+    await net.serve(FakeHandler())
+    client = await net.connect(RpcConfig(max_frame_bytes=MIB))
+    ended = []
+    remote = client.submit(request_with((bytes(MIB),)), on_sent=ended.append)
+    with pytest.raises(HandoverFailed):
+        await tokens_of(remote)
+    assert await remote.released()
+    assert ended == []
+
+
+async def test_request_that_lacks_other_tensors_fails_alone(net, raw):
+    await net.serve(FakeHandler([1], delay_s=HOUR_S))
+    gateway = await raw()
+    message, _ = split(request_with((b"abc",), request_id="bad"))
+    gateway.send(Payload([2]))
+    gateway.write(raw_frame(b"xy"))
+    gateway.send(Submit(message, with_payload=True))
+    assert (await gateway.next(Failed)).request_id == "bad"
+    assert await gateway.next(Released) == Released("bad")
+    gateway.send(Submit(engine_request("good")))
+    gateway.send(Abort("good"))
+    assert await gateway.next(Released) == Released("good")
+
+
+async def test_unreadable_request_takes_its_payload_with_it(net, raw):
+    await net.serve(FakeHandler([1]))
+    gateway = await raw()
+    gateway.send(Payload([2]))
+    gateway.write(raw_frame(b"xy"))
+    body = msgspec.msgpack.encode(["Submit", {"request_id": "bad", "prompt": 5}, True])
+    gateway.write(HEADER.pack(len(body)) + body)
+    assert await gateway.next(Released) == Released("bad")
+    gateway.send(Payload([3]))
+    gateway.write(raw_frame(b"abc"))
+    message, _ = split(request_with((b"abc",), request_id="good"))
+    gateway.send(Submit(message, with_payload=True))
+    assert await gateway.next(Released) == Released("good")
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda gateway: gateway.write(raw_frame(b"bytes of nothing")),
+        lambda gateway: gateway.send(Payload([1 << 40])),
+        lambda gateway: gateway.send(Submit(split(request_with((b"abc",)))[0], with_payload=True)),
+    ],
+)
+async def test_payload_that_breaks_the_protocol_ends_the_connection(net, raw, say):
+    server = await net.serve(FakeHandler([1]))
+    gateway = await raw()
+    say(gateway)
+    assert await gateway.hung_up()
+    await eventually(lambda: server.num_in_flight == 0)
+
+
+def raw_frame(data):
+    buffer = bytearray()
+    append_raw_frame(buffer, memoryview(data))
+    return bytes(buffer)
