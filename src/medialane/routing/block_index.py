@@ -1,0 +1,186 @@
+"""Which slots hold which KV blocks: what workers report, and what they will have soon by the requests sent to them.
+
+A block maps to the mask of its holders; a slot has the set of its blocks, so that losing it costs its blocks and not
+everyone's. Consecutive blocks of a prompt mostly have the same holders, whose mask they share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from medialane.routing.cached_soon import CachedSoon, Note
+from medialane.routing.prefix_match import Group, Prefixes, Search, prefixes, search, shorten
+
+#: Bounds a match's time (a probe takes up to half a microsecond): a dozen of different lengths are found exactly.
+MAX_PROBES: Final = 128
+#: Masks kept to be shared. Past it they are dropped: equal masks then are several objects, which costs memory only.
+_MAX_SHARED: Final = 1 << 16
+#: A step that reaches all parts of an interval evenly: 2^32 over the golden ratio.
+_STRIDE: Final = 0x9E3779B1
+
+
+@dataclass
+class MatchCounts:
+    """Of all matches so far. `num_holes`: slots that lacked a block inside the prefix that they seemed to hold, where a
+    probe happened to see it; `num_bounded`: matches that ran out of probes, some of their lengths are lower bounds."""
+
+    num_matches: int = 0
+    num_probes: int = 0
+    num_holes: int = 0
+    num_bounded: int = 0
+
+
+class Matches(NamedTuple):
+    """Longest prefixes by slot, in blocks; slots that were not asked for have 0. `held`: by what workers report.
+    `blocks`: with what they will hold soon, too. May be one array: write to neither."""
+
+    blocks: Prefixes
+    held: Prefixes
+
+
+class BlockIndex:
+    """One index for all workers of one model. Slots are small ints; a data-parallel rank of a worker is a slot.
+
+    Pure: one thread, no I/O, `clock` in seconds. `ttl_s` is how long a note counts at most.
+    """
+
+    def __init__(
+        self, *, ttl_s: float = 60.0, clock: Callable[[], float] = time.monotonic, max_probes: int = MAX_PROBES
+    ) -> None:
+        self.counts = MatchCounts()
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._max_probes = max_probes
+        self._holders: dict[int, int] = {}
+        self._blocks: dict[int, set[int]] = {}
+        self._shared: dict[int, int] = {}
+        self._soon = CachedSoon()
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that some slot holds."""
+        return len(self._holders)
+
+    @property
+    def num_entries(self) -> int:
+        """Blocks held, summed over slots."""
+        return sum(map(len, self._blocks.values()))
+
+    @property
+    def num_notes(self) -> int:
+        return len(self._soon)
+
+    def num_held(self, slot: int) -> int:
+        """Blocks that the slot holds."""
+        return len(self._blocks.get(slot, ()))
+
+    def holds(self, slot: int, block: int) -> bool:
+        """Whether the slot has reported this block."""
+        return bool(self._holders.get(block, 0) >> slot & 1)
+
+    def store(self, slot: int, ids: Collection[int]) -> None:
+        """The slot holds these blocks from now on. Those that it holds already make no difference."""
+        self._blocks.setdefault(slot, set()).update(ids)
+        holders, bit = self._holders, 1 << slot
+        before, after = 0, self._share(bit)
+        for block in ids:
+            mask = holders.get(block, 0)
+            if mask is not before:
+                if mask & bit:
+                    continue
+                before, after = mask, self._share(mask | bit)
+            holders[block] = after
+
+    def remove(self, slot: int, ids: Collection[int]) -> None:
+        """The slot holds these blocks no more. Those that it does not hold make no difference."""
+        self._blocks.get(slot, set()).difference_update(ids)
+        self._take(slot, ids)
+
+    def clear(self, slot: int) -> None:
+        """The slot is gone, or begins anew: neither blocks nor notes of it are left."""
+        self._take(slot, self._blocks.pop(slot, set()))
+        self._soon.clear(slot)
+
+    def replace(self, slot: int, ids: Collection[int]) -> None:
+        """The slot holds exactly these blocks. Notes stay: what was sent there is still on its way."""
+        wanted = set(ids)
+        gone = self._blocks.get(slot, set()) - wanted
+        self.remove(slot, gone)
+        self.store(slot, wanted)
+
+    def note(self, slot: int, ids: Sequence[int]) -> Note:
+        """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
+
+        The note counts until `forget`, the slot's `clear`, or `ttl_s` later. A running request's blocks are not freed,
+        so it may be forgotten any time between its blocks' events and its end. Several notes of the same blocks count
+        each by itself: they are cached soon until the last of these is gone.
+        """
+        now = self._clock()
+        self._soon.expire(now)
+        return self._soon.note(slot, ids, deadline=now + self._ttl_s)
+
+    def forget(self, note: Note) -> None:
+        """The note counts no more; it may have ended before."""
+        self._soon.forget(note)
+
+    def match(self, ids: Sequence[int], slots: int) -> Matches:
+        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
+
+        The arrays are as long as the highest of `slots` needs. What will be held soon is short by an eighth at most.
+        """
+        width = slots.bit_length()
+        found = search(self._holders.get, ids, slots, max_probes=self._max_probes)
+        holes = found.holes + self._sample(found.groups, ids)
+        self._count(found, holes)
+        held = prefixes(found.groups, width)
+        shorten(held, holes)
+        soon = self._match_soon(ids, slots)
+        return Matches(np.maximum(held, prefixes(soon, width)) if soon else held, held)
+
+    def _match_soon(self, ids: Sequence[int], slots: int) -> list[Group]:
+        if not len(self._soon):
+            return []
+        self._soon.expire(self._clock())
+        return self._soon.match(ids, slots, max_probes=self._max_probes)
+
+    def _sample(self, groups: Sequence[Group], ids: Sequence[int]) -> list[Group]:
+        """Look at one block inside the longest prefix: engines that free blocks from the middle would be seen."""
+        if not groups:
+            return []
+        length, mask = groups[0]
+        place = self.counts.num_matches * _STRIDE % length
+        missing = mask & ~self._holders.get(ids[place], 0)
+        return [(place + 1, missing)] if missing else []
+
+    def _count(self, found: Search, holes: Sequence[Group]) -> None:
+        counts = self.counts
+        counts.num_matches += 1
+        counts.num_probes += found.num_probes
+        counts.num_bounded += not found.is_exact
+        for _, mask in holes:
+            counts.num_holes += mask.bit_count()
+
+    def _take(self, slot: int, ids: Collection[int]) -> None:
+        holders, bit = self._holders, 1 << slot
+        before, after = bit, 0
+        for block in ids:
+            mask = holders.get(block, 0)
+            if mask is not before:
+                if not mask & bit:
+                    continue
+                before, after = mask, self._share(mask ^ bit)
+            if after:
+                holders[block] = after
+            else:
+                del holders[block]
+
+    def _share(self, mask: int) -> int:
+        """An int equal to `mask`, the same object for as many blocks as possible."""
+        if len(self._shared) >= _MAX_SHARED:
+            self._shared.clear()
+        return self._shared.setdefault(mask, mask)
