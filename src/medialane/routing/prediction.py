@@ -49,18 +49,18 @@ class Expectation:
     """What is predicted of one request at one slot."""
 
     __slots__ = (
-        "block_size", "due_s", "is_over", "last_id", "num_blocks", "predicted_tokens", "prefix_id", "slot",
+        "block_size", "due_s", "is_over", "last_id", "predicted_tokens", "prefix_id", "slot", "usable_tokens",
         "was_evicted", "was_stored",
     )  # fmt: skip
 
     def __init__(
-        self, slot: _Watched, *, block_size: int, num_blocks: int, predicted_tokens: int, last_id: int | None
+        self, slot: _Watched, *, block_size: int, usable_tokens: int, predicted_tokens: int, last_id: int | None
     ) -> None:
         self.slot = slot
         self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.usable_tokens = usable_tokens
         self.predicted_tokens = predicted_tokens
-        self.last_id = last_id  # of the last full block, if the prompt has one that is not predicted to be held
+        self.last_id = last_id  # of the last full block, unless all that can be is predicted to be held
         self.prefix_id: int | None = None  # of the last held block that the worker has told of
         self.was_stored = False
         self.was_evicted = False
@@ -96,16 +96,18 @@ class PredictionWatch:
         self.forget_all(slot)
         del self._slots[slot]
 
-    def sent(self, slot: int, block_ids: list[int], *, block_size: int, num_held: int, is_told: bool) -> Expectation:
-        """A prompt with these full blocks goes to `slot`, where the first `num_held` are predicted to be cached;
-        `is_told`: by what the worker told, not by what was sent to it a moment ago."""
+    def sent(
+        self, slot: int, block_ids: list[int], *, block_size: int, num_usable: int, num_held: int, is_told: bool
+    ) -> Expectation:
+        """A prompt with these full blocks goes to `slot`. The engine may take the first `num_usable` from its cache and
+        is predicted to take `num_held`; `is_told`: by what the worker told, not by what was sent to it a moment ago."""
         watched = self._slots[slot]
         expected = Expectation(
             watched,
             block_size=block_size,
-            num_blocks=len(block_ids),
+            usable_tokens=num_usable * block_size,
             predicted_tokens=num_held * block_size,
-            last_id=block_ids[-1] if num_held < len(block_ids) else None,
+            last_id=block_ids[-1] if num_held < num_usable else None,
         )
         if expected.last_id is not None:
             watched.by_last.setdefault(expected.last_id, []).append(expected)
@@ -142,8 +144,7 @@ class PredictionWatch:
         self._unlist(expected.slot.by_prefix, expected.prefix_id, expected)
         if reported_tokens is not None:
             self._compare(expected, reported_tokens)
-            if reported_tokens >= (expected.num_blocks - 1) * expected.block_size:
-                expected.was_stored = True  # it was there: nothing to tell, or no more than is computed again
+            expected.was_stored |= reported_tokens >= expected.usable_tokens  # all was there: nothing to tell
         expected.due_s = self._clock() + self._grace_s
         self._due.append(expected)
 

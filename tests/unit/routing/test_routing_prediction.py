@@ -1,0 +1,197 @@
+"""The watch over predictions: what it counts, what it warns of, and what must not cry wolf."""
+
+import logging
+
+import pytest
+
+from medialane.routing.prediction import PredictionWatch
+
+BLOCK = 16
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class World:
+    """One worker in slot 0 that is sent prompts of four blocks."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.watch = PredictionWatch(grace_s=10, clock=self.clock)
+        self.watch.join(0, "w")
+        self.num_sent = 0
+
+    def send(self, *, held=0, is_told=True):
+        self.num_sent += 1
+        ids = [1000 * self.num_sent + number for number in range(4)]
+        return ids, self.watch.sent(0, ids, block_size=BLOCK, num_usable=4, num_held=held, is_told=is_told)
+
+    def serve(self, *, held=0, reported=None, stores=True, is_told=True):
+        ids, expected = self.send(held=held, is_told=is_told)
+        self.watch.prefilled(expected, held * BLOCK if reported is None else reported)
+        if stores:
+            self.watch.stored(0, ids)
+        self.wait(11)
+
+    def wait(self, seconds):
+        self.clock.now += seconds
+        self.watch.look()
+
+    @property
+    def counts(self):
+        return self.watch.counts
+
+
+@pytest.fixture
+def world(caplog):
+    caplog.set_level(logging.WARNING, "medialane.routing.prediction")
+    return World()
+
+
+def test_tokens_are_counted_as_predicted_and_as_reported(world):
+    world.serve(held=2)
+    world.serve(held=2, reported=BLOCK)
+    world.serve(held=0, reported=3 * BLOCK)
+    counts = world.counts
+    assert (counts.num_reported, counts.predicted_tokens, counts.reported_tokens) == (3, 4 * BLOCK, 6 * BLOCK)
+    assert (counts.num_fewer, counts.num_more) == (1, 1)
+
+
+def test_blocks_that_come_confirm(world):
+    world.serve()
+    assert (world.counts.num_stored, world.counts.num_never_stored) == (1, 0)
+
+
+def test_blocks_that_never_come_are_counted_after_the_grace(world):
+    _, expected = world.send()
+    world.watch.prefilled(expected, 0)
+    world.wait(9)
+    assert world.counts.num_never_stored == 0
+    world.wait(2)
+    assert world.counts.num_never_stored == 1
+
+
+def test_worker_whose_blocks_never_come_is_warned_of(world, caplog):
+    for _ in range(8):
+        world.serve(stores=False)
+    assert world.counts.num_warnings == 1
+    assert "worker w does not cache as predicted: 8 of the last 8" in caplog.text
+
+
+def test_warning_is_not_repeated_within_minutes(world, caplog):
+    for _ in range(20):
+        world.serve(stores=False)
+    assert world.counts.num_warnings == 1
+    world.wait(300)
+    world.serve(stores=False)
+    assert world.counts.num_warnings == 2
+
+
+def test_worker_that_does_not_use_what_it_tells_is_warned_of(world):
+    for _ in range(16):
+        world.serve(held=3, reported=0)
+    assert world.counts.num_unexplained == 16
+    assert world.counts.num_warnings == 1
+
+
+def test_a_bad_outcome_now_and_then_is_no_warning(world):
+    for number in range(60):
+        world.serve(held=3, stores=number % 3 != 0)
+    assert world.counts.num_never_stored == 20
+    assert world.counts.num_warnings == 0
+
+
+def test_eviction_before_the_prefill_does_not_cry_wolf(world):
+    for _ in range(20):
+        ids, expected = world.send(held=3)
+        world.watch.removed(0, [ids[2], 77])
+        world.watch.prefilled(expected, 0)
+        world.watch.stored(0, ids)
+        world.wait(11)
+    assert world.counts.num_fewer == 20
+    assert (world.counts.num_unexplained, world.counts.num_warnings) == (0, 0)
+
+
+def test_eviction_after_the_store_does_not_cry_wolf(world):
+    for _ in range(20):
+        ids, expected = world.send()
+        world.watch.stored(0, ids)
+        world.watch.removed(0, ids)
+        world.watch.prefilled(expected, 0)
+        world.wait(11)
+    assert (world.counts.num_stored, world.counts.num_warnings) == (20, 0)
+
+
+def test_blocks_of_a_request_under_way_are_no_promise(world):
+    for _ in range(20):
+        world.serve(held=3, reported=0, is_told=False)
+    assert (world.counts.num_unexplained, world.counts.num_warnings) == (0, 0)
+
+
+def test_one_block_less_than_predicted_is_no_fault(world):
+    world.serve(held=3, reported=2 * BLOCK)
+    assert (world.counts.num_fewer, world.counts.num_unexplained) == (1, 0)
+
+
+def test_prompt_that_was_cached_already_needs_no_event(world):
+    for _ in range(20):
+        world.serve(held=0, reported=4 * BLOCK, stores=False)
+    assert world.counts.num_never_stored == 0
+
+
+def test_engine_that_does_not_report_is_judged_by_its_blocks(world):
+    ids, expected = world.send()
+    world.watch.prefilled(expected, None)
+    world.watch.stored(0, ids)
+    world.wait(11)
+    assert (world.counts.num_reported, world.counts.num_stored) == (0, 1)
+
+
+def test_request_that_ended_early_teaches_nothing(world):
+    for _ in range(20):
+        _, expected = world.send(held=2)
+        world.watch.drop(expected)
+        world.watch.drop(expected)
+    world.wait(100)
+    assert world.counts.num_never_stored == 0
+    assert not world.watch._slots[0].by_last
+    assert not world.watch._slots[0].by_prefix
+
+
+def test_snapshot_ends_what_is_under_way(world):
+    _, expected = world.send(held=2)
+    world.watch.forget_all(0)
+    world.watch.prefilled(expected, 0)
+    world.wait(11)
+    assert (world.counts.num_reported, world.counts.num_never_stored) == (0, 0)
+
+
+def test_same_prompt_twice_is_confirmed_twice(world):
+    ids = [1, 2, 3]
+    both = [world.watch.sent(0, ids, block_size=BLOCK, num_usable=3, num_held=0, is_told=False) for _ in range(2)]
+    world.watch.stored(0, ids)
+    for expected in both:
+        world.watch.prefilled(expected, 0)
+    world.wait(11)
+    assert world.counts.num_stored == 2
+
+
+def test_prompt_without_a_full_block_is_not_awaited(world):
+    expected = world.watch.sent(0, [], block_size=BLOCK, num_usable=0, num_held=0, is_told=False)
+    world.watch.prefilled(expected, 0)
+    world.wait(11)
+    assert (world.counts.num_stored, world.counts.num_never_stored) == (0, 0)
+
+
+def test_nothing_is_kept_of_a_slot_that_left(world):
+    _, expected = world.send(held=2)
+    world.watch.leave(0)
+    world.watch.join(0, "other")
+    world.watch.prefilled(expected, 0)
+    world.wait(11)
+    assert world.counts.num_reported == 0
+    assert len(world.watch._due) == 0
