@@ -1,0 +1,45 @@
+from medialane.worker.simulated.encoder_cache import EncoderCache
+
+
+def test_item_is_held_after_its_request_until_room_is_needed():
+    cache = EncoderCache(10)
+    assert cache.make_room(6)
+    cache.add("a", 6, "r1")
+    cache.release("a", "r1")
+    assert "a" in cache
+    assert cache.make_room(5)
+    assert "a" not in cache
+
+
+def test_item_in_use_is_not_let_go():
+    cache = EncoderCache(10)
+    cache.add("a", 6, "r1")
+    assert not cache.make_room(5)
+    assert "a" in cache
+
+
+def test_item_let_go_first_goes_first_and_use_makes_it_recent():
+    cache = EncoderCache(10)
+    for name in "ab":
+        cache.add(name, 5, "r")
+        cache.release(name, "r")
+    assert cache.use("a", "r2")
+    cache.release("a", "r2")
+    assert cache.make_room(5)
+    assert "a" in cache
+    assert "b" not in cache
+
+
+def test_item_with_two_users_is_freeable_after_both():
+    cache = EncoderCache(10)
+    cache.add("a", 6, "r1")
+    assert cache.use("a", "r2")
+    cache.release("a", "r1")
+    assert not cache.make_room(5)
+    cache.release("a", "r2")
+    cache.release("a", "r2")
+    assert cache.make_room(10)
+
+
+def test_what_is_not_held_cannot_be_used():
+    assert not EncoderCache(10).use("a", "r")

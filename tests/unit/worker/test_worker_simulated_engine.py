@@ -1,0 +1,153 @@
+import asyncio
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerLost
+from medialane.core.feature import HandedMedia, PlaceholderRange
+from medialane.core.kv_events import AllBlocksCleared, BlockStored
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
+
+FAST = SimulatedConfig(speedup=1000.0)
+DELTA = 1
+
+
+def request(tokens=range(40), *, name="r", features=(), **params):
+    sampling = msgspec.msgpack.encode({"max_tokens": 4, "output_kind": DELTA, "temperature": 0.0} | params)
+    return EngineRequest(name, ExpandedPrompt(list(tokens), tuple(features)), sampling)
+
+
+def image(mm_hash, offset, length):
+    return HandedMedia("image", mm_hash, b"", (), placeholder=PlaceholderRange(offset, length))
+
+
+async def answer(engine, asked):
+    return [delta async for delta in engine.generate(asked, [])]
+
+
+@pytest.fixture
+async def engine():
+    made = SimulatedEngine(FAST, model="m")
+    yield made
+    await made.close()
+
+
+async def test_answer_comes_token_by_token_and_says_what_was_cached(engine):
+    first = await answer(engine, request())
+    again = await answer(engine, request(name="s"))
+    assert [len(d.completions[0].token_ids) for d in first] == [1, 1, 1, 1]
+    assert [d.finished for d in first] == [False, False, False, True]
+    assert first[-1].completions[0].finish_reason == "length"
+    assert first[0].prompt_token_ids == list(range(40))
+    assert first[1].prompt_token_ids is None
+    assert (first[0].num_cached_tokens, again[0].num_cached_tokens) == (0, 32)
+    assert first[0].completions[0].token_ids == again[0].completions[0].token_ids
+
+
+async def test_output_kinds_are_vllms(engine):
+    cumulative = await answer(engine, request(output_kind=0))
+    final = await answer(engine, request(output_kind=2))
+    assert [len(d.completions[0].token_ids) for d in cumulative] == [1, 2, 3, 4]
+    assert [len(d.completions[0].token_ids) for d in final] == [4]
+    assert final[0].times is not None
+
+
+async def test_tokens_after_the_first_are_sent_together_where_asked():
+    engine = SimulatedEngine(SimulatedConfig(speedup=1000.0, stream_interval=3), model="m")
+    found = await answer(engine, request(max_tokens=6))
+    assert [len(d.completions[0].token_ids) for d in found] == [1, 3, 2]
+    await engine.close()
+
+
+async def test_first_token_takes_the_time_of_its_prompt_and_images():
+    config = SimulatedConfig(
+        speedup=100.0, step_ms=2.0, prefill_token_ms=1.0, prefill_pair_ns=0.0, decode_token_ms=5.0, embedding_ms=10.0
+    )
+    engine = SimulatedEngine(config, model="m")
+    first, *_ = await answer(engine, request(features=[image("i", 3, 20)]))
+    assert first.times.prefill_s == pytest.approx(0.002 + 0.040 + 0.200)
+    assert first.times.queue_s >= 0
+    assert engine.busy_s == pytest.approx(0.242 + 3 * 0.007)
+    await engine.close()
+
+
+async def test_blocks_are_told_when_their_step_is_over(engine):
+    batches = []
+    engine.watch_blocks(batches.append)
+    await answer(engine, request(range(40)))
+    assert [type(e) for b in batches for e in b.events] == [BlockStored]
+    assert batches[0].rank == 0
+    assert engine.reset_prefix_cache()
+    assert [type(e) for e in batches[-1].events] == [AllBlocksCleared]
+    assert (await answer(engine, request(range(40))))[0].num_cached_tokens == 0
+
+
+async def test_load_counts_what_runs_and_what_waits():
+    engine = SimulatedEngine(SimulatedConfig(max_num_seqs=1), model="m")
+    async with aclosing(engine.generate(request(max_tokens=1000), [])) as deltas:
+        await anext(deltas)
+        waiting = asyncio.create_task(answer(engine, request(name="s", max_tokens=1)))
+        await asyncio.sleep(0.01)
+        load = engine.load()
+        assert (load.num_running, load.num_waiting) == (1, 1)
+        assert load.kv_usage > 0
+    await waiting
+    assert engine.load().kv_usage == 0
+    await engine.close()
+
+
+async def test_cancelled_request_frees_its_blocks(engine):
+    task = asyncio.create_task(answer(engine, request(max_tokens=30_000)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.load().num_running == 0
+    assert len(await answer(engine, request())) == 4
+
+
+async def test_engine_that_is_closed_fails_what_is_under_way():
+    engine = SimulatedEngine(SimulatedConfig(), model="m")
+    task = asyncio.create_task(answer(engine, request(max_tokens=1000)))
+    await asyncio.sleep(0.01)
+    await engine.close()
+    with pytest.raises(WorkerLost):
+        await task
+    with pytest.raises(WorkerLost):
+        await engine.ping(1)
+
+
+async def test_fault_of_a_step_ends_the_engine_and_its_requests(engine):
+    def fail(_batch):
+        raise RuntimeError("the listener is broken")
+
+    engine.watch_blocks(fail)
+    with pytest.raises(WorkerLost):
+        await answer(engine, request())
+    with pytest.raises(WorkerLost):
+        await engine.ping(1)
+
+
+async def test_answer_ends_where_the_model_does(engine):
+    found = await answer(engine, request(range(FAST.max_model_len - 2), max_tokens=None, output_kind=2))
+    assert len(found[0].completions[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        (request(range(40_000)), PromptRejected),
+        (request([]), PromptRejected),
+        (request(n=2), PromptRejected),
+        (request(features=[image("i", 30, 20)]), InvalidFeature),
+        (request(range(20_000), features=[image("i", 0, 17_000)]), PromptRejected),
+        (EngineRequest("r", ExpandedPrompt([1]), b"\xc1"), PromptRejected),
+        (EngineRequest("r", SourcePrompt([1], ()), b"\x80"), GenerationFailed),
+    ],
+)
+async def test_what_it_cannot_answer_is_refused(engine, asked, error):
+    with pytest.raises(error):
+        await answer(engine, asked)
+    assert engine.load().num_waiting == 0

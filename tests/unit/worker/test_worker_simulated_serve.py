@@ -1,0 +1,79 @@
+import asyncio
+import os
+import signal
+
+import msgspec
+import pytest
+
+from medialane.core.errors import NoWorkerReady, StartupFailed
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.rpc import Hello, RpcClient, RpcConfig
+from medialane.worker import WorkerConfig
+from medialane.worker.simulated import SimulatedConfig, serve_simulated
+from medialane.worker.simulated.serve import addresses_of
+
+RPC = RpcConfig(release_timeout_s=2.0)
+
+
+async def connect(address, processor):
+    for _ in range(200):
+        try:
+            return await RpcClient.connect(address, Hello(gateway_id="g", processor=processor), RPC)
+        except NoWorkerReady:
+            await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+async def test_several_workers_of_a_process_answer_and_agree_with_any_gateway(tmp_path):
+    config = SimulatedConfig(num_workers=3, speedup=100.0, block_size=32)
+    listen = f"unix:{tmp_path}/w-{{}}"
+    serving = asyncio.create_task(
+        serve_simulated(config, WorkerConfig(), RPC, model="m", listen=listen, arena_directory="/dev/shm")
+    )
+    clients = [await connect(f"unix:{tmp_path}/w-{number}", {"dtype": str(number)}) for number in range(3)]
+    assert len({client.welcome.worker_id for client in clients}) == 3
+    for number, client in enumerate(clients):
+        card = client.welcome.card
+        assert (card.model, card.block_size, card.processor) == ("m", 32, {"dtype": str(number)})
+        asked = EngineRequest("r", ExpandedPrompt([1, 2, 3]), msgspec.msgpack.encode({"max_tokens": 2}))
+        assert [d.finished async for d in client.submit(asked)] == [False, True]
+        await client.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == 0
+
+
+async def test_address_that_cannot_be_had_ends_all_workers(tmp_path):
+    (tmp_path / "w-1").mkdir()
+    serving = serve_simulated(
+        SimulatedConfig(num_workers=2),
+        WorkerConfig(),
+        RPC,
+        model="m",
+        listen=f"unix:{tmp_path}/w-{{}}",
+        arena_directory="/dev/shm",
+    )
+    with pytest.raises(StartupFailed):
+        await serving
+
+
+def test_each_worker_has_an_address():
+    assert addresses_of("unix:/a/w", 1) == ["unix:/a/w"]
+    assert addresses_of("unix:/a/w-{}", 2) == ["unix:/a/w-0", "unix:/a/w-1"]
+    assert addresses_of("tcp://h:70", 2) == ["tcp://h:70", "tcp://h:71"]
+    with pytest.raises(StartupFailed, match="an address each"):
+        addresses_of("unix:/a/w", 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"speedup": 0.0},
+        {"num_workers": 0},
+        {"step_ms": -1.0},
+        {"num_kv_blocks": 2048},
+        {"max_items": -1},
+    ],
+)
+def test_settings_that_cannot_work_are_named(wrong):
+    with pytest.raises(StartupFailed, match=next(iter(wrong))):
+        SimulatedConfig(**wrong).validate()
