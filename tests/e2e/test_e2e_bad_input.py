@@ -151,7 +151,6 @@ PARAMETERS = {
     "temperature below zero": {"temperature": -1},
     "max_tokens that is no number": {"max_tokens": "many"},
     "too many logprobs": {"logprobs": True, "top_logprobs": 1000},
-    "processor options that nobody trusts": {"mm_processor_kwargs": {"max_pixels": 100_000}},
     "stop that is too deep": {"stop": [["a"]]},
 }
 
