@@ -1,0 +1,268 @@
+"""Policies of the router, on simulated workers: what they take from caches, and how long first tokens take.
+
+Everything runs in virtual time, in one process: the simulated engines' own schedulers and caches, and the router;
+between them, what a connection adds: pauses before events and loads arrive. So a run needs no machine at rest, and
+equal runs give equal figures. Every policy gets the same requests. RPC and the workers' processes are not in it.
+
+Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is
+round-robin's, which sets the rate of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+import harness
+from medialane.core.block_hash import prompt_block_ids
+from medialane.core.feature import PlaceholderRange
+from medialane.core.kv_events import BlockStored, KvChange, KvEvent
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.routing.config import RoutingConfig
+from medialane.routing.request import RoutingRequest
+from medialane.routing.routed import Routed
+from medialane.routing.router import Router
+from medialane.worker.simulated.config import SimulatedConfig
+from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
+from medialane.worker.simulated.scheduler import Step, answer_token
+from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from traces import SessionTrace, Turn, session_turns
+
+ABOUT = "policies side by side on simulated workers: cached tokens, time to first token, balance"
+
+#: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
+CONFIG = SimulatedConfig(num_kv_blocks=60_000)
+POLICIES = ("cost", "round-robin", "least-loaded", "prefix-only")
+#: Pauses of a connection: events and loads are batched.
+EVENTS_S, LOAD_S = 0.010, 0.022
+NUM_WORKERS = 8
+MODERATE, HIGH = 0.5, 0.8
+
+
+@dataclass
+class Outcome:
+    """What came of one run."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached: int = 0
+    work_s: list[float] = field(default_factory=list)
+    last_arrival_s: float = 0.0
+
+    @property
+    def cached(self) -> float:
+        return self.num_cached / self.num_tokens
+
+    @property
+    def utilisation(self) -> float:
+        return sum(self.work_s) / len(self.work_s) / self.last_arrival_s
+
+    @property
+    def imbalance(self) -> float:
+        return max(self.work_s) * len(self.work_s) / sum(self.work_s)
+
+
+class SimulatedCluster:
+    """One router and its workers in virtual time."""
+
+    def __init__(self, num_workers: int, config: RoutingConfig, simulated: SimulatedConfig = CONFIG) -> None:
+        self.now = 0.0
+        self.outcome = Outcome(work_s=[0.0] * num_workers)
+        self._simulated = simulated
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._router = Router(config, clock=lambda: self.now, wall_clock=lambda: self.now, seed=1)
+        self._workers = [_Worker(self, number) for number in range(num_workers)]
+        card = simulated_card(simulated, "m")
+        for worker in self._workers:
+            worker.slot = self._router.join(
+                Endpoint(f"w{worker.number}", "", True, WorkerLoad(), 0, same_host=True, card=card)
+            )
+        self.router = self._router
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (time_s, next(self._order), action))
+
+    def run(self, turns: list[Turn]) -> Outcome:
+        for turn in turns:
+            self.at(turn.time_s, lambda turn=turn: self._arrive(turn))  # type: ignore[misc]
+        self.outcome.last_arrival_s = turns[-1].time_s
+        while self._queue:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        return self.outcome
+
+    def _arrive(self, turn: Turn) -> None:
+        block_size = self._simulated.block_size
+        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
+        request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
+        routed = self._router.pick(request)
+        self._workers[routed.slot].submit(turn, routed)
+
+
+class _Worker:
+    def __init__(self, cluster: SimulatedCluster, number: int) -> None:
+        self.number = number
+        self.slot = 0
+        self._cluster = cluster
+        self._scheduler = simulated_scheduler(cluster._simulated)
+        self._requests: dict[SimulatedSequence, tuple[Routed, float]] = {}
+        self._counts: dict[int, int] = {}
+        self._stepping = self._reporting = False
+        self._sequence = itertools.count()
+
+    def submit(self, turn: Turn, routed: Routed) -> None:
+        items = [Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality) for s in turn.media]
+        sequence = SimulatedSequence(
+            turn.session,
+            turn.token_ids,
+            block_size=self._cluster._simulated.block_size,
+            max_tokens=turn.num_answer_tokens,
+            items=items,
+        )
+        self._requests[sequence] = routed, self._cluster.now
+        self._scheduler.add(sequence)
+        self._load_changed()
+        if not self._stepping:
+            self._step()
+
+    def _step(self) -> None:
+        step = self._scheduler.step()
+        self._stepping = bool(step.tokens)
+        if self._stepping:
+            duration = step_s(self._cluster._simulated, step)
+            self._cluster.outcome.work_s[self.number] += duration - self._cluster._simulated.step_ms * 1e-3
+            self._cluster.at(self._cluster.now + duration, lambda: self._complete(step))
+
+    def _complete(self, step: Step) -> None:
+        for sequence in self._scheduler.complete(step):
+            routed, arrived = self._requests[sequence]
+            if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
+                outcome = self._cluster.outcome
+                outcome.ttft_s.append(self._cluster.now - arrived)
+                outcome.num_tokens += sequence.num_prompt_tokens
+                outcome.num_cached += sequence.num_cached_tokens or 0
+                routed.prefilled(sequence.num_cached_tokens)
+            if sequence.finished:
+                routed.release()
+                del self._requests[sequence]
+                self._load_changed()
+        change = self._change(self._scheduler.take_events())
+        if change is not None:
+            self._cluster.at(self._cluster.now + EVENTS_S, lambda: self._cluster.router.change(self.slot, change))
+        self._step()
+
+    def _change(self, events: list[KvEvent]) -> KvChange | None:
+        """What the block table of a worker would forward: a block may be held more than once."""
+        before = dict[int, bool]()
+        for event in events:
+            delta = 1 if isinstance(event, BlockStored) else -1
+            for block_id in getattr(event, "block_hashes", ()):
+                count = self._counts.get(block_id, 0)
+                before.setdefault(block_id, count > 0)
+                self._counts[block_id] = count + delta
+        stored = [i for i, held in before.items() if self._counts[i] > 0 and not held]
+        removed = [i for i, held in before.items() if self._counts[i] == 0 and held]
+        for block_id in before:
+            if not self._counts[block_id]:
+                del self._counts[block_id]
+        if not (stored or removed):
+            return None
+        return KvChange(0, next(self._sequence), _packed(stored), _packed(removed))
+
+    def _load_changed(self) -> None:
+        if not self._reporting:
+            self._reporting = True
+            self._cluster.at(self._cluster.now + LOAD_S, self._report)
+
+    def _report(self) -> None:
+        self._reporting = False
+        scheduler = self._scheduler
+        load = WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+        self._cluster.router.report(self.slot, load)
+
+
+def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
+    """The share of tokens that one cache without limits would hold, were each request done when the next one comes."""
+    held: set[int] = set()
+    num_cached = 0
+    for turn in turns:
+        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
+        usable = ids[: (len(turn.token_ids) - 1) // block_size]
+        num_cached += block_size * next((i for i, block_id in enumerate(usable) if block_id not in held), len(usable))
+        answered = [*turn.token_ids, *map(answer_token, range(turn.num_answer_tokens - 1))]
+        held.update(prompt_block_ids(answered, block_size=block_size, media=turn.media).tolist())
+    return num_cached / sum(len(turn.token_ids) for turn in turns)
+
+
+def rate_for(utilisation: float, num_workers: int, trace: SessionTrace) -> float:
+    """The rate at which round-robin's workers are so busy, found by one run and a correction."""
+    rate = 6.0 * num_workers
+    for _ in range(2):
+        turns = list(session_turns(trace._replace(rate_per_s=rate)))
+        found = SimulatedCluster(num_workers, RoutingConfig(router="round-robin")).run(turns)
+        rate *= utilisation / found.utilisation
+    return rate
+
+
+def compare(
+    utilisation: float, num_workers: int, trace: SessionTrace, policies: tuple[str, ...] = POLICIES
+) -> tuple[list[dict[str, object]], dict[str, Outcome], float]:
+    """Every policy on the same requests; rows, outcomes, and the oracle's share."""
+    rate = rate_for(utilisation, num_workers, trace)
+    turns = list(session_turns(trace._replace(rate_per_s=rate)))
+    best = oracle(turns)
+    rows, outcomes = [], {}
+    for name in policies:
+        started = time.monotonic()
+        config = msgspec.convert({"router": name}, RoutingConfig)
+        found = outcomes[name] = SimulatedCluster(num_workers, config).run(turns)
+        rows.append(
+            {
+                "policy": name,
+                "workers": num_workers,
+                "requests/s": rate,
+                "utilisation": found.utilisation,
+                "cached": found.cached,
+                "of oracle": found.cached / best,
+                "ttft p50 ms": harness.percentile(found.ttft_s, 0.5) * 1e3,
+                "ttft p99 ms": harness.percentile(found.ttft_s, 0.99) * 1e3,
+                "worst/mean": found.imbalance,
+                "took s": time.monotonic() - started,
+            }
+        )
+    return rows, outcomes, best
+
+
+def run(options: harness.Options) -> harness.Report:
+    report = harness.Report("routing")
+    trace = SessionTrace(num_turns=1500 if options.quick else 6000)
+    rows, outcomes, best = compare(MODERATE, NUM_WORKERS, trace)
+    report.tables[f"at {MODERATE:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    cost = outcomes["cost"]
+    report.bars.append(
+        harness.Bar("cached tokens, of the oracle's, at moderate load", cost.cached / best, 0.9, "at least")
+    )
+    rows, outcomes, best = compare(HIGH, NUM_WORKERS, trace)
+    report.tables[f"at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    cost, robin = outcomes["cost"], outcomes["round-robin"]
+    for share, limit in ((0.5, 0.5), (0.99, 0.8)):
+        ratio = harness.percentile(cost.ttft_s, share) / harness.percentile(robin.ttft_s, share)
+        report.bars.append(harness.Bar(f"ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
+    report.bars.append(harness.Bar("worst worker's load, of the mean", cost.imbalance, 1.5, "at most"))
+    if not options.quick:
+        for num_workers in (64, 1000):
+            big = trace._replace(num_turns=60 * num_workers if num_workers < 100 else 12_000)
+            rows, _, best = compare(HIGH if num_workers < 100 else MODERATE, num_workers, big, POLICIES[:2])
+            report.tables[f"{num_workers} workers (oracle {best:.3f})"] = rows
+    return report
+
+
+def _packed(ids: list[int]) -> bytes:
+    return np.array(ids, np.dtype("<u8")).tobytes()
