@@ -18,20 +18,24 @@ from medialane.core.errors import (
     WorkerLost,
     from_report,
 )
+from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, WorkerLoad
 from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
+from medialane.rpc.block_inbox import BlockInbox
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.messages import (
     Abort,
     Failed,
     Hello,
+    KvBlocks,
     LoadReport,
     Output,
     Ping,
     Pong,
     Refused,
     Released,
+    ResyncBlocks,
     Submit,
     Welcome,
     decode_from_worker,
@@ -50,6 +54,11 @@ class RpcClient:
         self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._requests: dict[str, RemoteRequest] = {}
         self._outgoing: dict[str, OutgoingRequest] = {}
+        self._blocks = BlockInbox()
+        self._num_ranks = 0
+        self._on_blocks: Callable[[KvChange], None] | None = None
+        self._giving: asyncio.Handle | None = None
+        self._on_load: Callable[[WorkerLoad], None] | None = None
         self._num_pings = 0
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self.load = WorkerLoad()
@@ -85,6 +94,11 @@ class RpcClient:
     def closed(self) -> asyncio.Event:
         """Set when the connection is gone, whoever ended it."""
         return self._connection.closed
+
+    @property
+    def num_block_gaps(self) -> int:
+        """How often changes of KV blocks were missing, and all of them were told again."""
+        return self._blocks.num_gaps
 
     @property
     def num_in_flight(self) -> int:
@@ -127,6 +141,13 @@ class RpcClient:
             self._requests[request_id] = remote
         return remote
 
+    def watch(self, *, on_blocks: Callable[[KvChange], None], on_load: Callable[[WorkerLoad], None]) -> None:
+        """Call back, from now on until the connection is gone: `on_blocks` with what the worker holds and how that
+        changes, in order, a part in each round of the loop; `on_load` with each report. What was told before is kept
+        for `on_blocks`. Called once."""
+        self._on_blocks, self._on_load = on_blocks, on_load
+        self._give_soon()
+
     async def wait_closed(self) -> None:
         await self.closed.wait()
 
@@ -152,6 +173,10 @@ class RpcClient:
                 self._request(request_id).on_error(from_report(report))
             case LoadReport(load):
                 self.load = load
+                if self._on_load is not None:
+                    self._on_load(load)
+            case KvBlocks(change):
+                self._take_blocks(change)
             case Pong():
                 pass  # that it came is what counts
             case Welcome():
@@ -166,6 +191,9 @@ class RpcClient:
     def lost(self, error: MedialaneError) -> None:
         if not self._welcomed.done():
             self._welcomed.set_exception(error)
+        if self._giving is not None:
+            self._giving.cancel()
+        self._on_blocks = self._on_load = None
         for outgoing in list(self._outgoing.values()):
             outgoing.cancel()
         requests, self._requests = self._requests, {}
@@ -204,8 +232,31 @@ class RpcClient:
     def _open(self, welcome: Welcome) -> None:
         if self._welcomed.done():
             raise ProtocolViolation("a second Welcome")
+        self._num_ranks = max(1, welcome.card.data_parallel_size)
+        self._blocks = BlockInbox(num_blocks=welcome.card.num_kv_blocks * self._num_ranks)
         self._welcomed.set_result(welcome)
         self._connection.start_heartbeat()
+
+    def _take_blocks(self, change: KvChange) -> None:
+        if len(change.stored) % 8 or len(change.removed) % 8:
+            raise ProtocolViolation("KV blocks that are not whole ids")
+        if change.rank not in range(self._num_ranks):
+            raise ProtocolViolation("KV blocks of a rank that the worker does not have")
+        if not self._blocks.receive(change):
+            self._connection.send(ResyncBlocks())
+        self._give_soon()
+
+    def _give_soon(self) -> None:
+        if self._giving is None and self._on_blocks is not None and len(self._blocks):
+            self._giving = asyncio.get_running_loop().call_soon(self._give_blocks)
+
+    def _give_blocks(self) -> None:
+        """One part only: the loop does other things before the next."""
+        self._giving = None
+        change = self._blocks.take()
+        if change is not None and self._on_blocks is not None:
+            self._on_blocks(change)
+            self._give_soon()
 
     def _send(self, request: EngineRequest, on_sent: Callable[[str], None]) -> None:
         if self.closed.is_set():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
 from medialane.core.errors import MedialaneError
+from medialane.core.kv_events import KvChange
 from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.rpc.messages import Hello, Welcome
 
@@ -18,7 +19,8 @@ class FakeHandler:
 
     `delay_s` passes before each token and `release_s` after the last, or after a cancellation, before the generator
     ends. `error` is raised in place of token number `fail_at`; `refusal` by `register`. What happened stands in
-    `hellos`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and `num_cancelled`.
+    `hellos`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and `num_cancelled`. The KV
+    blocks of its one rank are `blocks`, and `change_blocks` changes them.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class FakeHandler:
         self._refusal = refusal
         self.hellos: list[Hello] = []
         self.requests: list[EngineRequest] = []
+        self.blocks: dict[int, None] = {}
+        self.block_listeners: list[Callable[[KvChange], None]] = []
         self.num_tokens = 0
         self.num_active = 0
         self.num_cancelled = 0
@@ -75,6 +79,25 @@ class FakeHandler:
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(num_running=self.num_active)
+
+    def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
+        self.block_listeners.append(listener)
+        return lambda: self.block_listeners.remove(listener)
+
+    def held_blocks(self) -> Mapping[int, Sequence[int]]:
+        return {0: list(self.blocks)}
+
+    def change_blocks(self, stored: Iterable[int] = (), removed: Iterable[int] = (), *, clear: bool = False) -> None:
+        """Hold other blocks: as KvChange, `clear` as its `snapshot`."""
+        stored, removed = list(stored), list(removed)
+        if clear:
+            self.blocks.clear()
+        self.blocks.update(dict.fromkeys(stored))
+        for found in removed:
+            self.blocks.pop(found, None)
+        packed = [b"".join(found.to_bytes(8, "little") for found in ids) for ids in (stored, removed)]
+        for listener in list(self.block_listeners):
+            listener(KvChange(0, 0, packed[0], packed[1], snapshot=clear))
 
     def _delta(self, request: EngineRequest, number: int, token_id: int) -> OutputDelta:
         finished = number == len(self._token_ids) - 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
+from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
 from medialane.rpc.messages import Hello, Welcome
 
@@ -31,4 +32,14 @@ class Handler(Protocol):
 
     def load(self) -> WorkerLoad:
         """How busy the worker is. Cheap: called at every change."""
+        ...
+
+    def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
+        """Call `listener` with each change of the engine's KV blocks from now on, until the function that this returns
+        is called. Numbers of changes are the caller's affair: `sequence` is 0 here."""
+        ...
+
+    def held_blocks(self) -> Mapping[int, Sequence[int]]:
+        """The block ids that each rank holds now, empty ranks included. Listeners know of all changes before it when it
+        returns. The sequences stay as they are."""
         ...

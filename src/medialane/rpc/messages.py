@@ -14,6 +14,9 @@ says nothing else. From then on
                             <-      Pong(n)
                             <-      LoadReport(load)            every heartbeat interval, and when it changed
 
+                            <-      KvBlocks(change)            all blocks after Welcome, then changes, with pauses
+    ResyncBlocks            ->                                  answered by all blocks
+
     Payload(sizes)          ->                                  the tensors of the next Submit with_payload follow
     DropPayload             ->                                  it does not come; what came of them is dropped
 
@@ -27,10 +30,11 @@ from __future__ import annotations
 import msgspec
 
 from medialane.core.errors import ErrorReport, ProtocolViolation
+from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Both ends must speak the same one; a new version for every change that the other end must know about.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +81,10 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     n: int
 
 
+class ResyncBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The gateway does not know any more which blocks are held."""
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the worker is. `worker_id` is unique per incarnation of its process; `shm`: it maps the gateway's arena."""
 
@@ -107,6 +115,12 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     load: WorkerLoad
 
 
+class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A part of what the worker holds, small enough to be taken up at once."""
+
+    change: KvChange
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     n: int
 
@@ -121,8 +135,8 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
     with_payload: bool = False
 
 
-ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping
-FromWorker = Welcome | Refused | Output | Failed | Released | LoadReport | Pong
+ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | ResyncBlocks
+FromWorker = Welcome | Refused | Output | Failed | Released | LoadReport | Pong | KvBlocks
 
 #: What msgspec raises for bytes that are not the message; RecursionError for an unknown field nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -27,7 +28,9 @@ from medialane.core.errors import (
     WorkerLost,
     to_report,
 )
+from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
+from medialane.rpc.block_feed import BlockFeed
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.framing import raw_data
@@ -45,7 +48,9 @@ from medialane.rpc.messages import (
     Pong,
     Refused,
     Released,
+    ResyncBlocks,
     Submit,
+    ToWorker,
     UnreadableSubmit,
     Welcome,
     decode_to_worker,
@@ -99,6 +104,8 @@ class Session:
         self._hello: asyncio.Future[Hello] = self._loop.create_future()
         self._running: dict[str, _Running] = {}
         self._payload = IncomingPayload(config.max_frame_bytes)
+        self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=config.max_frame_bytes)
+        self._unwatch: Callable[[], None] | None = None
         self._is_open = False
         self._stopping = False
         self._reported: WorkerLoad | None = None
@@ -146,8 +153,10 @@ class Session:
     def received(self, frame: memoryview) -> None:
         if (piece := raw_data(frame)) is not None:
             self._payload.add(piece)
-            return
-        message = decode_to_worker(frame)
+        else:
+            self._act(decode_to_worker(frame))
+
+    def _act(self, message: ToWorker | UnreadableSubmit) -> None:
         match message:
             case Submit() if self._is_open:
                 self._submit(message)
@@ -159,6 +168,9 @@ class Session:
                 self._abort(message.request_id)
             case Ping() if self._is_open:
                 self._connection.send(Pong(message.n))
+            case ResyncBlocks() if self._is_open:
+                self._feed.resync()
+                self._tell_blocks()
             case UnreadableSubmit() if self._is_open:
                 if message.with_payload:
                     self._payload.drop()
@@ -176,6 +188,9 @@ class Session:
         if self._is_open:
             logger.info("gateway %s is gone: %s", self.gateway_id, error.message)
         self._payload.drop()
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         if self._reporting is not None:
             self._reporting.cancel()
 
@@ -211,6 +226,9 @@ class Session:
         self._connection.accept_large_frames()
         self._connection.start_heartbeat()
         self.beat()
+        if not self._connection.closed.is_set():
+            self._unwatch = self._handler.watch_blocks(self._blocks_changed)
+            self._tell_blocks()
         logger.info("gateway %s is registered (shared memory: %s)", self.gateway_id, "yes" if welcome.shm else "no")
 
     def _hang_up(self, report: ErrorReport) -> None:
@@ -283,6 +301,14 @@ class Session:
         self._connection.send(Released(request_id))
         self._load_changed()
         self._hang_up_if_done()
+
+    def _blocks_changed(self, change: KvChange) -> None:
+        self._feed.push(change)
+        self._tell_blocks()
+
+    def _tell_blocks(self) -> None:
+        if self._feed.wants_turn():
+            self._connection.send_in_pieces(self._feed)
 
     def _load_changed(self) -> None:
         if self._reporting is None and not self._connection.closed.is_set():

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from medialane.core.errors import GenerationFailed, WorkerLost
+from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, OutputDelta, Prompt, WorkerLoad
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.rpc import ArenaOffer, Hello, Welcome
 from medialane.transfer import AttachedArenas, InlineReceiver
+from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
 
@@ -27,7 +29,10 @@ SUSPICION_PAUSE_S = 0.1
 
 
 class Worker:
-    """Registers gateways, generates, and watches the engine. The owner closes it, after the server and the engine."""
+    """Registers gateways, generates, tells of KV blocks, and watches the engine.
+
+    Made on the event loop; the owner closes it, after the server and the engine.
+    """
 
     def __init__(self, engine: Engine, config: WorkerConfig, *, arena_directory: str) -> None:
         self.worker_id = secrets.token_hex(8)
@@ -35,6 +40,8 @@ class Worker:
         self._config = config
         self._arenas = AttachedArenas(arena_directory)
         self._inline = InlineReceiver()
+        self._blocks = BlockReports(engine.card)
+        engine.watch_blocks(self._blocks.apply)
         self._suspicion = asyncio.Event()
 
     async def register(self, hello: Hello) -> Welcome:
@@ -57,6 +64,12 @@ class Worker:
     def load(self) -> WorkerLoad:
         return self._engine.load()
 
+    def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
+        return self._blocks.watch(listener)
+
+    def held_blocks(self) -> Mapping[int, Sequence[int]]:
+        return self._blocks.held()
+
     async def watch(self) -> None:
         """Ping the engine until it is lost: raises WorkerLost then, and never returns.
 
@@ -78,6 +91,7 @@ class Worker:
 
     def close(self) -> None:
         """Unmap all arenas. Idempotent."""
+        self._blocks.close()
         self._arenas.close()
 
     def _compare(self, hello: Hello) -> None:

@@ -1,0 +1,90 @@
+"""What the worker's gateways are told of its engine's blocks: the events of some milliseconds as one change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from medialane.core.kv_events import KvChange, KvEventBatch
+from medialane.core.request import ModelCard
+from medialane.worker.block_table import BlockTable
+
+logger = logging.getLogger(__name__)
+
+#: Events wait so long for others: an engine under load takes a step in 10 to 50 ms, and tells of it in several batches.
+REPORT_PAUSE_S = 0.01
+
+#: More blocks than this do not wait: a listener takes some microseconds for each.
+MAX_WAITING_EVENTS = 2048
+
+Listener = Callable[[KvChange], None]
+
+
+class BlockReports:
+    """The tables of all ranks, and who listens to them. Used on one event loop."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._tables = {
+            rank: BlockTable(card.block_size, max_blocks=card.num_kv_blocks)
+            for rank in range(max(1, card.data_parallel_size))
+        }
+        self._listeners: list[Listener] = []
+        self._since: dict[int, float] = {}
+        self._num_waiting = 0
+        self._waiting: asyncio.TimerHandle | None = None
+        self._num_faults_told = 0
+
+    def apply(self, batch: KvEventBatch) -> None:
+        """Take up what the engine tells (the listener of `Engine.watch_blocks`)."""
+        table = self._tables.get(batch.rank)
+        if table is None:
+            logger.error("KV events of rank %d, which the engine does not have", batch.rank)
+            return
+        table.apply(batch.events)
+        self._since.setdefault(batch.rank, batch.time_s)
+        self._num_waiting += len(batch.events)
+        if self._num_waiting > MAX_WAITING_EVENTS:
+            self._report()
+        elif self._waiting is None:
+            self._waiting = asyncio.get_running_loop().call_later(REPORT_PAUSE_S, self._report)
+
+    def watch(self, listener: Listener) -> Callable[[], None]:
+        """Tell `listener` of every change from now on, until the function that this returns is called."""
+        self._report()
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def held(self) -> dict[int, list[int]]:
+        """The ids that each rank holds; listeners know of all changes before."""
+        self._report()
+        return {rank: table.held() for rank, table in self._tables.items()}
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _report(self) -> None:
+        self.close()
+        self._num_waiting = 0
+        for rank, table in self._tables.items():
+            since = self._since.pop(rank, 0.0)
+            if (net := table.take()) is not None:
+                change = KvChange(rank, 0, net.stored, net.removed, snapshot=net.snapshot, time_s=since)
+                for listener in list(self._listeners):
+                    listener(change)
+        self._tell_faults()
+
+    def _tell_faults(self) -> None:
+        """Each doubling is worth a line: a fault may repeat with every block."""
+        found = sum(table.num_faults for table in self._tables.values())
+        if found >= max(1, 2 * self._num_faults_told):
+            self._num_faults_told = found
+            told = ", ".join(
+                f"rank {rank}: {t.num_unknown_parents} without their parent, {t.num_unreadable} unreadable, "
+                f"{t.num_dropped} blocks too many"
+                for rank, t in self._tables.items()
+                if t.num_faults
+            )
+            logger.warning("KV events that were not understood so far (%s): requests may miss their cache", told)
