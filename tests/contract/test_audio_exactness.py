@@ -141,7 +141,7 @@ def test_truncated_sound_gets_the_verdict_of_vllm(kind, part):
     data = whole[: int(len(whole) * part)]
     try:
         expected, _ = by_vllm(data)
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError, AttributeError):  # the last of a stream that has no decoder
         expected = np.empty(0, np.float32)
     try:
         samples = decode_audio(memoryview(data), CONFIG).samples

@@ -12,7 +12,18 @@ from gateway_parts import Parts, eventually, png
 from PIL import Image as PILImage
 
 from http_origin import HttpOrigin, answer
-from medialane.core.errors import ArenaFull, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge, UnsupportedMediaType
+from medialane.core.errors import (
+    ArenaFull,
+    AudioTooLong,
+    ImageTooLarge,
+    InvalidAudio,
+    InvalidVideo,
+    MediaFetchFailed,
+    MediaFetchTimeout,
+    MediaTooLarge,
+    UnsupportedMediaType,
+    VideoTooLong,
+)
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
@@ -20,6 +31,8 @@ from medialane.gateway import EncodedStore, FeatureSource, Turns, open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from sound_maker import by_ffmpeg, hours_of_silence, sound
+from video_clips import clip
 
 MIB = 1 << 20
 LOCAL = {"allowed_media_networks": ("127.0.0.0/8",)}
@@ -224,6 +237,29 @@ async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
         for path, error in (("/cut", MediaFetchFailed), ("/text", UnsupportedMediaType)):
             with pytest.raises(error):
                 await source.encoded(image(origin.url(path)), StageTimeline())
+    assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("modality", "make", "error"),
+    [
+        ("image", lambda: bmp(200)[:18] + (65_000).to_bytes(4, "little") * 2 + bmp(200)[26:], ImageTooLarge),
+        ("video", lambda: clip(3, pts=[0, 1, 86_400], ticks=1, fps=1), VideoTooLong),
+        ("video", lambda: clip(3)[:-300], InvalidVideo),
+        ("audio", lambda: by_ffmpeg(sound(48000, 8), 48000, "ipod", "aac"), InvalidAudio),
+        ("audio", lambda: hours_of_silence("ipod", "aac", 48000, 1800), AudioTooLong),
+    ],
+    ids=["size", "length", "index", "channels", "length of a sound"],
+)
+@pytest.mark.parametrize("sent", [True, False])
+async def test_what_a_header_tells_is_refused_before_a_worker_decodes_it(arena, origin, modality, make, error, sent):
+    """Stage `url`: encoded bytes are what a worker is given, and these never get there."""
+    data = make()
+    origin.routes["/a"] = answer(200, data)
+    ref = MediaRef(modality, "p", data=data) if sent else MediaRef(modality, "p", url=origin.url("/a"))
+    async with source_of(arena) as source:
+        with pytest.raises(error):
+            await source.encoded(ref, StageTimeline())
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 

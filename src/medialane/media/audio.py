@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
 from medialane.core.media import AudioSamples
-from medialane.media.audio_header import AudioType, check_claim, sniff_audio
+from medialane.media.audio_header import AudioType, check_claim, check_planes, sniff_audio
 from medialane.media.config import MediaConfig
 
 if TYPE_CHECKING:
@@ -65,10 +65,6 @@ _CODECS = (
 
 #: From this many terms on numpy adds a row in pairs instead of one by one (`pairwise_sum`), which rounds otherwise.
 _PAIRWISE_TERMS = 8
-
-#: PyAV 18.1 looks for the end of a frame's planes behind its list of eight, and reads from an address that is none:
-#: the process crashes (vLLM's does, by a small 7.1 AAC file).
-_TOO_MANY_PLANES = 8
 
 _READ_BYTES = 1 << 16
 
@@ -189,10 +185,8 @@ def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> 
     gathered = np.empty(max_samples, np.float32)  # pages that are not written take no memory
     num_samples, num_bytes, num_rows = 0, 0, 0
     for frame in frames:
-        if frame.format.is_planar and frame.layout.nb_channels >= _TOO_MANY_PLANES:
-            raise InvalidAudio(
-                f"the sound has {frame.layout.nb_channels} channels, more than this kind of file may have"
-            )
+        if frame.format.is_planar:
+            check_planes(frame.layout.nb_channels)
         rows = frame.to_ndarray().astype(np.float32, copy=False)
         num_rows = num_rows or len(rows)
         if len(rows) != num_rows:

@@ -1,8 +1,8 @@
 """What an encoded sound is, told from its first bytes, before any decoder sees it.
 
-WAV and FLAC say rate, channels and length at the front, so these are held against the limits here. The other types say
-it in places that only a demuxer finds; the decoder holds them against the same limits. The sound of a video is taken
-too (`use_audio_in_video` sends the video itself), and may be as large as a video.
+What a header says of rate, channels and length is held against the limits here; where it says nothing, or lies, the
+decoder holds what it finds against the same ones. (In stage `url` vLLM decodes, with limits of its own.) The sound of a
+video is taken too (`use_audio_in_video` sends the video itself), and may be as large as a video.
 """
 
 from __future__ import annotations
@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from medialane.core.errors import AudioTooLong, EmptyMedia, InvalidAudio, MediaTooLarge, UnsupportedMediaType
+from medialane.core.errors import (
+    AudioTooLong,
+    EmptyMedia,
+    InvalidAudio,
+    InvalidVideo,
+    MediaTooLarge,
+    UnsupportedMediaType,
+)
 from medialane.media.config import MediaConfig
+from medialane.media.matroska_header import matroska_tracks
+from medialane.media.mp4_header import check_mp4, mp4_tracks
+from medialane.media.track import Track
 
 AudioType = Literal[
     "audio/wav",
@@ -29,8 +39,14 @@ AudioType = Literal[
 _MIN_RATE_HZ = 1_000
 _MAX_RATE_HZ = 768_000
 
+#: PyAV 18.1 looks for the end of a frame's planes behind its list of eight, and reads from an address that is none:
+#: the process crashes (vLLM's does, by a small 7.1 AAC file).
+_TOO_MANY_PLANES = 8
+
 #: Chunks before a WAV file's samples; real files have some five.
 _MAX_CHUNKS = 256
+#: By the channel configuration of an AAC frame (ISO/IEC 13818-7, 6.3.4).
+_AAC_CHANNELS = (0, 1, 2, 3, 4, 5, 6, 8)
 #: Coding tags of a WAV file whose blocks have one size: PCM, float, A-law, u-law, extensible.
 _FIXED_SIZE_CODINGS = {0x0001, 0x0003, 0x0006, 0x0007, 0xFFFE}
 
@@ -56,6 +72,14 @@ def sniff_audio(data: bytes | bytearray | memoryview, config: MediaConfig) -> Au
         _check_wav(view, config)
     elif media_type == "audio/flac":
         _check_flac(view, config)
+    elif media_type == "audio/ogg":
+        _check_channels(_ogg_channels(bytes(view[:512])), config)
+    elif media_type == "audio/aac":
+        _check_channels(_AAC_CHANNELS[(view[2] & 1) << 2 | view[3] >> 6], config, is_planar=True)
+    elif media_type in ("audio/mp4", "video/mp4"):
+        _check_track(_mp4_tracks(view), config)
+    elif media_type in ("video/webm", "video/x-matroska"):
+        _check_track(matroska_tracks(view), config)
     return media_type
 
 
@@ -69,6 +93,12 @@ def check_claim(*, num_samples: float, sample_rate: int, num_channels: int, conf
         raise AudioTooLong(f"the sound is longer than {config.max_audio_duration_s:g} s")
     if num_samples * num_channels * 4 > config.max_audio_decoded_bytes:  # float32
         raise AudioTooLong(f"the sound's samples take more than {config.max_audio_decoded_bytes} bytes")
+
+
+def check_planes(num_channels: int) -> None:
+    """Raise InvalidAudio for sound whose decoder gives so many channels each by itself (planar)."""
+    if num_channels >= _TOO_MANY_PLANES:
+        raise InvalidAudio(f"the sound has {num_channels} channels, more than this kind of file may have")
 
 
 def _type_of(head: bytes) -> AudioType:
@@ -135,6 +165,44 @@ def _check_flac(view: memoryview, config: MediaConfig) -> None:
         num_channels=(bits >> 41 & 7) + 1,
         config=config,
     )
+
+
+# What containers say, zero being nothing
+
+
+def _check_track(tracks: Iterator[Track], config: MediaConfig) -> None:
+    """Look at the track that is decoded: the first one with sound."""
+    track = next((track for track in tracks if track.kind == "audio"), None)
+    if track is None:
+        return
+    if track.duration_s > config.max_audio_duration_s:
+        raise AudioTooLong(f"the sound is longer than {config.max_audio_duration_s:g} s")
+    _check_channels(track.num_channels, config, is_planar=not track.is_packed)
+
+
+def _check_channels(num_channels: int, config: MediaConfig, *, is_planar: bool = False) -> None:
+    if num_channels > config.max_audio_channels:
+        raise InvalidAudio(f"the sound has {num_channels} channels; there may be 1 to {config.max_audio_channels}")
+    if is_planar:
+        check_planes(num_channels)
+
+
+def _mp4_tracks(view: memoryview) -> Iterator[Track]:
+    try:
+        check_mp4(view)
+    except InvalidVideo as error:
+        raise InvalidAudio("the sound's file has no index that makes sense") from error
+    return mp4_tracks(view)
+
+
+def _ogg_channels(head: bytes) -> int:
+    """By the first packet of the first stream, which is in a page of its own (RFC 3533, RFC 7845, Vorbis I)."""
+    packet = head[27 + head[26] :] if len(head) > 26 else b""
+    if packet.startswith(b"OpusHead"):
+        return packet[9] if len(packet) > 9 else 0
+    if packet.startswith(b"\x01vorbis"):
+        return packet[11] if len(packet) > 11 else 0
+    return 0
 
 
 # What begins a file

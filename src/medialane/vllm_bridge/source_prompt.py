@@ -108,7 +108,7 @@ class SourceRenderer:
         load = self._loader(item)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: load(bytes(data)))
-        except (ValueError, TypeError, AssertionError) as error:
+        except Exception as error:  # decoders raise anything of a stranger's bytes: AttributeError, RuntimeError, ...
             raise _UNDECODABLE[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
 
     def _loader(self, item: HandedMedia) -> Callable[[bytes], Any]:

@@ -1,11 +1,19 @@
 import struct
+from contextlib import suppress
 
 import pytest
 
-from medialane.core.errors import AudioTooLong, EmptyMedia, InvalidAudio, MediaTooLarge, UnsupportedMediaType
+from medialane.core.errors import (
+    AudioTooLong,
+    EmptyMedia,
+    InvalidAudio,
+    MedialaneError,
+    MediaTooLarge,
+    UnsupportedMediaType,
+)
 from medialane.media import MediaConfig, sniff
 from medialane.media.audio_header import sniff_audio
-from sound_maker import by_ffmpeg, by_libsndfile, sound
+from sound_maker import FILES, by_ffmpeg, by_libsndfile, sound
 
 CONFIG = MediaConfig()
 
@@ -92,7 +100,7 @@ def test_sound_has_its_limit_and_a_video_its_own():
     config = MediaConfig(max_audio_bytes=1000, max_video_bytes=100_000)
     with pytest.raises(MediaTooLarge):
         sniff_audio(wav(num_bytes=2000), config)
-    video = b"\0\0\0\x18ftypisom" + bytes(2000)
+    video = FILES["video"]()
     assert sniff_audio(video, config) == "video/mp4"
     with pytest.raises(MediaTooLarge):
         sniff_audio(video + bytes(100_000), config)
@@ -159,3 +167,50 @@ def test_many_parts_before_the_samples_are_invalid():
 def test_samples_before_the_description_are_invalid():
     with pytest.raises(InvalidAudio):
         sniff_audio(wav(before=b"data\0\0\0\0"), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("container", "coding"),
+    [("ipod", "aac"), ("mov", "aac"), ("adts", "aac"), ("matroska", "aac"), ("webm", "libopus")],
+)
+def test_eight_channels_that_stand_apart_are_refused_by_the_header(container, coding):
+    with pytest.raises(InvalidAudio, match="8 channels"):
+        sniff_audio(by_ffmpeg(sound(48000, 8), 48000, container, coding), CONFIG)
+
+
+@pytest.mark.parametrize(("container", "coding"), [("mov", "pcm_s16le"), ("matroska", "flac"), ("ogg", "libopus")])
+def test_eight_channels_that_are_interleaved_are_taken(container, coding):
+    assert sniff_audio(by_ffmpeg(sound(48000, 8), 48000, container, coding), CONFIG)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_channels_that_a_header_tells_have_a_limit(kind):
+    data, config = FILES[kind](), MediaConfig(max_audio_channels=1)
+    if kind == "mp3":
+        assert sniff_audio(data, config)  # each frame has its own header
+        return
+    with pytest.raises(InvalidAudio, match="2 channels"):
+        sniff_audio(data, config)
+
+
+@pytest.mark.parametrize("kind", ["m4a", "video", "webm", "wav", "flac"])
+def test_length_that_a_header_tells_has_a_limit(kind):
+    with pytest.raises(AudioTooLong):
+        sniff_audio(FILES[kind](), MediaConfig(max_audio_duration_s=0.15))
+
+
+def test_mp4_without_an_index_or_that_refers_elsewhere_is_no_sound():
+    data = FILES["m4a"]()
+    with pytest.raises(InvalidAudio):
+        sniff_audio(data[:100], CONFIG)
+    place = data.index(b"url ", data.index(b"dref")) + 4
+    with pytest.raises(UnsupportedMediaType):
+        sniff_audio(data[:place] + bytes(4) + data[place + 4 :], CONFIG)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_any_beginning_is_told_or_refused(kind):
+    data = FILES[kind]()
+    for end in (*range(1, 400), *range(400, len(data), 97)):
+        with suppress(MedialaneError):
+            sniff_audio(data[:end], CONFIG)

@@ -117,6 +117,24 @@ def test_cut_file_without_its_index_is_invalid():
         sniff_video(clip(30)[:-200], MediaConfig())
 
 
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        ({"max_video_duration_s": 1.0}, VideoTooLong),
+        ({"max_video_pixels": 1000}, VideoTooLarge),
+        ({"max_video_frames": 29}, VideoTooLong),
+    ],
+)
+def test_what_a_header_says_is_held_against_the_limits(container, limits, error):
+    data = clip(30, container=container)
+    if container == "matroska" and "max_video_frames" in limits:
+        assert sniff_video(data, MediaConfig(**limits))  # its header has no count
+        return
+    with pytest.raises(error):
+        sniff_video(data, MediaConfig(**limits))
+
+
 def test_frames_of_a_list_are_bounded():
     for data, limits, error in [
         (jpegs(5), {"max_sampled_frames": 4}, TooManyFrames),
