@@ -13,12 +13,14 @@ import trustme
 from corpus import World
 from media_files import picture
 from origin_routes import ROUTES
+from tiny_families import FAMILIES
 
 from gateway_process import GatewayProcess, gateway_process
 from medialane.arena.config import ArenaConfig
 from medialane.config import Config
 from medialane.media import MediaConfig
 from medialane.prepare.config import PrepareConfig
+from medialane.vllm_bridge.tiny_model import cache_folder
 from origin import ORIGIN_HOST, MediaHosts, media_hosts
 
 
@@ -64,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gateway(hosts: MediaHosts, folder: Path, tiny_model: Path) -> Iterator[GatewayProcess]:
+def gateway(hosts: MediaHosts, folder: Path) -> Iterator[GatewayProcess]:
     config = Config(
         media=MediaConfig(
             allowed_media_networks=(f"{ORIGIN_HOST}/32",),
@@ -79,7 +81,9 @@ def gateway(hosts: MediaHosts, folder: Path, tiny_model: Path) -> Iterator[Gatew
         prepare=PrepareConfig(num_preparers=1, image_timeout_s=5.0),
         arena=ArenaConfig(size_bytes=256 << 20),
     )
-    with gateway_process(str(tiny_model), config, folder) as gateway:
+    family = FAMILIES["qwen2_5_omni"]  # it takes all there is
+    model = str(family.build(cache_folder(os.environ)))
+    with gateway_process(model, config, folder, family.flags) as gateway:
         yield gateway
 
 

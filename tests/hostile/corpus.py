@@ -66,9 +66,9 @@ def data_url(data: bytes, media_type: str = "image/jpeg") -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
-def at(url: str) -> Body:
-    """A request with an image of this URL, its names expanded."""
-    return lambda world: chat(world.model, media_part(world.expand(url)))
+def at(url: str, kind: str = "image_url") -> Body:
+    """A request with media of this URL, its names expanded."""
+    return lambda world: chat(world.model, media_part(world.expand(url), kind))
 
 
 def sent(make: Callable[[], bytes], kind: str = "image_url", media_type: str = "image/jpeg") -> Body:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,14 +117,14 @@ class GatewayProcess:
 
 
 @contextmanager
-def gateway_process(model: str, config: Config, folder: Path) -> Iterator[GatewayProcess]:
-    """Start one and wait until it answers; stopped at the end. Its log is `folder`/log."""
+def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[str]) -> Iterator[GatewayProcess]:
+    """Start one, with vLLM's `flags`, and wait until it answers; stopped at the end. Its log is `folder`/log."""
     folder.joinpath("config.json").write_bytes(msgspec.json.encode(config))
     port = _free_port()
     here = Path(__file__).resolve().parent
     with folder.joinpath("log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder)],
+            [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder), *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,6 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from medialane.config import Config, enter_environ
 from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
 from medialane.rpc.fake import FAKE_CARD
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
-
-FLAGS = (*TINY_MODEL_FLAGS, '--mm-processor-kwargs={"max_pixels": 1003520}', "--disable-uvicorn-access-log")
 
 #: Answers of the look-ups of a name, in turn; the last one again and again.
 NAMES: dict[str, list[list[str]]] = {
@@ -76,18 +74,18 @@ class AgreeingWorker(FakeHandler):
         return msgspec.structs.replace(welcome, card=card)
 
 
-def main(model: str, port: int, folder: Path) -> None:
+def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
     """Serve on `port` with the settings of `folder`/config.json until SIGTERM."""
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
     # vllm reads its environment when it is imported.
-    enter_environ(config, model, FLAGS, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
+    enter_environ(config, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
     from medialane.cli import gateway
 
     gateway.PROCESSOR_FACTORY = "breaking_processor:build_processor"
-    uvloop.run(_serve(config, model, f"unix://{folder}/worker", port))
+    uvloop.run(_serve(config, model, f"unix://{folder}/worker", port, [*flags, "--disable-uvicorn-access-log"]))
 
 
-async def _serve(config: Config, model: str, worker: str, port: int) -> None:
+async def _serve(config: Config, model: str, worker: str, port: int, flags: Sequence[str]) -> None:
     from medialane.cli import gateway
 
     gateway.Fetcher = partial(gateway.Fetcher, resolver=LyingNames())
@@ -95,10 +93,10 @@ async def _serve(config: Config, model: str, worker: str, port: int) -> None:
     await server.serve(worker)
     try:
         with gateway.bind("127.0.0.1", port) as sock:
-            await gateway._run(config, model, FLAGS, [worker], sock)
+            await gateway._run(config, model, flags, [worker], sock)
     finally:
         await server.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -12,6 +12,7 @@ from data_rows import ANNOUNCED, DATA_ROWS
 from image_rows import IMAGE_ROWS
 from media_files import picture
 from origin_rows import ORIGIN_ROWS
+from sound_rows import SOUND_ROWS
 from url_rows import URL_ROWS
 from video_rows import VIDEO_ROWS
 
@@ -84,6 +85,11 @@ def test_hostile_image_is_told_in_bounds(row: Row, gateway: GatewayProcess, worl
 
 @pytest.mark.parametrize("row", VIDEO_ROWS, ids=_names(VIDEO_ROWS))
 def test_hostile_video_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+    _attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", SOUND_ROWS, ids=_names(SOUND_ROWS))
+def test_hostile_sound_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 

@@ -1,7 +1,4 @@
-"""Rows 58 to 61: videos. Their decoder's own cases are in `tests/unit/media/test_media_video.py`.
-
-Hostile sounds are in `tests/unit/media/test_media_audio.py`: the model of the gateway under attack takes none.
-"""
+"""Rows 58 to 61: videos. Their decoder's own cases are in `tests/unit/media/test_media_video.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import struct
 from functools import cache
 
 import media_files as m
-from corpus import Body, Row, World, chat, data_url, media_part, sent
+from corpus import Body, Row, chat, data_url, media_part, sent
 
-from video_clips import clip
+from sound_maker import by_ffmpeg, sound
+from video_clips import clip, remux
 
 
 @cache
@@ -38,12 +36,12 @@ def _index_only() -> bytes:
     return data[: data.index(b"mdat") - 4]
 
 
-def _playlist(text: str) -> Body:
+def playlist(text: str, kind: str = "video_url") -> Body:
     """A text that makes a demuxer open URLs: the canary's."""
-    return lambda world: chat(world.model, media_part(data_url(world.expand(text).encode(), "video/mp4"), "video_url"))
+    return lambda world: chat(world.model, media_part(data_url(world.expand(text).encode(), "video/mp4"), kind))
 
 
-_PLAYLISTS = {
+PLAYLISTS = {
     "61 HLS": "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nhttp://127.0.0.1:{canary}/a.ts\n#EXT-X-ENDLIST\n",
     "+ HLS of a file": "#EXTM3U\n#EXTINF:5,\nfile:///etc/passwd\n",
     "+ HLS with a byte order mark": "\ufeff#EXTM3U\n#EXTINF:5,\nhttp://127.0.0.1:{canary}/a.ts\n",
@@ -59,6 +57,14 @@ _PLAYLISTS = {
 }
 
 _INVALID = {
+    "60 all of it before zero": lambda: remux(clip(30), shift=-60),
+    "60 no keyframe": lambda: remux(clip(30, gop=100), drop=1),
+    "60 no keyframe, Matroska": lambda: remux(clip(30, gop=100), drop=1, container="matroska"),
+    "60 no keyframe, VP9": lambda: remux(
+        clip(30, gop=100, codec="libvpx-vp9", container="webm"), drop=1, container="webm"
+    ),
+    "60 sound alone": lambda: by_ffmpeg(sound(16000, 2), 16000, "mp4", "aac"),
+    "60 sound alone, WebM": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
     "58 MP4 of 2^28 samples": _claiming_samples,
     "58 MP4 without moov": lambda: m.box(b"ftyp", b"isom\0\0\0\0isommp42") + m.box(b"mdat", bytes(1000)),
     "58 truncated MP4": lambda: _clip()[:-300],
@@ -76,8 +82,13 @@ def _nested(depth: int) -> bytes:
     return data
 
 
-def _good(world: World) -> bytes:
-    return chat(world.model, media_part(data_url(_clip(), "video/mp4"), "video_url"))
+#: What vLLM takes, too: frames from zero on, by an edit list, and those before it in a file that has none.
+_GOOD = {
+    "60 begins before zero": lambda: remux(clip(30), shift=-25),
+    "60 begins before zero, without an edit list": lambda: remux(clip(30), shift=-25, use_editlist="0"),
+    "60 begins before zero, Matroska": lambda: remux(clip(30), shift=-5, container="matroska"),
+    "+ good video": _clip,
+}
 
 
 VIDEO_ROWS = (
@@ -88,7 +99,7 @@ VIDEO_ROWS = (
         413,
         "video_too_long",
     ),
-    *(Row(name, _playlist(text), 415, "unsupported_media_type", 1.0) for name, text in _PLAYLISTS.items()),
+    *(Row(name, playlist(text), 415, "unsupported_media_type", 1.0) for name, text in PLAYLISTS.items()),
     Row(
         "61 MOV that refers to a file",
         sent(lambda: _referring(b"file"), "video_url", "video/mp4"),
@@ -98,5 +109,5 @@ VIDEO_ROWS = (
     ),
     Row("57 no video", lambda w: chat(w.model, media_part("data:video/mp4;base64,", "video_url")), 400, "empty_media"),
     Row("+ image as a video", sent(lambda: m.picture(80), "video_url"), 415, "unsupported_media_type"),
-    Row("+ good video", _good, 200, None, 6.0, 300.0),
+    *(Row(name, sent(make, "video_url", "video/mp4"), 200, None, 6.0, 300.0) for name, make in _GOOD.items()),
 )
