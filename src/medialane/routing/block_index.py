@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from medialane.routing.cached_soon import CachedSoon, Note
-from medialane.routing.prefix_match import Group, Prefixes, Search, prefixes, search, shorten
+from medialane.routing.prefix_match import Level, Prefixes, Search, prefixes, search, shorten
 
 #: Bounds a match's time (a probe takes up to half a microsecond): a dozen of different lengths are found exactly.
 MAX_PROBES: Final = 128
@@ -131,33 +131,33 @@ class BlockIndex:
     def match(self, ids: Sequence[int], slots: int) -> Matches:
         """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
 
-        The arrays are as long as the highest of `slots` needs. What will be held soon is short by an eighth at most.
+        The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
         """
         width = slots.bit_length()
         found = search(self._holders.get, ids, slots, max_probes=self._max_probes)
-        holes = found.holes + self._sample(found.groups, ids)
+        holes = found.holes + self._sample(found.levels, ids)
         self._count(found, holes)
-        held = prefixes(found.groups, width)
+        held = prefixes(found.levels, width)
         shorten(held, holes)
         soon = self._match_soon(ids, slots)
         return Matches(np.maximum(held, prefixes(soon, width)) if soon else held, held)
 
-    def _match_soon(self, ids: Sequence[int], slots: int) -> list[Group]:
+    def _match_soon(self, ids: Sequence[int], slots: int) -> list[Level]:
         if not len(self._soon):
             return []
         self._soon.expire(self._clock())
         return self._soon.match(ids, slots, max_probes=self._max_probes)
 
-    def _sample(self, groups: Sequence[Group], ids: Sequence[int]) -> list[Group]:
+    def _sample(self, levels: Sequence[Level], ids: Sequence[int]) -> list[Level]:
         """Look at one block inside the longest prefix: engines that free blocks from the middle would be seen."""
-        if not groups:
+        if not levels:
             return []
-        length, mask = groups[0]
+        length, mask = levels[-1]
         place = self.counts.num_matches * _STRIDE % length
         missing = mask & ~self._holders.get(ids[place], 0)
         return [(place + 1, missing)] if missing else []
 
-    def _count(self, found: Search, holes: Sequence[Group]) -> None:
+    def _count(self, found: Search, holes: Sequence[Level]) -> None:
         counts = self.counts
         counts.num_matches += 1
         counts.num_probes += found.num_probes

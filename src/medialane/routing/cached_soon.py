@@ -1,8 +1,8 @@
 """Blocks that slots will hold soon: those of requests that were sent there and that no event tells of yet.
 
 A note of thousands of blocks must cost microseconds, since every request makes one. So it keeps ids at some lengths of
-the prompt only: each up to 8 blocks, from there on an eighth longer each time, and the whole. A search probes the same
-lengths of another prompt. What it finds is short of the truth by an eighth at most, and exact for the same prompt.
+the prompt only: 1, 2, 3, and from there on half as much again each time, and the whole. A search probes the same
+lengths of another prompt. What it finds is short of the truth by a third at most, and exact for the same prompt.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 
-from medialane.routing.prefix_match import Group, search
+from medialane.routing.prefix_match import Level, search
 
 
 def _ladder(limit: int) -> list[int]:
     rungs = [1]
     while rungs[-1] < limit:
-        rungs.append(rungs[-1] + max(1, rungs[-1] // 8))
+        rungs.append(rungs[-1] + max(1, rungs[-1] // 2))
     return rungs
 
 
@@ -53,11 +53,12 @@ class CachedSoon:
         note = Note(slot, [ids[length - 1] for length in _lengths(len(ids))], deadline)
         self._notes[note] = None
         counts = self._counts.setdefault(slot, {})
+        holders, bit = self._holders, 1 << slot
         for block in note.ids:
             count = counts.get(block, 0)
             counts[block] = count + 1
             if not count:
-                self._holders[block] = self._holders.get(block, 0) | 1 << slot
+                holders[block] = holders.get(block, 0) | bit
         return note
 
     def forget(self, note: Note) -> None:
@@ -87,14 +88,14 @@ class CachedSoon:
             self._take(slot, block)
         self._notes = {note: None for note in self._notes if note.slot != slot}
 
-    def match(self, ids: Sequence[int], slots: int, *, max_probes: int) -> list[Group]:
-        """(length, slots that will hold so much of the prompt soon); disjoint, lengths at most an eighth too short."""
+    def match(self, ids: Sequence[int], slots: int, *, max_probes: int) -> list[Level]:
+        """Levels (as `Search` has them) of what slots will hold soon; short of the truth by a third at most."""
         if not ids or not self._holders.get(ids[0], 0) & slots:
             return []
         lengths = _lengths(len(ids))
         noted = [ids[length - 1] for length in lengths]
         found = search(self._holders.get, noted, slots, max_probes=max_probes)
-        return [(lengths[number - 1], mask) for number, mask in found.groups]
+        return [(lengths[number - 1], mask) for number, mask in found.levels]
 
     def _take(self, slot: int, block: int) -> None:
         left = self._holders[block] ^ 1 << slot
