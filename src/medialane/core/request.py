@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from medialane.core.block_hash import MediaSpan
 from medialane.core.feature import HandedMedia
 
 Stage = Literal["features", "decoded", "url"]
@@ -104,7 +105,8 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a request's answer. The prompt's token ids come with the first one only."""
+    """One step of a request's answer. The prompt's token ids come with the first one only, and with them `placed`:
+    where the items stand in a prompt that the worker expanded itself (stages `decoded` and `url`)."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -114,6 +116,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cached_tokens: int | None = None
     num_cache_creation_tokens: int | None = None
     times: EngineTimes | None = None
+    placed: tuple[MediaSpan, ...] = ()
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -197,6 +200,7 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     worker_id: str
     reason: str
     rank: int = 0
+    num_ranks: int = 1
     policy: str = "least-loaded"
     num_tokens: int = 0
     cached_tokens: int = 0

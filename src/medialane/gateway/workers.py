@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.kv_events import KvChange
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.scope import Releasable
@@ -19,6 +21,23 @@ from medialane.observability.metrics import Metrics
 from medialane.rpc import Hello, RemoteRequest, RpcClient, RpcConfig
 
 logger = logging.getLogger(__name__)
+
+
+class WorkerListener(Protocol):
+    """Who wants to know of the workers; the router's side. Everything is called on the loop, and returns at once.
+
+    Between `joined` and `left` of a worker come its reports and changes; `left` ends everything that was known of it.
+    """
+
+    def joined(self, link: WorkerLink) -> None:
+        """The worker is ready; `link.endpoints()` are its ranks. It holds nothing until it has told."""
+        ...
+
+    def left(self, link: WorkerLink) -> None: ...
+
+    def reported(self, link: WorkerLink, load: WorkerLoad) -> None: ...
+
+    def changed(self, link: WorkerLink, change: KvChange) -> None: ...
 
 
 class WorkerLink:
@@ -33,6 +52,8 @@ class WorkerLink:
         self._client: RpcClient | None = None
         self._holds: dict[str, Sequence[Releasable]] = {}
         self._unsent: dict[str, Sequence[Releasable]] = {}
+        self._joined = False
+        self.listener: WorkerListener | None = None
         self.refusal: MedialaneError | None = None
 
     @property
@@ -61,10 +82,27 @@ class WorkerLink:
             k: (ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)
         }
 
-    def endpoint(self) -> Endpoint:
+    def endpoint(self, rank: int = 0) -> Endpoint:
         client = self.client
-        load = client.load if client is not None else WorkerLoad()
-        return Endpoint(self.address, self.address, client is not None, load, client.num_in_flight if client else 0)
+        if client is None:
+            return Endpoint(self.address, self.address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank)
+        card = client.welcome.card
+        return Endpoint(
+            self.address,
+            self.address,
+            ready=True,
+            load=client.load,
+            num_in_flight=client.num_in_flight,
+            rank=rank,
+            num_ranks=max(1, card.data_parallel_size),
+            same_host=client.welcome.shm,
+            card=card,
+        )
+
+    def endpoints(self) -> list[Endpoint]:
+        """One for each data-parallel rank."""
+        first = self.endpoint()
+        return [first, *(self.endpoint(rank) for rank in range(1, first.num_ranks))]
 
     def submit(
         self, request: EngineRequest, leases: Sequence[Releasable], until_sent: Sequence[Releasable] = ()
@@ -115,6 +153,7 @@ class WorkerLink:
         self._release_all()
         self.refusal = None
         self._tell()
+        self._join(self._client)
         return True
 
     def _tell(self) -> None:
@@ -122,12 +161,28 @@ class WorkerLink:
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
         logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if self.same_host else "no")
 
+    def _join(self, client: RpcClient) -> None:
+        listener = self.listener
+        if listener is None or client.closed.is_set():
+            return
+        self._joined = True
+        listener.joined(self)
+        client.watch(
+            on_blocks=lambda change: listener.changed(self, change), on_load=lambda load: listener.reported(self, load)
+        )
+
+    def _leave(self) -> None:
+        if self._joined and self.listener is not None:
+            self._joined = False
+            self.listener.left(self)
+
     async def _stay(self) -> None:
         client = self._client
         if client is None:
             return
         await client.wait_closed()  # cancelled here, the connection is left to `_close`
         self._client = None
+        self._leave()
         self._metrics.count_worker_lost(self.address)
         logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._holds))
 
@@ -135,6 +190,7 @@ class WorkerLink:
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()
+        self._leave()
         self._release_all()
 
     def _sent(self, request_id: str) -> None:
@@ -156,6 +212,11 @@ class WorkerPool:
 
     def __init__(self, links: Sequence[WorkerLink]) -> None:
         self.links = {link.address: link for link in links}
+
+    def listen(self, listener: WorkerListener) -> None:
+        """Tell `listener` of all workers. Called once, before `run`."""
+        for link in self.links.values():
+            link.listener = listener
 
     def endpoints(self) -> list[Endpoint]:
         return [link.endpoint() for link in self.links.values()]

@@ -36,13 +36,13 @@ from medialane.core.errors import (
     WorkerLost,
 )
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_encoder import ArenaConsumer
 from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import engine_args
-from medialane.vllm_bridge.engine_request import RequestReader, clamp
+from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.kv_events import KvEventReader, events_config
 from medialane.vllm_bridge.outputs import to_delta
 from medialane.vllm_bridge.settings import processor_settings
@@ -130,13 +130,7 @@ class VllmEngine:
         self._consumer = ArenaConsumer(llm.engine_core.encoder.oob_tensor_consumer)
         llm.engine_core.encoder.oob_tensor_consumer = self._consumer
         self._reader = RequestReader(llm)
-        self.card = ModelCard(
-            model=llm.model_config.model,
-            max_model_len=llm.model_config.max_model_len,
-            block_size=llm.vllm_config.cache_config.block_size,
-            mm_limits=_media_limits(llm),
-            processor=processor_settings(llm.model_config, llm.renderer),
-        )
+        self.card = _card(llm)
 
     def load(self) -> WorkerLoad:
         """Requests are counted now, how many of them run as of the last step: an idle engine takes no steps."""
@@ -165,12 +159,13 @@ class VllmEngine:
         offered = self._offered(request, tensors)
         with mapped_errors(), self._consumer.offering(offered):
             engine_input = await self._reader.engine_input(request, tensors)
+            placed = placed_media(engine_input) if isinstance(request.prompt, SourcePrompt) else []
             async with aclosing(self._outputs(request, engine_input)) as outputs:
                 first = True
                 async for output in outputs:
                     if offered and _has_error(output):
                         await self._check_refused(request.request_id)
-                    yield to_delta(output, with_prompt=first)
+                    yield to_delta(output, with_prompt=first, placed=placed)
                     first = False
 
     async def ping(self, timeout_s: float) -> None:
@@ -279,6 +274,25 @@ class VllmEngine:
             for tensor, data in zip(feature.tensors, found, strict=True)
             if isinstance(tensor, TensorDescriptor) and tensor.range.arena in self._arenas and data.nbytes
         ]
+
+
+def _card(llm: AsyncLLM) -> ModelCard:
+    config = llm.vllm_config
+    cache, num_ranks = config.cache_config, max(1, len(llm.get_kv_event_sources()))
+    return ModelCard(
+        model=llm.model_config.model,
+        max_model_len=llm.model_config.max_model_len,
+        # In hybrid models full attention may have larger blocks than the rest, and its blocks are those that count.
+        block_size=cache.effective_attention_block_size or cache.block_size,
+        mm_limits=_media_limits(llm),
+        processor=processor_settings(llm.model_config, llm.renderer),
+        encoder_cache_tokens=llm.input_processor.mm_encoder_cache_size,
+        num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM adds up its ranks' blocks
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        data_parallel_size=num_ranks,
+        max_loras=config.lora_config.max_loras if config.lora_config is not None else 0,
+    )
 
 
 def _media_limits(llm: AsyncLLM) -> dict[str, int]:

@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from medialane.core.block_hash import MediaSpan
 from medialane.core.errors import PromptRejected
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.features import decode_item
@@ -54,7 +55,11 @@ class RequestReader:
     def params(self, request: EngineRequest) -> SamplingParams:
         """Raises PromptRejected. Typed: nothing of it is ever unpickled."""
         with _readable("sampling parameters"):
-            return self._params.decode(request.sampling_params)
+            params = self._params.decode(request.sampling_params)
+        if params.extra_args:
+            # "full" has the engine tell of blocks again that it holds already, as if they were copies.
+            params.extra_args.pop("kv_cache_report_mode", None)
+        return params
 
     async def engine_input(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> Any:
         """vLLM's engine input; features are views of `tensors`, and were checked.
@@ -93,6 +98,17 @@ class RequestReader:
 
     def close(self) -> None:
         self._sources.close()
+
+
+def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
+    """Where vLLM's renderer has put the items of a prompt, in the prompt's order."""
+    hashes = engine_input.get("mm_hashes") or {}
+    found = [
+        MediaSpan(mm_hash, place.offset, place.length, modality, place.get_num_embeds())
+        for modality, places in (engine_input.get("mm_placeholders") or {}).items()
+        for mm_hash, place in zip(hashes[modality], places, strict=True)
+    ]
+    return sorted(found, key=lambda span: span.offset)
 
 
 def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len: int) -> None:

@@ -99,9 +99,13 @@ class KvEventReader:
         self._running: asyncio.Task[None] | None = None
 
     def start(self, sources: Mapping[int, KVEventsConfig], listener: Listener) -> None:
-        """Read from now on, and what was told before; `sources` are the engine's own words (`get_kv_event_sources`)."""
+        """Read from now on, and what was told before; `sources` are the engine's own words (`get_kv_event_sources`).
+
+        Ranks are counted among these sources, from 0.
+        """
         self._context = zmq.asyncio.Context()
-        self.ranks = [RankReader(self._context, rank, source, listener) for rank, source in sorted(sources.items())]
+        ordered = [source for _, source in sorted(sources.items())]
+        self.ranks = [RankReader(self._context, rank, source, listener) for rank, source in enumerate(ordered)]
         self._running = asyncio.create_task(self._run(), name="kv events")
 
     async def close(self) -> None:

@@ -6,18 +6,20 @@ experts, sampling masks) stays in the worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
+from medialane.core.block_hash import MediaSpan
 from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, TokenLogprob
 
 
-def to_delta(output: RequestOutput, *, with_prompt: bool) -> OutputDelta:
-    """One step of an answer as it travels. `with_prompt` marks the first: the prompt's token ids go with it alone."""
+def to_delta(output: RequestOutput, *, with_prompt: bool, placed: Sequence[MediaSpan] = ()) -> OutputDelta:
+    """One step of an answer as it travels. `with_prompt` marks the first: the prompt's token ids go with it alone, and
+    `placed`, where its items stand."""
     return OutputDelta(
         request_id=output.request_id,
         completions=[_completion(completion) for completion in output.outputs],
@@ -27,6 +29,7 @@ def to_delta(output: RequestOutput, *, with_prompt: bool) -> OutputDelta:
         num_cached_tokens=output.num_cached_tokens,
         num_cache_creation_tokens=output.num_cache_creation_tokens,
         times=_times(output.metrics) if with_prompt else None,
+        placed=tuple(placed) if with_prompt else (),
     )
 
 
