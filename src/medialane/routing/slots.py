@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
+from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import Place
 
 Scores = npt.NDArray[np.float64]
@@ -26,11 +27,23 @@ _NEWEST: Final = 0.04
 class Slot:
     """One rank of one worker: what it told, and what was sent to it from here and has not been prefilled."""
 
-    __slots__ = ("card", "draining", "load", "num_in_flight", "num_queued", "number", "place", "queued_ms", "same_host")
+    __slots__ = (
+        "card",
+        "draining",
+        "load",
+        "num_in_flight",
+        "num_queued",
+        "num_ranks",
+        "number",
+        "place",
+        "queued_ms",
+        "same_host",
+    )
 
     def __init__(self, number: int, endpoint: Endpoint) -> None:
         self.number = number
         self.place: Place = (endpoint.worker_id, endpoint.rank)
+        self.num_ranks = endpoint.num_ranks
         self.same_host = endpoint.same_host
         self.card = endpoint.card
         self.draining = endpoint.draining or not endpoint.ready
@@ -53,10 +66,10 @@ class Slot:
         """Waiting sequences that no request from here accounts for."""
         return min(self.load.num_waiting, self.num_sequences - self.num_in_flight)
 
-    def serves(self, model: str | None, lora: str | None) -> bool:
+    def serves(self, model: str | None, *, lora: bool) -> bool:
         if self.card is None:
             return True
-        return model in (None, self.card.model) and (lora is None or self.card.max_loras != 0)
+        return model in (None, self.card.model) and (not lora or self.card.max_loras != 0)
 
 
 class SlotTable:
@@ -67,7 +80,7 @@ class SlotTable:
         self._slots: list[Slot | None] = []
         self._by_place: dict[Place, Slot] = {}
         self._by_worker: dict[str, set[int]] = {}
-        self._serving: dict[tuple[str | None, bool], int] = {}
+        self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
         self.open = 0  # bit mask of the slots that take requests
         self.num_remote = 0
@@ -125,19 +138,20 @@ class SlotTable:
         """Whether the slot has not left."""
         return self._slots[slot.number] is slot
 
-    def candidates(self, *, model: str | None, lora: str | None, exclude: Collection[int]) -> int:
-        """Bit mask of the slots that take such a request."""
-        found = self.open & self.serving(model, lora)
+    def candidates(self, request: RoutingRequest, exclude: Collection[int] = ()) -> int:
+        """Bit mask of the slots that take the request."""
+        found = self.open & self.serving(request)
         for number in exclude:
             found &= ~(1 << number)
         return found
 
-    def serving(self, model: str | None, lora: str | None) -> int:
-        """Bit mask of the slots that serve the model and the adapter, whether they take requests now or not."""
-        asked = (model, lora is not None)
+    def serving(self, request: RoutingRequest) -> int:
+        """Bit mask of the slots that have the model, the adapter and the rank, open or not."""
+        asked = (request.model, request.lora is not None, request.rank)
         found = self._serving.get(asked)
         if found is None:
-            found = sum(1 << slot.number for slot in self if slot.serves(model, lora))
+            model, lora, rank = asked
+            found = sum(1 << s.number for s in self if rank in (None, s.place[1]) and s.serves(model, lora=lora))
             if found:  # strangers may ask for any name; what is kept is bounded by what is served
                 self._serving[asked] = found
         return found

@@ -3,6 +3,7 @@ import pytest
 
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
+from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
 
@@ -21,7 +22,8 @@ def table(**kwargs):
 
 
 def anyone(slots, **kwargs):
-    return slots.candidates(**{"model": None, "lora": None, "exclude": ()} | kwargs)
+    exclude = kwargs.pop("exclude", ())
+    return slots.candidates(RoutingRequest([], 16, 10, **kwargs), exclude)
 
 
 def test_numbers_are_used_again():
@@ -46,6 +48,8 @@ def test_ranks_of_a_worker_have_slots_of_their_own():
     slots = table()
     slots.join(endpoint("a", rank=0))
     second = slots.join(endpoint("a", rank=1))
+    assert anyone(slots, rank=1) == 0b10
+    assert anyone(slots, rank=2) == 0
     assert slots.at(("a", 1)) is second
     with pytest.raises(ValueError, match="rank 1 of worker a"):
         slots.join(endpoint("a", rank=1))

@@ -1,0 +1,126 @@
+"""Notes of what was sent: seen by other prompts, counted, gone when they shall."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medialane.routing.cached_soon import CachedSoon
+from medialane.routing.prefix_match import prefixes
+
+ALL = (1 << 8) - 1
+
+
+def soon(notes, ids, slots=ALL):
+    return prefixes(notes.match(ids, slots, max_probes=1000), 8).tolist()
+
+
+def chain(name, length):
+    """Ids of one prompt: `name` may be a prefix of another's, then they share those blocks."""
+    return [hash((name[: n + 1] if n < len(name) else name, n)) for n in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 100, 511, 8192])
+def test_same_prompt_is_found_whole(length):
+    notes = CachedSoon()
+    notes.note(3, range(length), deadline=1)
+    assert soon(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
+def test_shared_prefix_is_found_but_for_a_third_and_never_too_long(one, other, shared):
+    shared = min(one, other, shared)
+    notes = CachedSoon()
+    notes.note(0, range(one), deadline=1)
+    found = soon(notes, [*range(shared), *range(1000, 1000 + other - shared)])[0]
+    assert shared * 2 / 3 - 1 < found <= shared
+
+
+def test_slots_are_told_apart_and_others_left_out():
+    notes = CachedSoon()
+    notes.note(1, range(100), deadline=1)
+    notes.note(2, [*range(9), *range(500, 550)], deadline=1)
+    assert soon(notes, range(100)) == [0, 100, 9, 0, 0, 0, 0, 0]
+    assert soon(notes, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
+
+
+def test_blocks_of_two_notes_count_until_both_are_gone():
+    notes = CachedSoon()
+    first, second = (notes.note(0, range(20), deadline=1) for _ in range(2))
+    notes.forget(first)
+    notes.forget(first)
+    assert soon(notes, range(20))[0] == 20
+    notes.forget(second)
+    assert soon(notes, range(20))[0] == 0
+    assert len(notes) == 0
+
+
+def test_notes_expire_at_their_deadline():
+    notes = CachedSoon()
+    notes.note(0, range(20), deadline=5)
+    later = notes.note(1, range(20), deadline=6)
+    notes.expire(4.9)
+    assert len(notes) == 2
+    notes.expire(5)
+    assert soon(notes, range(20))[:2] == [0, 20]
+    notes.expire(6)
+    notes.forget(later)
+    assert len(notes) == 0
+
+
+def test_clear_forgets_one_slots_notes_and_their_owners_may_still_forget_them():
+    notes = CachedSoon()
+    gone, stays = notes.note(0, range(20), deadline=5), notes.note(1, range(20), deadline=5)
+    notes.clear(0)
+    assert soon(notes, range(20))[:2] == [0, 20]
+    again = notes.note(0, range(20), deadline=5)  # whoever has the slot's number next
+    notes.forget(gone)
+    assert soon(notes, range(20))[:2] == [20, 20]
+    notes.forget(again)
+    notes.forget(stays)
+    assert soon(notes, range(20))[:2] == [0, 0]
+
+
+def test_prompt_without_full_blocks_is_noted_as_nothing():
+    notes = CachedSoon()
+    notes.forget(notes.note(0, [], deadline=1))
+    assert soon(notes, []) == [0] * 8
+    assert len(notes) == 0
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("note"), st.integers(0, 3), st.sampled_from(["", "a", "ab", "b"]), st.integers(0, 9)),
+        st.tuples(st.just("forget"), st.integers(0, 20)),
+        st.tuples(st.just("clear"), st.integers(0, 3)),
+    ),
+    max_size=40,
+)
+
+
+@given(operations)
+def test_nothing_is_left_of_notes_that_are_gone(steps):
+    """Against fresh notes of what is still noted."""
+    notes, made, alive = CachedSoon(), [], {}
+    for step in steps:
+        match step:
+            case "note", slot, name, length:
+                note = notes.note(slot, chain(name, length), deadline=1)
+                made.append(note)
+                alive[note] = (slot, chain(name, length))
+            case "forget", number if made:
+                note = made[number % len(made)]
+                notes.forget(note)
+                alive.pop(note, None)
+            case "clear", slot:
+                notes.clear(slot)
+                alive = {note: sent for note, sent in alive.items() if sent[0] != slot}
+    fresh = CachedSoon()
+    for slot, ids in alive.values():
+        fresh.note(slot, ids, deadline=1)
+    assert len(notes) == len(fresh)
+    for name in ("", "a", "ab", "b"):
+        assert soon(notes, chain(name, 9)) == soon(fresh, chain(name, 9))
+    for note in list(alive):
+        notes.forget(note)
+    assert not notes._holders
+    assert not any(notes._counts.values())

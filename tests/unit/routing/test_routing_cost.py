@@ -1,0 +1,166 @@
+"""Costs: the array over all slots and the parts of one slot agree, and move the way they must."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medialane.core.block_hash import MediaSpan
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing.config import RoutingConfig
+from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items, flags, numbers
+from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.request import RoutingRequest
+from medialane.routing.slots import SlotTable
+
+BLOCK = 16
+CARD = ModelCard("m", 4096, BLOCK, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
+
+
+def span(name, offset, length, **kwargs):
+    return MediaSpan(mm_hash=name, offset=offset, length=length, **kwargs)
+
+
+class World:
+    """Slots with caches, and offers to them."""
+
+    def __init__(self, num_slots, *, remote=(), **config):
+        self.config = RoutingConfig(**config)
+        self.slots = SlotTable(self.config)
+        self.caches = EncoderCaches()
+        self.model = CostModel(self.config, self.slots, self.caches)
+        for number in range(num_slots):
+            endpoint = Endpoint(
+                f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=CARD
+            )
+            self.caches.join(self.slots.join(endpoint).number, CARD.encoder_cache_tokens)
+
+    def offer(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
+        request = RoutingRequest([], BLOCK, num_tokens, tuple(media), handover_bytes)
+        held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
+        return Offer(request, encoder_items(media, BLOCK), self.slots.open, held, held, session_slot)
+
+    def costs(self, offer):
+        out = np.empty(len(self.slots))
+        self.model.costs(offer, out)
+        return out
+
+    def hold(self, slot, name, num_embeds):
+        self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)
+
+
+def test_items_are_told_apart_and_stand_as_a_prefix_covers_them():
+    media = [span("a", 4, 28), span("b", 32, 10), span("a", 60, 5, num_embeds=4)]
+    assert encoder_items(media, BLOCK) == (EncoderItem("b", 10, 3), EncoderItem("a", 4, 5))
+
+
+def test_item_that_ends_with_a_block_is_covered_by_it():
+    assert encoder_items([span("a", 0, 16)], BLOCK) == (EncoderItem("a", 16, 1),)
+
+
+@pytest.mark.parametrize("mask", [0, 1, 0b1010, 1 << 99, (1 << 100) - 1])
+def test_mask_as_numbers_and_as_flags(mask):
+    expected = [number for number in range(100) if mask >> number & 1]
+    assert list(numbers(mask)) == expected
+    assert np.flatnonzero(flags(mask, 100)).tolist() == expected
+
+
+def test_cached_tokens_are_not_prefilled():
+    world = World(2, prefill_ms_per_token=0.5, request_ms=0)
+    assert world.costs(world.offer(num_tokens=100, prefixes=[0, 4])).tolist() == pytest.approx([50, 50 - 32])
+
+
+def test_item_in_the_encoder_cache_is_not_encoded():
+    world = World(2, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
+    world.hold(1, "a", 40)
+    assert world.costs(world.offer(media=[span("a", 0, 40), span("b", 40, 10)])).tolist() == [50, 10]
+
+
+def test_item_within_the_cached_prefix_is_not_encoded_wherever_it_is_held():
+    world = World(2, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
+    world.hold(1, "a", 40)
+    media = [span("a", 0, 40), span("b", 40, 10)]
+    assert world.costs(world.offer(media=media, prefixes=[3, 3])).tolist() == [10, 10]
+
+
+def test_item_held_by_many_is_taken_off_for_all_of_them():
+    world = World(40, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
+    for slot in range(0, 40, 2):
+        world.hold(slot, "a", 30)
+    costs = world.costs(world.offer(media=[span("a", 0, 30)], prefixes=[2] * 4 + [0] * 36))
+    assert costs.tolist() == [0] * 4 + [0, 30] * 18
+
+
+def test_another_host_costs_by_size():
+    world = World(2, remote=[1], local_ms_per_mib=0.1, remote_ms=2.0, remote_ms_per_mib=3.0)
+    local, remote = world.costs(world.offer(handover_bytes=4 << 20))
+    assert remote - local == pytest.approx(2.0 + 4 * 3.0 - 4 * 0.1)
+    local, remote = world.costs(world.offer())
+    assert remote == local
+
+
+def test_session_is_a_bonus():
+    world = World(2, session_ms=3.0)
+    plain, last = world.costs(world.offer(session_slot=1))
+    assert plain - last == pytest.approx(3.0)
+
+
+slot_facts = st.fixed_dictionaries(
+    {
+        "prefix": st.integers(0, 12),
+        "queued": st.floats(0, 500),
+        "running": st.integers(0, 12),
+        "waiting": st.integers(0, 5),
+        "usage": st.floats(0, 1),
+        "remote": st.booleans(),
+        "holds": st.sets(st.sampled_from("abc")),
+    }
+)
+items = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 180), st.integers(1, 20)), max_size=4)
+
+
+def build(facts, spans, handover_bytes, session_slot):
+    world = World(len(facts), remote=[n for n, fact in enumerate(facts) if fact["remote"]])
+    for number, fact in enumerate(facts):
+        slot = world.slots[number]
+        slot.load = WorkerLoad(fact["running"], fact["waiting"], fact["usage"])
+        world.slots.queue(slot, fact["queued"])
+        for name in sorted(fact["holds"]):
+            world.hold(number, name, 20)
+    for slot in world.slots:  # the mean work of requests moves with each of them
+        world.slots.update(slot)
+    media = [span(name, offset, length, num_embeds=20) for name, offset, length in spans]
+    prefixes = [fact["prefix"] for fact in facts]
+    return world, world.offer(
+        num_tokens=200, media=media, handover_bytes=handover_bytes, prefixes=prefixes, session_slot=session_slot
+    )
+
+
+@given(st.lists(slot_facts, min_size=1, max_size=24), items, st.integers(0, 1 << 24), st.sampled_from([None, 0]))
+def test_parts_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, session_slot):
+    world, offer = build(facts, spans, handover_bytes, session_slot)
+    costs = world.costs(offer)
+    for slot in world.slots:
+        assert world.model.parts(offer, slot).total == pytest.approx(costs[slot.number])
+
+
+WORSE = [
+    ("prefix", lambda value: max(0, value - 3)),
+    ("queued", lambda value: value + 25),
+    ("running", lambda value: value + 2),
+    ("waiting", lambda value: value + 2),
+    ("usage", lambda value: min(1.0, value + 0.2)),
+    ("remote", lambda value: True),
+    ("holds", lambda value: set(sorted(value)[1:])),
+]
+
+
+@given(slot_facts, items, st.integers(0, 1 << 24), st.sampled_from(WORSE))
+def test_more_cached_never_costs_more_and_more_to_do_never_less(fact, spans, handover_bytes, change):
+    name, worse = change
+    better, offer = build([fact], spans, handover_bytes, None)
+    poorer, poorer_offer = build([fact | {name: worse(fact[name])}], spans, handover_bytes, None)
+    # Queued work moves the mean by which others' requests are counted: compare with that of one world.
+    poorer.slots._request_ms = max(poorer.slots._request_ms, better.slots._request_ms)
+    poorer.slots.update(poorer.slots[0])
+    assert poorer.costs(poorer_offer)[0] >= better.costs(offer)[0] - 1e-6

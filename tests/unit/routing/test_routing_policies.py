@@ -1,0 +1,106 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.routing.config import RoutingConfig
+from medialane.routing.cost import CostModel, Offer
+from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.policies import Draw, Least, policy
+from medialane.routing.request import RoutingRequest
+from medialane.routing.slots import SlotTable
+
+NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
+
+
+class World:
+    def __init__(self, name, loads, *, temperature_ms=0.0, seed=7):
+        config, caches = RoutingConfig(running_ms=1.0), EncoderCaches()
+        self.slots = SlotTable(config)
+        for number, load in enumerate(loads):
+            slot = self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
+            caches.join(slot.number, 0)
+        costs = CostModel(config, self.slots, caches)
+        self.policy = policy(name, costs=costs, slots=self.slots, temperature_ms=temperature_ms, seed=seed)
+
+    def choose(self, *, prefixes=None, candidates=None):
+        held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
+        mask = self.slots.open if candidates is None else candidates
+        return self.policy.choose(Offer(RoutingRequest([], 16, 1000), (), mask, held[: mask.bit_length()], held, None))
+
+    def picks(self, count, **kwargs):
+        return Counter(self.choose(**kwargs).slot for _ in range(count))
+
+
+def test_round_robin_visits_all_in_turn():
+    world = World("round-robin", [5, 0, 0])
+    assert [world.choose().slot for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_round_robin_goes_on_behind_the_last_when_candidates_change():
+    world = World("round-robin", [0, 0, 0, 0])
+    assert [world.choose(candidates=mask).slot for mask in (0b1111, 0b1011, 0b1111, 0b0111)] == [0, 1, 2, 0]
+
+
+def test_least_loaded_looks_at_sequences_alone():
+    assert World("least-loaded", [3, 1, 2]).choose(prefixes=[60, 0, 0]).slot == 1
+
+
+def test_prefix_only_looks_at_the_prefix_alone():
+    assert World("prefix-only", [90, 0, 0]).choose(prefixes=[9, 8, 0]).slot == 0
+
+
+def test_cost_weighs_both():
+    world = World("cost", [30, 0])
+    assert world.choose(prefixes=[1, 0]).slot == 1
+    assert world.choose(prefixes=[60, 0]).slot == 0
+
+
+@pytest.mark.parametrize("name", ["cost", "least-loaded", "prefix-only", "round-robin"])
+def test_ties_go_round(name):
+    assert World(name, [0, 0, 0]).picks(9) == {0: 3, 1: 3, 2: 3}
+
+
+def test_random_is_even_and_repeats_with_its_seed():
+    picks = World("random", [50, 0]).picks(400)
+    assert 150 < picks[0] < 250
+    assert World("random", [50, 0]).picks(400) == picks
+
+
+def test_temperature_spreads_by_weight():
+    picks = World("cost", [1, 0], temperature_ms=1.0).picks(1000)
+    assert 650 < picks[1] < 810  # 1 / (1 + exp(-1)) = 0.73
+    assert World("cost", [40, 0], temperature_ms=1.0).picks(200) == {1: 200}
+
+
+def test_alternatives_are_the_next_best_in_order():
+    choice = World("least-loaded", [4, 1, 3, 2, 0, 9]).choose()
+    assert (choice.slot, choice.score) == (4, 0.0)
+    assert choice.alternatives == ((1, 1.0), (3, 2.0), (2, 3.0))
+
+
+def test_only_candidate_has_no_alternatives():
+    assert World("cost", [0, 0]).choose(candidates=0b10).alternatives == ()
+
+
+@given(st.sampled_from(NAMES), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+def test_only_candidates_are_chosen(name, loads, data):
+    world = World(name, loads, temperature_ms=data.draw(st.sampled_from([0.0, 0.5])))
+    mask = data.draw(st.integers(1, (1 << len(loads)) - 1))
+    prefixes = data.draw(st.lists(st.integers(0, 60), min_size=len(loads), max_size=len(loads)))
+    choice = world.choose(prefixes=prefixes, candidates=mask)
+    assert mask >> choice.slot & 1
+    others = [slot for slot, _ in choice.alternatives]
+    assert all(mask >> slot & 1 for slot in others)
+    assert choice.slot not in others
+    scores = [score for _, score in choice.alternatives]
+    assert scores == sorted(scores)
+
+
+@pytest.mark.parametrize("pick", [Least(), Draw(0.001, 1), Draw(1e6, 1)])
+def test_infinite_scores_are_never_picked(pick):
+    scores = np.array([np.inf, 1e9, np.inf])
+    assert {pick(scores) for _ in range(50)} == {1}
