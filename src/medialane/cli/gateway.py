@@ -24,6 +24,7 @@ from medialane.config import Config
 from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.core.hashing import digest
 from medialane.gateway import (
+    Aliases,
     EncodedStore,
     FeatureSource,
     Gateway,
@@ -222,6 +223,7 @@ def _gateway(
             features=features,
             max_inline_bytes=config.transfer.max_inline_bytes,
         ),
+        aliases=Aliases(max_aliases=config.gateway.max_uuids, ttl_s=config.gateway.uuid_ttl_s),
         assembler=frontend.assembler(),
         workers=workers,
         router=LeastLoaded(),
