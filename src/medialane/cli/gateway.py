@@ -212,6 +212,7 @@ def _gateway(
         media=config.media,
         processor_digest=digest(frontend.processor_settings),
         turns=turns,
+        aliases=Aliases(max_aliases=config.gateway.max_uuids, ttl_s=config.gateway.uuid_ttl_s),
     )
     inline = InlineTransport(arena.view.tensor, max_bytes=config.transfer.max_inline_bytes)
     return Gateway(
@@ -223,7 +224,6 @@ def _gateway(
             features=features,
             max_inline_bytes=config.transfer.max_inline_bytes,
         ),
-        aliases=Aliases(max_aliases=config.gateway.max_uuids, ttl_s=config.gateway.uuid_ttl_s),
         assembler=frontend.assembler(),
         workers=workers,
         router=LeastLoaded(),

@@ -30,6 +30,8 @@ _TRIES = 3
 
 _TOO_SMALL = "the arena is too small for the media of the requests under way"
 
+_UNKNOWN = "the media of this uuid are not known here (any more): send their URL or data as well"
+
 
 class Found(NamedTuple):
     """What the arena has of one item: a lease on its feature or its decoded form, and the hash of what it is made of.
@@ -54,24 +56,19 @@ class FeatureSource:
         media: MediaConfig,
         processor_digest: str,
         turns: Turns,
+        aliases: Aliases | None = None,
     ) -> None:
+        """Without `aliases` no names are remembered."""
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
         self._store = EncodedStore(arena, media)
-        aliases: Aliases | None = None,
         self._digest = processor_digest
         """Without `aliases` no names are remembered."""
         self._turns = turns
+        self._aliases = aliases
         self._flights: SingleFlight[str, None] = SingleFlight()
 
-    async def find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
-        """The feature of `ref`, processed with the request's `options` and its own; without `options` what its decoder
-        gave.
-
-        self._aliases = aliases
-        The caller owns the lease. Errors name the reference's field of the request.
-        """
     def known(self, ref: MediaRef) -> MediaRef:
         """`ref`, its content and options known where it is an alias alone. Raises UnknownMediaUuid."""
         if not ref.is_alias or ref.alias is None:
@@ -81,30 +78,36 @@ class FeatureSource:
             raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
+    async def find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
+        """The feature of `ref`, processed with the request's `options` and its own; without `options` what its decoder
+        gave.
+
+        The caller owns the lease. Errors name the reference's field of the request.
+        """
         try:
             found = await self._find(ref, options, timeline)
         except MedialaneError as error:
             raise error.at(ref.param) from error
+        self._bind(ref, found.content_hash)
+        return found
 
     async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
         """The encoded bytes that `ref` stands for now; their content hash is `value.content_hash`.
 
         The caller owns the lease. Errors name the reference's field of the request.
         """
-        self._bind(ref, found.content_hash)
-        return found
         try:
             need_data = False
             for _ in range(_TRIES):
                 fetched = await self._fetch(ref, timeline, need_data=need_data)
                 if (lease := await self._encoded(ref, fetched, timeline)) is not None:
+                    self._bind(ref, fetched.content_hash)
                     return lease
                 need_data = True
             raise ArenaFull(_TOO_SMALL)
         except MedialaneError as error:
             raise error.at(ref.param) from error
 
-                    self._bind(ref, fetched.content_hash)
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
         """What identifies the feature of `ref`, without making it. `content` is the hash of what it stands for."""
         return feature_key(
