@@ -162,7 +162,7 @@ class BlockIndex:
         self._count(found, holes)
         held = prefixes(found.levels, width)
         shorten(held, holes)
-        soon = self._match_soon(ids, slots)
+        soon = [level for level in self._match_soon(ids, slots) if not _is_among(level, found.levels)]
         return Matches(np.maximum(held, prefixes(soon, width)) if soon else held, held)
 
     def _match_soon(self, ids: Sequence[int], slots: int) -> list[Level]:
@@ -217,3 +217,10 @@ class BlockIndex:
         if len(self._shared) >= _MAX_SHARED:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
+
+
+def _is_among(level: Level, levels: Sequence[Level]) -> bool:
+    """Whether all slots of a level are in one that is as long, or longer."""
+    length, mask = level
+    widest = next((held for longer, held in levels if longer >= length), 0)
+    return mask & widest == mask
