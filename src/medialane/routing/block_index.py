@@ -169,7 +169,7 @@ class BlockIndex:
         if not len(self._soon):
             return []
         self._soon.expire(self._clock())
-        return self._soon.match(ids, slots, max_probes=self._max_probes)
+        return self._soon.match(ids, slots)
 
     def _sample(self, levels: Sequence[Level], ids: Sequence[int]) -> list[Level]:
         """Look at one block inside the longest prefix: engines that free blocks from the middle would be seen."""
@@ -222,5 +222,7 @@ class BlockIndex:
 def _is_among(level: Level, levels: Sequence[Level]) -> bool:
     """Whether all slots of a level are in one that is as long, or longer."""
     length, mask = level
-    widest = next((held for longer, held in levels if longer >= length), 0)
-    return mask & widest == mask
+    for longer, held in levels:
+        if longer >= length:  # the first of these is the widest
+            return mask & held == mask
+    return False

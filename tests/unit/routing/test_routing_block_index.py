@@ -104,7 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
         for ids in PROMPTS:
             found = self.index.match(ids, ALL)
             walked = [self.walked(slot, ids) for slot in range(NUM_SLOTS)]
-            soon = prefixes(noted.match(ids, ALL, max_probes=1000), NUM_SLOTS).tolist()
+            soon = prefixes(noted.match(ids, ALL), NUM_SLOTS).tolist()
             assert found.held.tolist() == walked
             assert found.blocks.tolist() == [max(both) for both in zip(walked, soon, strict=True)]
         assert self.index.counts.num_holes == 0
