@@ -11,7 +11,7 @@ from vllm.distributed import kv_events as vllm_events
 
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge import kv_events
-from medialane.vllm_bridge.kv_events import KvEventReader, events_config
+from medialane.vllm_bridge.kv_events import KvEventReader
 
 DEADLINE_S = 10.0
 
@@ -21,7 +21,7 @@ class Ranks:
 
     def __init__(self, num_ranks=1, **settings):
         self.reader = KvEventReader()
-        config = events_config(self.reader.folder)
+        config = self.reader.config
         for name, value in settings.items():
             setattr(config, name, value)
         self.publishers = [vllm_events.EventPublisherFactory.create(config, rank) for rank in range(num_ranks)]
@@ -56,6 +56,10 @@ async def eventually(holds):
     async with asyncio.timeout(DEADLINE_S):
         while not holds():  # noqa: ASYNC110 - what is waited for has no event, by design
             await asyncio.sleep(0.01)
+
+
+def folder_of(reader):
+    return os.path.dirname(reader.config.endpoint.removeprefix("ipc://"))
 
 
 def exists(folder):
@@ -138,7 +142,7 @@ async def test_each_rank_is_read_from_an_endpoint_of_its_own(open_ranks):
 
 async def test_nothing_listens_on_a_port_and_the_folder_is_private_and_goes(open_ranks):
     ranks = open_ranks(2)
-    folder = ranks.reader.folder
+    folder = folder_of(ranks.reader)
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
     for source in ranks.sources.values():
         assert source.endpoint.startswith(f"ipc://{folder}/")
@@ -235,7 +239,7 @@ async def test_many_events_come_in_parts_and_in_order(open_ranks):
 async def test_unstarted_reader_leaves_no_folder():
     reader = KvEventReader()
     await reader.close()
-    assert not exists(reader.folder)
+    assert not exists(folder_of(reader))
 
 
 def test_end_marker_is_vllms():

@@ -43,7 +43,7 @@ from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_media
-from medialane.vllm_bridge.kv_events import KvEventReader, events_config
+from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.outputs import to_delta
 from medialane.vllm_bridge.settings import processor_settings
 
@@ -70,7 +70,7 @@ def build_engine(
     """
     events = KvEventReader()
     try:
-        args = engine_args(model, vllm_args, kv_events=events_config(events.folder))
+        args = engine_args(model, vllm_args, kv_events=events.config)
         install()
         recorder = LoadRecorder()
         llm = AsyncLLM.from_engine_args(

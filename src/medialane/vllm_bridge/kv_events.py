@@ -6,16 +6,13 @@ start (a subscription takes effect some time after it was made), at a gap, and w
 batch before a silence is missed by nobody else). What is not in the buffer any more is lost: the rank counts as empty
 then, since a block that is believed held and is not sends requests astray, while the opposite only costs work.
 
-The folder is mode 0700, since the events carry prompts, and is gone as soon as everybody is connected: no kill leaves
-it behind.
+The folder is mode 0700, since the events carry prompts, and is gone as soon as everybody is connected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from medialane.core.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
 from medialane.vllm_bridge.event_sequence import EventSequence, Verdict
+from medialane.vllm_bridge.private_folder import PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +61,7 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
-def make_folder() -> str:
-    """A private folder for the sockets of one engine."""
-    return tempfile.mkdtemp(prefix="medialane-kv-")
-
-
-def events_config(folder: str) -> KVEventsConfig:
+def events_config(folder: Path) -> KVEventsConfig:
     """Settings with which vLLM publishes in `folder`.
 
     Data-parallel ranks publish each at an endpoint of its own, named by `ZmqEventPublisher.offset_endpoint_port`. It
@@ -89,11 +82,13 @@ def events_config(folder: str) -> KVEventsConfig:
 class KvEventReader:
     """Reads all ranks of one engine. Made before the engine, so that nothing is told before somebody can listen.
 
-    The owner calls `start` once, on the loop, and `close`; a reader that was never started needs only `close`.
+    `config` are the settings with which vLLM publishes. The owner calls `start` once, on the loop, and `close`; a reader
+    that was never started needs only `close`.
     """
 
     def __init__(self) -> None:
-        self.folder = make_folder()
+        self._folder = PrivateFolder()
+        self.config = events_config(self._folder.path)
         self.ranks: list[RankReader] = []
         self._context: zmq.asyncio.Context | None = None
         self._running: asyncio.Task[None] | None = None
@@ -136,8 +131,7 @@ class KvEventReader:
 
     def remove_folder(self) -> None:
         """For an engine that has not started; else it is removed at the right time."""
-        if Path(self.folder).is_dir():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class RankReader:
