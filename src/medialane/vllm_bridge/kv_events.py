@@ -82,8 +82,8 @@ def events_config(folder: Path) -> KVEventsConfig:
 class KvEventReader:
     """Reads all ranks of one engine. Made before the engine, so that nothing is told before somebody can listen.
 
-    `config` are the settings with which vLLM publishes. The owner calls `start` once, on the loop, and `close`; a reader
-    that was never started needs only `close`.
+    `config` are the settings with which vLLM publishes. The owner calls `start` once, on the loop, and `close`; where it
+    never came to a start, `remove_folder` will do.
     """
 
     def __init__(self) -> None:
