@@ -166,7 +166,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the expected milliseconds until the first token come from; `session` is a bonus, so not above zero."""
+    """What a choice costs, in milliseconds. The first six are expected until the first token. `others` is what its work
+    takes from those who come after it; `session` a bonus, so not above zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0
@@ -174,12 +175,18 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     running: float = 0.0
     kv_pressure: float = 0.0
     handover: float = 0.0
+    others: float = 0.0
     session: float = 0.0
 
     @property
+    def expected_ms(self) -> float:
+        """Until the first token."""
+        return self.prefill + self.encoder + self.queue + self.running + self.kv_pressure + self.handover
+
+    @property
     def total(self) -> float:
-        work = self.prefill + self.encoder + self.queue + self.running + self.kv_pressure
-        return work + self.handover + self.session
+        """What choices are compared by."""
+        return self.expected_ms + self.others + self.session
 
 
 class Alternative(msgspec.Struct, frozen=True):

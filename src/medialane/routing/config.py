@@ -14,8 +14,8 @@ _MUST_BE_POSITIVE = ("session_ttl_s", "max_sessions", "soon_ttl_s", "num_decisio
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs are expected milliseconds until the first token. Only their ratios decide; the defaults are those of a
-    7B vision-language model on one large GPU."""
+    """Costs are expected milliseconds until the first token, and what others lose by them. Only their ratios decide;
+    the defaults are those of a 7B vision-language model on one large GPU."""
 
     router: Annotated[
         PolicyName,
@@ -31,6 +31,13 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, msgspec.Meta(description="cost of an item's token that is in neither cache, besides its prefill, ms")
     ] = 0.03
     request_ms: Annotated[float, msgspec.Meta(description="cost of any request besides its tokens, ms")] = 5.0
+    others_weight: Annotated[
+        float,
+        msgspec.Meta(
+            description="how much more a ms of computing counts than a ms of waiting: who computes what another worker "
+            "has keeps others waiting; 0 sends a copy of a prompt under way elsewhere at once"
+        ),
+    ] = 1.0
     running_ms: Annotated[float, msgspec.Meta(description="cost of each sequence that the engine runs already, ms")] = (
         0.2
     )

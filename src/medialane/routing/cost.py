@@ -24,8 +24,8 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Scores, Slot, SlotTable
 
 _MIB: Final = 1 << 20
-#: Embeddings of an item of which nobody knows yet how many it has.
-_UNKNOWN_EMBEDS: Final = 256
+#: Embeddings of an item of which nobody knows yet how many it has: those of a picture of 1024x768, about.
+_UNKNOWN_EMBEDS: Final = 1024
 #: So few slots of a mask are visited one by one (0.2 us each); for more, numpy is faster (4 us for a thousand).
 _FEW: Final = 16
 
@@ -75,16 +75,17 @@ class CostModel:
         self._config = config
         self._slots = slots
         self._caches = caches
+        self._work_weight = 1 + config.others_weight
 
     def costs(self, offer: Offer, out: Scores) -> None:
         """Write the cost of the slots that `offer.prefixes` has to `out`. Those that take no requests are infinite,
         whether the others are candidates does not matter."""
         config, request = self._config, offer.request
-        alone = config.request_ms + request.num_tokens * config.prefill_ms_per_token
-        alone += sum(item.num_embeds for item in offer.items) * config.encoder_ms_per_token
-        alone += request.handover_bytes / _MIB * config.local_ms_per_mib
+        work = config.request_ms + request.num_tokens * config.prefill_ms_per_token
+        work += sum(item.num_embeds for item in offer.items) * config.encoder_ms_per_token
+        alone = work * self._work_weight + request.handover_bytes / _MIB * config.local_ms_per_mib
         np.add(self._slots.standing_ms[: len(out)], alone, out=out)
-        out -= offer.prefixes * (request.block_size * config.prefill_ms_per_token)
+        out -= offer.prefixes * (request.block_size * config.prefill_ms_per_token * self._work_weight)
         if offer.items:
             self._take_off_items(offer, out)
         if request.handover_bytes and self._slots.num_remote:
@@ -99,14 +100,17 @@ class CostModel:
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib
         if not slot.same_host and request.handover_bytes:
             handover += self._remote_extra_ms(request.handover_bytes)
+        prefill = config.request_ms + (request.num_tokens - cached_tokens) * config.prefill_ms_per_token
+        num_embeds = sum(item.num_embeds for item in self.uncached_items(offer, slot.number))
+        encoder = num_embeds * config.encoder_ms_per_token
         return CostParts(
-            prefill=config.request_ms + (request.num_tokens - cached_tokens) * config.prefill_ms_per_token,
-            encoder=sum(item.num_embeds for item in self.uncached_items(offer, slot.number))
-            * config.encoder_ms_per_token,
+            prefill=prefill,
+            encoder=encoder,
             queue=slots.queue_ms(slot),
             running=slots.running_ms(slot),
             kv_pressure=slots.kv_pressure_ms(slot.load),
             handover=handover,
+            others=(prefill + encoder) * config.others_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
 
@@ -120,7 +124,7 @@ class CostModel:
 
     def _take_off_items(self, offer: Offer, out: Scores) -> None:
         """No encoder run for an item that the prefix covers, nor for one in the encoder cache."""
-        per_token = self._config.encoder_ms_per_token
+        per_token = self._config.encoder_ms_per_token * self._work_weight
         covers = [item.num_blocks for item in offer.items]
         saved = list(accumulate((item.num_embeds * per_token for item in offer.items), initial=0.0))
         out -= np.take(saved, np.searchsorted(covers, offer.prefixes, side="right"))

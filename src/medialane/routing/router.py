@@ -152,14 +152,16 @@ class Router:
         candidates = self._slots.candidates(request, exclude)
         if not candidates:
             raise self._no_candidate(request)
-        ids, usable = request.block_ids, request.max_cached_blocks
-        matches = self.index.match(ids if usable == len(ids) else ids[:usable], candidates)
+        blocks, held = self.index.match(request.block_ids, candidates)
+        usable = request.max_cached_blocks
+        if usable < len(request.block_ids):
+            blocks, held = np.minimum(blocks, usable), np.minimum(held, usable)
         return Offer(
             request,
             encoder_items(request.media, request.block_size),
             candidates,
-            matches.blocks,
-            matches.held,
+            blocks,
+            held,
             self._session_slot(request.session_id, candidates),
         )
 
@@ -182,7 +184,7 @@ class Router:
             cached_tokens=int(offer.prefixes[slot.number]) * request.block_size,
             num_items=len(offer.items),
             encoder_items_cached=len(offer.items) - num_encoded,
-            expected_ms=parts.total,
+            expected_ms=parts.expected_ms,
             parts=parts,
             alternatives=tuple(self._alternative(offer, *other) for other in choice.alternatives),
         )

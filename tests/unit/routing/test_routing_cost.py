@@ -25,7 +25,7 @@ class World:
     """Slots with caches, and offers to them."""
 
     def __init__(self, num_slots, *, remote=(), **config):
-        self.config = RoutingConfig(**config)
+        self.config = RoutingConfig(**{"others_weight": 0.0} | config)
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
         self.model = CostModel(self.config, self.slots, self.caches)
@@ -120,7 +120,7 @@ items = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 180), st.integ
 
 
 def build(facts, spans, handover_bytes, session_slot):
-    world = World(len(facts), remote=[n for n, fact in enumerate(facts) if fact["remote"]])
+    world = World(len(facts), remote=[n for n, fact in enumerate(facts) if fact["remote"]], others_weight=0.7)
     for number, fact in enumerate(facts):
         slot = world.slots[number]
         slot.load = WorkerLoad(fact["running"], fact["waiting"], fact["usage"])

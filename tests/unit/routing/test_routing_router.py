@@ -1,0 +1,391 @@
+"""The router as a whole: what it is told, what it chooses, and what of it ends with a request."""
+
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from medialane.core.block_hash import MediaSpan, prompt_block_ids
+from medialane.core.errors import NoWorkerReady
+from medialane.core.kv_events import KvChange
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing import Router, RoutingConfig, RoutingRequest
+
+BLOCK = 16
+CARD = ModelCard("m", 4096, BLOCK, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=64)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def endpoint(name, *, rank=0, **kwargs):
+    return Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, rank=rank, same_host=True, card=CARD, **kwargs)
+
+
+def packed(ids):
+    return np.array(ids, "<u8").tobytes()
+
+
+def change(*, stored=(), removed=(), snapshot=False):
+    return KvChange(0, 0, packed(stored), packed(removed), snapshot)
+
+
+def request(tokens, *, media=(), **kwargs):
+    ids = prompt_block_ids(tokens, block_size=BLOCK, media=media).tolist()
+    return RoutingRequest(ids, BLOCK, len(tokens), tuple(media), **kwargs)
+
+
+def text(seed, length=100):
+    return [seed * 1000 + number for number in range(length)]
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def make(clock):
+    def make(num_workers=2, **config):
+        router = Router(RoutingConfig(**config), clock=clock, wall_clock=lambda: 1.5e9, seed=1)
+        for number in range(num_workers):
+            assert router.join(endpoint(f"w{number}")) == number
+        return router
+
+    return make
+
+
+def serve(router, asked):
+    """A whole request: its worker tells of its blocks."""
+    routed = router.pick(asked)
+    routed.prefilled(routed.decision.cached_tokens)
+    router.change(routed.slot, change(stored=asked.block_ids))
+    routed.release()
+    return routed
+
+
+def test_prompt_goes_where_its_prefix_is(make):
+    router = make(4)
+    first = serve(router, request(text(1)))
+    again = router.pick(request(text(1) + text(2)))
+    assert again.slot == first.slot
+    assert again.decision.cached_tokens == 96
+    assert again.decision.reason == "no other holds more of it"
+
+
+def test_engine_computes_at_least_the_last_token(make):
+    router = make()
+    serve(router, request(text(1, 96)))
+    assert router.pick(request(text(1, 96))).decision.cached_tokens == 80
+
+
+def test_removed_blocks_are_not_counted_on(make):
+    router = make(1)
+    asked = request(text(1))
+    serve(router, asked)
+    router.change(0, change(removed=asked.block_ids[2:]))
+    assert router.pick(request(text(1))).decision.cached_tokens == 32
+
+
+def test_snapshot_replaces_what_was_known(make):
+    router = make(1)
+    old, new = request(text(1)), request(text(2))
+    serve(router, old)
+    router.change(0, change(stored=new.block_ids, snapshot=True))
+    assert router.pick(new).decision.cached_tokens == 96
+    assert router.pick(old).decision.cached_tokens == 0
+
+
+def test_same_prompts_arriving_together_go_to_one_worker(make):
+    router = make(4)
+    both = [router.pick(request(text(1, 2000))) for _ in range(2)]
+    assert both[0].slot == both[1].slot
+    assert both[1].decision.cached_tokens == 1984
+
+
+def test_what_was_only_sent_is_forgotten_with_its_request(make):
+    router = make(1)
+    router.pick(request(text(1))).release()
+    assert router.pick(request(text(1))).decision.cached_tokens == 0
+
+
+def test_what_was_only_sent_expires(make, clock):
+    router = make(1, soon_ttl_s=30)
+    router.pick(request(text(1)))
+    clock.now += 31
+    assert router.pick(request(text(1))).decision.cached_tokens == 0
+
+
+def test_same_images_arriving_together_go_to_one_worker(make):
+    router = make(4)
+    image = MediaSpan("cat", 0, 400)
+    shared = text(1, 400)
+    first = router.pick(request(shared + text(2, 40), media=[image]))
+    other = router.pick(request(shared + text(3, 40), media=[image]))
+    assert other.slot == first.slot
+    assert (other.decision.num_items, other.decision.encoder_items_cached) == (1, 1)
+    assert other.decision.cached_tokens > 200  # of what was only sent, a part is noted
+
+
+def test_image_elsewhere_in_a_prompt_need_not_be_encoded_again(make):
+    router = make(4)
+    image = MediaSpan("cat", 40, 400)
+    first = serve(router, request(text(1, 500), media=[image]))
+    other = router.pick(request(text(2, 500), media=[image]))
+    assert other.slot == first.slot
+    assert (other.decision.cached_tokens, other.decision.encoder_items_cached) == (0, 1)
+
+
+def test_image_of_a_request_that_was_given_up_is_not_counted_on(make):
+    router = make(1)
+    image = MediaSpan("cat", 40, 400)
+    router.pick(request(text(1, 500), media=[image])).release()
+    assert router.pick(request(text(2, 500), media=[image])).decision.encoder_items_cached == 0
+
+
+def test_item_whose_length_nobody_knows_yet_draws_others_to_its_worker(make):
+    router = make(4)
+    unknown = MediaSpan("cat", 30, 0)
+    first = router.pick(request(text(1, 30), media=[unknown]))
+    assert router.pick(request(text(2, 30), media=[unknown])).slot == first.slot
+
+
+def test_item_within_the_cached_prefix_counts_as_cached(make):
+    router = make(1)
+    asked = request(text(1, 500), media=[MediaSpan("cat", 40, 400)])
+    router.change(0, change(stored=asked.block_ids))
+    assert router.pick(asked).decision.encoder_items_cached == 1
+
+
+def test_queue_sends_the_next_elsewhere(make):
+    router = make(2)
+    first = router.pick(request(text(1, 1000)))
+    assert router.pick(request(text(2))).slot != first.slot
+
+
+def test_past_a_difference_in_load_another_worker_learns_a_hot_prompt(make):
+    router = make(2)
+    hot = text(1, 1000)
+    serve(router, request(hot))
+    slots = [router.pick(request(hot + text(number, 400))).slot for number in range(2, 12)]
+    assert set(slots) == {0, 1}
+    assert router.decisions(10)[-1].decision.reason == "no other holds more of it"
+    assert "others hold more of it, and are busier" in {r.decision.reason for r in router.decisions()}
+
+
+def test_full_worker_is_left_out_and_returns(make):
+    router = make(1, max_in_flight=1)
+    routed = router.pick(request(text(1)))
+    with pytest.raises(NoWorkerReady, match="no worker has room") as caught:
+        router.pick(request(text(2)))
+    assert caught.value.retry_after_s == 1
+    routed.release()
+    assert router.pick(request(text(2))).slot == 0
+
+
+def test_draining_and_excluded_workers_are_left_out(make):
+    router = make(3)
+    router.drain(0)
+    assert {router.pick(request(text(n)), exclude=[1]).slot for n in range(5)} == {2}
+    with pytest.raises(NoWorkerReady, match="no worker has room"):
+        router.pick(request(text(1)), exclude=[1, 2])
+
+
+def test_no_worker_at_all_is_unavailable(make):
+    with pytest.raises(NoWorkerReady, match="no worker is ready") as caught:
+        make(0).pick(request(text(1)))
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
+
+
+def test_model_that_nobody_serves_is_unavailable(make):
+    with pytest.raises(NoWorkerReady, match="no worker serves"):
+        make(1).pick(request(text(1), model="other"))
+
+
+def test_rank_that_the_client_asks_for_is_taken():
+    router = Router()
+    for rank in range(3):
+        router.join(endpoint("w", rank=rank, num_ranks=3))
+    decision = router.pick(request(text(1), rank=2)).decision
+    assert (decision.worker_id, decision.rank, decision.num_ranks) == ("w", 2, 3)
+
+
+def test_worker_that_left_holds_nothing_when_it_is_back(make):
+    router = make(1)
+    asked = request(text(1), media=[MediaSpan("cat", 0, 64)])
+    serve(router, asked)
+    router.leave(0)
+    router.join(endpoint("w0"))
+    decision = router.pick(asked).decision
+    assert (decision.cached_tokens, decision.encoder_items_cached) == (0, 0)
+    with pytest.raises(KeyError):
+        router.leave(3)
+
+
+def test_request_that_outlives_its_worker_ends_without_a_trace(make):
+    router = make(1)
+    routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)]))
+    router.leave(0)
+    router.join(endpoint("new"))
+    routed.prefilled(0)
+    routed.release()
+    assert router.pick(request(text(2))).decision.parts.queue == 0
+
+
+def test_session_stays_with_its_worker_while_nothing_speaks_against(make):
+    router = make(4, session_ms=5.0)
+    for number in range(3):
+        routed = router.pick(request(text(number, 10), session_id="s"))
+        routed.release()
+        assert routed.slot == 0
+        router.pick(request(text(9, 10))).release()
+    assert router.decisions()[1].decision.reason == "the session's last"
+
+
+def test_session_comes_back_with_its_worker(make):
+    router = make(3, session_ms=5.0)
+    router.pick(request(text(1, 10))).release()
+    assert router.pick(request(text(1, 10), session_id="s")).slot == 1
+    router.leave(1)
+    assert router.pick(request(text(1, 10), session_id="t")).slot != 1
+    router.join(endpoint("w1"))
+    router.pick(request(text(2, 10), session_id="s"))
+    assert router.num_sessions == 2
+
+
+def test_report_of_load_sends_elsewhere(make):
+    router = make(2)
+    router.report(0, WorkerLoad(num_running=4, num_waiting=6, kv_usage=0.2))
+    assert {router.pick(request(text(n, 10))).slot for n in range(3)} == {1}
+
+
+def test_decision_tells_its_reasons_and_what_came_of_it(make, clock):
+    router = make(5)
+    routed = router.pick(request(text(1), request_id="r1"))
+    clock.now += 0.25
+    routed.prefilled(48)
+    (record,) = router.decisions()
+    decision = record.decision
+    assert (record.request_id, record.time_s) == ("r1", 1.5e9)
+    assert (record.reported_cached_tokens, record.first_token_ms) == (48, pytest.approx(250))
+    assert decision.parts.expected_ms == pytest.approx(decision.expected_ms)
+    assert decision.num_tokens == 100
+    assert len(decision.alternatives) == 3
+    assert all(other.score >= decision.parts.total for other in decision.alternatives)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "random", "least-loaded", "prefix-only"])
+def test_every_policy_predicts_and_records(make, policy):
+    router = make(1, router=policy)
+    serve(router, request(text(1)))
+    decision = router.pick(request(text(1))).decision
+    assert (decision.policy, decision.cached_tokens) == (policy, 96)
+
+
+def test_worker_that_does_not_cache_as_predicted_is_told_of(make, clock, caplog):
+    caplog.set_level(logging.WARNING)
+    router = make(1)
+    for number in range(12):
+        routed = router.pick(request(text(number)))
+        routed.prefilled(0)
+        router.change(0, change(stored=[number]))  # ids made in some other way
+        routed.release()
+        clock.now += 11
+    assert router.predictions.num_never_stored >= 8
+    assert "worker w0 (rank 0) does not cache as predicted" in caplog.text
+
+
+def test_worker_that_caches_as_predicted_is_not_told_of(make, clock):
+    router = make(2)
+    for number in range(40):
+        serve(router, request(text(number % 5) + text(number)))
+        clock.now += 11
+    counts = router.predictions
+    assert (counts.num_never_stored, counts.num_unexplained, counts.num_warnings) == (0, 0, 0)
+    assert counts.predicted_tokens == counts.reported_tokens > 0
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Whatever comes in whatever order, what a request took is given back when it ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = Clock()
+        self.router = Router(clock=self.clock, seed=1)
+        self.routed = []
+        self.joined = {}
+
+    @rule(name=st.sampled_from("abc"))
+    def join(self, name):
+        if name not in self.joined:
+            self.joined[name] = self.router.join(endpoint(name))
+
+    @rule(name=st.sampled_from("abc"))
+    def leave(self, name):
+        if name in self.joined:
+            self.router.leave(self.joined.pop(name))
+
+    @rule(seed=st.integers(0, 4), image=st.sampled_from([None, "x", "y"]))
+    def pick(self, seed, image):
+        media = [MediaSpan(image, 10, 300)] if image else []
+        if self.joined:
+            self.routed.append(self.router.pick(request(text(seed, 400), media=media, session_id=str(seed))))
+
+    @rule(place=st.integers(0, 50), tokens=st.sampled_from([None, 0, 160]))
+    def prefill(self, place, tokens):
+        if self.routed:
+            self.routed[place % len(self.routed)].prefilled(tokens)
+
+    @rule(place=st.integers(0, 50), again=st.booleans())
+    def release(self, place, again):
+        if self.routed:
+            routed = self.routed[place % len(self.routed)]
+            routed.release()
+            if not again:
+                self.routed.remove(routed)
+
+    @rule(seed=st.integers(0, 4), name=st.sampled_from("abc"), snapshot=st.booleans(), gone=st.booleans())
+    def tell(self, seed, name, snapshot, gone):
+        if name in self.joined:
+            ids = request(text(seed, 400)).block_ids
+            told = change(removed=ids) if gone else change(stored=ids, snapshot=snapshot)
+            self.router.change(self.joined[name], told)
+
+    @rule(seconds=st.sampled_from([1, 20, 70]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+
+    @invariant()
+    def queues_are_those_of_the_requests(self):
+        for slot in self.router._slots:
+            mine = [r for r in self.routed if r._slot is slot]
+            assert slot.num_in_flight == sum(not r._is_released for r in mine)
+            assert slot.num_queued == sum(r._is_queued for r in mine)
+            assert slot.queued_ms == pytest.approx(sum(r._work_ms for r in mine if r._is_queued))
+
+    def teardown(self):
+        for routed in self.routed:
+            routed.release()
+        self.clock.now += 1000
+        self.router._predictions.look()
+        for slot in self.router._slots:
+            assert (slot.num_in_flight, slot.num_queued, slot.queued_ms) == (0, 0, 0)
+            watched = self.router._predictions._slots[slot.number]
+            assert not watched.by_last
+            assert not watched.by_prefix
+        assert self.router.index.num_notes == 0
+        for name in list(self.joined):
+            self.router.leave(self.joined.pop(name))
+        assert self.router.num_encoder_items == 0
+        assert self.router.index.num_entries == 0
+
+
+TestBookkeeping = Bookkeeping.TestCase
+TestBookkeeping.settings = settings(max_examples=60, deadline=None)
