@@ -9,7 +9,12 @@ from medialane.vllm_bridge.engine_request import clamp
 
 
 def test_flags_that_a_worker_cannot_follow_are_refused(tiny_model, monkeypatch):
-    for flag in ("--mm-processor-cache-gb=4", "--no-enable-prefix-caching", "--prefix-caching-hash-algo=sha256"):
+    for flag in (
+        "--mm-processor-cache-gb=4",
+        "--no-enable-prefix-caching",
+        "--prefix-caching-hash-algo=sha256",
+        '--kv-events-config={"enable_kv_cache_events": true}',
+    ):
         with pytest.raises(StartupFailed, match=flag.partition("=")[0]):
             engine_args(str(tiny_model), [flag])
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")

@@ -82,7 +82,7 @@ def events_config(folder: Path) -> KVEventsConfig:
 class KvEventReader:
     """Reads all ranks of one engine. Made before the engine, so that nothing is told before somebody can listen.
 
-    `config` are the settings with which vLLM publishes. The owner calls `start` once, on the loop, and `close`; where it
+    `config` is how vLLM publishes. The owner calls `start` once, on the loop, and `close`; where it
     never came to a start, `remove_folder` will do.
     """
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 
+import msgspec
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -39,9 +41,10 @@ class Net:
         self._stack.push_async_callback(server.close)
         return server
 
-    def link(self, **hello):
+    def link(self, listener=None, **hello):
         config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
         link = WorkerLink(self.address, Hello(gateway_id="g", **hello), rpc=RPC, config=config, metrics=self._metrics)
+        link.listener = listener
         running = asyncio.create_task(link.run())
         self._stack.push_async_callback(self._end, running)
         return link
@@ -188,3 +191,82 @@ async def test_worker_that_is_full_refuses_without_keeping_leases(net):
     with pytest.raises(NoWorkerReady):
         await anext(remote)
     assert held.num_released == 1
+
+
+class Heard:
+    """What a listener is told, and what it knows of the blocks."""
+
+    def __init__(self):
+        self.told = []
+        self.held = None
+
+    def joined(self, link):
+        self.told.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
+        self.held = set()
+
+    def left(self, link):
+        self.told.append(("left", link.address))
+        self.held = None
+
+    def reported(self, link, load):
+        if self.told[-1][0] != "reported":
+            self.told.append(("reported", load.num_running))
+
+    def changed(self, link, change):
+        known = set() if change.snapshot else self.held - ids(change.removed)
+        self.held = known | ids(change.stored)
+
+
+def ids(data):
+    return set(np.frombuffer(data, "<u8").tolist())
+
+
+async def test_listener_learns_who_joins_what_they_hold_and_who_leaves(net):
+    handler, heard = FakeHandler(), Heard()
+    handler.change_blocks([1, 2])
+    server = await net.serve(handler)
+    net.link(heard)
+    await eventually(lambda: heard.held == {1, 2})
+    handler.change_blocks([3], [1])
+    await eventually(lambda: heard.held == {2, 3})
+    await eventually(lambda: heard.told[-1] == ("reported", 0))
+    await server.close()
+    await eventually(lambda: heard.told[-1] == ("left", net.address))
+    assert heard.told == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
+
+
+async def test_worker_that_comes_back_joins_again_and_tells_what_it_holds_then(net):
+    heard = Heard()
+    server = await net.serve(FakeHandler())
+    net.link(heard)
+    await eventually(lambda: heard.held == set())
+    await server.close()
+    await eventually(lambda: heard.held is None)
+    again = FakeHandler()
+    again.change_blocks([9])
+    await net.serve(again)
+    await eventually(lambda: heard.held == {9})
+    assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left", "joined"]
+
+
+async def test_listener_is_told_that_the_gateway_lets_a_worker_go(net):
+    heard = Heard()
+    await net.serve(FakeHandler())
+    net.link(heard)
+    await eventually(lambda: heard.held == set())
+    await net.close()
+    assert heard.told[-1] == ("left", net.address)
+
+
+async def test_every_rank_of_a_worker_is_an_endpoint(net):
+    card = msgspec.structs.replace(FAKE_CARD, data_parallel_size=3)
+    await net.serve(FakeHandler(card=card))
+    link = await net.connected()
+    found = link.endpoints()
+    assert [(e.rank, e.num_ranks) for e in found] == [(0, 3), (1, 3), (2, 3)]
+    assert all(e.ready and e.card == card and not e.same_host for e in found)
+
+
+async def test_lost_worker_is_one_endpoint_that_is_not_ready(net):
+    link = net.link()
+    assert [(e.ready, e.card) for e in link.endpoints()] == [(False, None)]

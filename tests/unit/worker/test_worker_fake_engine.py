@@ -1,14 +1,19 @@
 """What only the fake does; what all engines do is in tests/contract/test_vllm_engine_contract.py."""
 
 import asyncio
+import time
 from contextlib import aclosing
 
 import msgspec
 import pytest
 
+from medialane.core.block_hash import MediaSpan, prompt_block_ids
 from medialane.core.errors import GenerationFailed, WorkerLost
+from medialane.core.feature import HandedMedia, PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker import FakeEngine, FakeParams
+from medialane.worker.block_table import BlockTable
+from medialane.worker.fake_engine import FAKE_CARD
 
 
 def request(max_tokens=3, **params):
@@ -48,3 +53,60 @@ async def test_tensors_are_read_a_little_longer_than_the_answer_lasts():
     assert engine.num_reading == 1
     await closing
     assert engine.num_reading == 0
+
+
+class Blocks:
+    """What an engine tells of its blocks."""
+
+    def __init__(self, engine):
+        self.batches = []
+        self.table = BlockTable(FAKE_CARD.block_size)
+        engine.watch_blocks(self._heard)
+
+    def _heard(self, batch):
+        self.batches.append(batch)
+        self.table.apply(batch.events)
+
+
+async def prefill(engine, token_ids, *media, cache_salt=None):
+    """The prompt's cached tokens, as the engine tells them."""
+    prompt = ExpandedPrompt(token_ids, media)
+    sent = EngineRequest("r", prompt, msgspec.json.encode(FakeParams(1)), cache_salt=cache_salt)
+    async with aclosing(engine.generate(sent, [[] for _ in media])) as deltas:
+        (only,) = [d async for d in deltas]
+    return only.num_cached_tokens
+
+
+async def test_blocks_of_prompts_are_told_and_found_again():
+    engine = FakeEngine()
+    blocks = Blocks(engine)
+    prompt = list(range(100))
+    assert await prefill(engine, prompt) == 0
+    assert blocks.table.held() == prompt_block_ids(prompt, block_size=16).tolist()
+    assert await prefill(engine, prompt[:50] + [7] * 50) == 48
+    assert await prefill(engine, prompt) == 96
+    assert await prefill(engine, prompt[:96]) == 80
+    assert len(blocks.batches) == 2
+    assert abs(blocks.batches[0].time_s - time.time()) < 60
+
+
+async def test_media_and_salt_are_part_of_blocks():
+    engine = FakeEngine()
+    blocks = Blocks(engine)
+    prompt, item = list(range(64)), HandedMedia("image", "h", b"", (), placeholder=PlaceholderRange(10, 22))
+    await prefill(engine, prompt, item, cache_salt="s")
+    ids = prompt_block_ids(prompt, block_size=16, media=[MediaSpan("h", 10, 22)], cache_salt="s")
+    assert blocks.table.held() == ids.tolist()
+    assert await prefill(engine, prompt, item) == 0
+
+
+async def test_blocks_that_are_forgotten_are_told():
+    engine = FakeEngine()
+    blocks = Blocks(engine)
+    prompt = list(range(64))
+    await prefill(engine, prompt)
+    engine.blocks.forget(2)
+    assert blocks.table.held() == prompt_block_ids(prompt[:32], block_size=16).tolist()
+    engine.blocks.forget()
+    assert blocks.table.held() == []
+    assert await prefill(engine, prompt) == 0

@@ -1,0 +1,55 @@
+"""An engine of its own with a small KV cache: blocks go as they came, and a new engine tells from its start."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from kv_watch import BLOCK, DEADLINE_S, Watched, expanded, predicted, start_engine, text
+from prompt_maker import PromptMaker, pixels
+
+from medialane.core.kv_events import BlockRemoved, BlockStored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def maker(renderer):
+    return PromptMaker(renderer)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def small(tiny_model):
+    engine = start_engine(tiny_model, "--num-gpu-blocks-override=24", "--max-model-len=1024")
+    found = Watched(engine)
+    yield found
+    await engine.close()
+    assert not Path(engine._events.config.endpoint.removeprefix("ipc://")).parent.exists()
+
+
+async def test_blocks_under_pressure_are_removed_as_the_engine_does(small, maker):
+    """Every prompt's cached tokens are those that the table says, while blocks come and go."""
+    pictures = [pixels(280, 280, seed) for seed in range(3)]
+    prompts = [expanded(maker, text(BLOCK, i % 2), pictures[i % 3], text(2 * BLOCK, i)) for i in range(12)]
+    random = np.random.default_rng(5)
+    for number in random.integers(0, len(prompts), 40):
+        prompt = prompts[number]
+        ids = predicted(prompt).tolist()
+        held = set(small.table.held())
+        expected = next((i for i, found in enumerate(ids) if found not in held), len(ids)) * BLOCK
+        first = await small.run(prompt)
+        assert first.num_cached_tokens == min(expected, (len(prompt.token_ids) - 1) // BLOCK * BLOCK)
+        async with asyncio.timeout(DEADLINE_S):
+            while not set(ids) <= set(small.table.held()):  # noqa: ASYNC110 - events come when they come
+                await asyncio.sleep(0.01)
+    assert small.engine.card.num_kv_blocks == 24
+    assert len(small.table.held()) < 24
+    assert sum(isinstance(event, BlockRemoved) for event in small.events) > 10
+    assert small.table.num_faults == 0
+
+
+async def test_new_engine_tells_from_its_start(small):
+    """Its batches are counted from 0 again, by another reader."""
+    assert small.engine._events.ranks[0].num_lost == 0
+    assert isinstance(small.events[0], BlockStored)
