@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from math import ceil
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy.typing as npt
 from medialane.core.block_hash import MediaSpan
 from medialane.core.request import CostParts
 from medialane.routing.config import RoutingConfig
-from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.prefix_match import Prefixes
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Scores, Slot, SlotTable
@@ -28,6 +26,8 @@ _MIB: Final = 1 << 20
 _UNKNOWN_EMBEDS: Final = 1024
 #: So few slots of a mask are visited one by one (0.2 us each); for more, numpy is faster (4 us for a thousand).
 _FEW: Final = 16
+#: So few items are compared with the prefixes one by one (3 us each); more are looked up at once (20 us).
+_FEW_ITEMS: Final = 4
 
 
 class EncoderItem(NamedTuple):
@@ -43,9 +43,11 @@ def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderI
 
     vLLM encodes an item once however often a prompt has it, and not at all if no token of it has to be computed.
     """
+    if not media:
+        return ()
     found: dict[str, EncoderItem] = {}
     for span in media:
-        num_blocks = ceil((span.offset + span.length) / block_size)
+        num_blocks = -(-span.end // block_size)
         known = found.get(span.mm_hash)
         if known is None or known.num_blocks < num_blocks:
             found[span.mm_hash] = EncoderItem(span.mm_hash, _num_embeds(span), num_blocks)
@@ -58,23 +60,33 @@ def _num_embeds(span: MediaSpan) -> int:
 
 class Offer(NamedTuple):
     """A request and who may take it: what a policy chooses by. `prefixes` are in blocks by slot, and as long as the
-    highest candidate needs; `told` are those that workers told of."""
+    highest candidate needs; `told` are those that workers told of. `holders` are the slots that have each item in
+    their encoder cache."""
 
     request: RoutingRequest
     items: tuple[EncoderItem, ...]
+    holders: tuple[int, ...]
     candidates: int
     prefixes: Prefixes
     told: Prefixes
     session_slot: int | None
 
 
+class Terms(NamedTuple):
+    """An offer as one slot sees it: what its engine has of the prompt, and what choosing it costs."""
+
+    cached_blocks: int
+    needed: list[EncoderItem]
+    num_to_encode: int
+    parts: CostParts
+
+
 class CostModel:
     """Expected milliseconds, of one slot by parts or of all slots as an array."""
 
-    def __init__(self, config: RoutingConfig, slots: SlotTable, caches: EncoderCaches) -> None:
+    def __init__(self, config: RoutingConfig, slots: SlotTable) -> None:
         self._config = config
         self._slots = slots
-        self._caches = caches
         self._work_weight = 1 + config.others_weight
 
     def costs(self, offer: Offer, out: Scores) -> None:
@@ -93,17 +105,24 @@ class CostModel:
         if offer.session_slot is not None:
             out[offer.session_slot] -= config.session_ms
 
-    def parts(self, offer: Offer, slot: Slot) -> CostParts:
+    def terms(self, offer: Offer, slot: Slot) -> Terms:
         """The same for one slot, told apart."""
         config, request, slots = self._config, offer.request, self._slots
-        cached_tokens = int(offer.prefixes[slot.number]) * request.block_size
+        cached_blocks = offer.prefixes.item(slot.number)
+        needed, num_embeds, num_to_encode = [], 0, 0
+        for item, holders in zip(offer.items, offer.holders, strict=True):
+            if item.num_blocks > cached_blocks:
+                needed.append(item)
+                if not holders >> slot.number & 1:
+                    num_embeds += item.num_embeds
+                    num_to_encode += 1
+        computed_tokens = request.num_tokens - cached_blocks * request.block_size
+        prefill = config.request_ms + computed_tokens * config.prefill_ms_per_token
+        encoder = num_embeds * config.encoder_ms_per_token
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib
         if not slot.same_host and request.handover_bytes:
             handover += self._remote_extra_ms(request.handover_bytes)
-        prefill = config.request_ms + (request.num_tokens - cached_tokens) * config.prefill_ms_per_token
-        num_embeds = sum(item.num_embeds for item in self.uncached_items(offer, slot.number))
-        encoder = num_embeds * config.encoder_ms_per_token
-        return CostParts(
+        parts = CostParts(
             prefill=prefill,
             encoder=encoder,
             queue=slots.queue_ms(slot),
@@ -113,25 +132,22 @@ class CostModel:
             others=(prefill + encoder) * config.others_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
-
-    def needed_items(self, offer: Offer, number: int) -> Iterator[EncoderItem]:
-        """The items whose encoder output the slot's engine needs, cached or not."""
-        return (item for item in offer.items if item.num_blocks > offer.prefixes[number])
-
-    def uncached_items(self, offer: Offer, number: int) -> list[EncoderItem]:
-        """The items that the slot's encoder has to run for."""
-        return [i for i in self.needed_items(offer, number) if not self._caches.holders(i.mm_hash) >> number & 1]
+        return Terms(cached_blocks, needed, num_to_encode, parts)
 
     def _take_off_items(self, offer: Offer, out: Scores) -> None:
         """No encoder run for an item that the prefix covers, nor for one in the encoder cache."""
         per_token = self._config.encoder_ms_per_token * self._work_weight
-        covers = [item.num_blocks for item in offer.items]
-        saved = list(accumulate((item.num_embeds * per_token for item in offer.items), initial=0.0))
-        out -= np.take(saved, np.searchsorted(covers, offer.prefixes, side="right"))
-        for item in offer.items:
-            holders = self._caches.holders(item.mm_hash) & offer.candidates
-            if holders:
-                _take_off(out, holders, item.num_embeds * per_token, offer.prefixes, item.num_blocks)
+        if len(offer.items) <= _FEW_ITEMS:
+            for item in offer.items:
+                out -= (offer.prefixes >= item.num_blocks) * (item.num_embeds * per_token)
+        else:
+            covers = np.array([item.num_blocks for item in offer.items])
+            saved = np.array(list(accumulate((item.num_embeds * per_token for item in offer.items), initial=0.0)))
+            out -= saved[covers.searchsorted(offer.prefixes, side="right")]
+        for item, holders in zip(offer.items, offer.holders, strict=True):
+            asked = holders & offer.candidates
+            if asked:
+                _take_off(out, asked, item.num_embeds * per_token, offer.prefixes, item.num_blocks)
 
     def _remote_extra_ms(self, nbytes: int) -> float:
         config = self._config

@@ -89,9 +89,11 @@ class Least:
         self._last = -1
 
     def __call__(self, scores: Scores) -> int:
-        equals = np.flatnonzero(scores <= scores.min() + _EQUAL)
-        following = int(np.searchsorted(equals, self._last, side="right")) if len(equals) > 1 else 0
-        self._last = int(equals[following % len(equals)])
+        least = scores.argmin()
+        equals = (scores <= scores[least] + _EQUAL).nonzero()[0]
+        if len(equals) > 1:
+            least = equals[equals.searchsorted(self._last, side="right") % len(equals)]
+        self._last = int(least)
         return self._last
 
 

@@ -64,7 +64,7 @@ class Routed:
             is_told=is_told,
         )
         self._note = known.index.note(slot.number, request.block_ids)
-        self._pinned = known.caches.pin(slot.number, ((item.mm_hash, item.num_embeds) for item in needed))
+        self._pinned = known.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in needed])
         known.slots.queue(slot, self._work_ms)
 
     def prefilled(self, num_cached_tokens: int | None) -> None:

@@ -17,7 +17,7 @@ from medialane.core.kv_events import KvChange
 from medialane.core.request import Alternative, Endpoint, RoutingDecision, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, Offer, encoder_items
+from medialane.routing.cost import CostModel, Offer, Terms, encoder_items
 from medialane.routing.decisions import DecisionRecord, Decisions
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice, policy
@@ -25,7 +25,7 @@ from medialane.routing.prediction import PredictionCounts, PredictionWatch
 from medialane.routing.request import RoutingRequest
 from medialane.routing.routed import Knowledge, Routed
 from medialane.routing.sessions import Sessions
-from medialane.routing.slots import SlotTable
+from medialane.routing.slots import Slot, SlotTable
 
 _BLOCK_ID: Final = np.dtype("<u8")
 #: While no worker has told: vLLM's own default on GPUs.
@@ -53,7 +53,7 @@ class Router:
         self._decisions = Decisions(config.num_decisions)
         self._known = Knowledge(self._slots, self.index, self._caches, self._predictions, self._decisions, clock)
         self._sessions = Sessions(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions, clock=clock)
-        self._costs = CostModel(config, self._slots, self._caches)
+        self._costs = CostModel(config, self._slots)
         self._policy = policy(
             config.router, costs=self._costs, slots=self._slots, temperature_ms=config.temperature_ms, seed=seed
         )
@@ -133,9 +133,10 @@ class Router:
         """The slot for this request, not one of `exclude`. Raises NoWorkerReady."""
         offer = self._offer(request, exclude)
         choice = self._policy.choose(offer)
-        decision = self._decision(offer, choice)
-        number = self._decisions.add(request.request_id, decision, time_s=self._wall_clock())
         slot = self._slots[choice.slot]
+        terms = self._costs.terms(offer, slot)
+        decision = self._decision(offer, choice, slot, terms)
+        number = self._decisions.add(request.request_id, decision, time_s=self._wall_clock())
         if request.session_id is not None:
             self._sessions.note(request.session_id, slot.place)
         return Routed(
@@ -143,8 +144,8 @@ class Router:
             request,
             decision,
             slot,
-            needed=self._costs.needed_items(offer, slot.number),
-            is_told=bool(offer.told[slot.number] == offer.prefixes[slot.number]),
+            needed=terms.needed,
+            is_told=offer.told.item(slot.number) == terms.cached_blocks,
             record=number,
         )
 
@@ -156,9 +157,11 @@ class Router:
         usable = request.max_cached_blocks
         if usable < len(request.block_ids):
             blocks, held = np.minimum(blocks, usable), np.minimum(held, usable)
+        items = encoder_items(request.media, request.block_size)
         return Offer(
             request,
-            encoder_items(request.media, request.block_size),
+            items,
+            tuple([self._caches.holders(item.mm_hash) for item in items]),
             candidates,
             blocks,
             held,
@@ -170,38 +173,35 @@ class Router:
         slot = self._slots.at(place) if place is not None else None
         return slot.number if slot is not None and candidates >> slot.number & 1 else None
 
-    def _decision(self, offer: Offer, choice: Choice) -> RoutingDecision:
-        request, slot = offer.request, self._slots[choice.slot]
-        parts = self._costs.parts(offer, slot)
-        num_encoded = len(self._costs.uncached_items(offer, slot.number))
+    def _decision(self, offer: Offer, choice: Choice, slot: Slot, terms: Terms) -> RoutingDecision:
+        request = offer.request
         return RoutingDecision(
             worker_id=slot.place[0],
             rank=slot.place[1],
             num_ranks=slot.num_ranks,
             policy=self.config.router,
-            reason=self._reason(offer, choice),
+            reason=self._reason(offer, choice, terms),
             num_tokens=request.num_tokens,
-            cached_tokens=int(offer.prefixes[slot.number]) * request.block_size,
+            cached_tokens=terms.cached_blocks * request.block_size,
             num_items=len(offer.items),
-            encoder_items_cached=len(offer.items) - num_encoded,
-            expected_ms=parts.expected_ms,
-            parts=parts,
-            alternatives=tuple(self._alternative(offer, *other) for other in choice.alternatives),
+            encoder_items_cached=len(offer.items) - terms.num_to_encode,
+            expected_ms=terms.parts.expected_ms,
+            parts=terms.parts,
+            alternatives=tuple([self._alternative(offer, *other) for other in choice.alternatives]),
         )
 
     def _alternative(self, offer: Offer, number: int, score: float) -> Alternative:
         worker_id, rank = self._slots[number].place
-        return Alternative(worker_id, rank, score, int(offer.prefixes[number]) * offer.request.block_size)
+        return Alternative(worker_id, rank, score, offer.prefixes.item(number) * offer.request.block_size)
 
-    def _reason(self, offer: Offer, choice: Choice) -> str:
+    def _reason(self, offer: Offer, choice: Choice, terms: Terms) -> str:
         if not choice.alternatives:
             return "the only candidate"
         if self.config.router != "cost":
             return self.config.router
-        held, most = int(offer.prefixes[choice.slot]), int(offer.prefixes.max())
-        if held < most:
+        if terms.cached_blocks < offer.prefixes.max():
             return "others hold more of it, and are busier"
-        if held:
+        if terms.cached_blocks:
             return "no other holds more of it"
         if choice.slot == offer.session_slot:
             return "the session's last"

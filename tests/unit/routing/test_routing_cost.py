@@ -28,7 +28,7 @@ class World:
         self.config = RoutingConfig(**{"others_weight": 0.0} | config)
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
-        self.model = CostModel(self.config, self.slots, self.caches)
+        self.model = CostModel(self.config, self.slots)
         for number in range(num_slots):
             endpoint = Endpoint(
                 f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=CARD
@@ -38,7 +38,9 @@ class World:
     def offer(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
         request = RoutingRequest([], BLOCK, num_tokens, tuple(media), handover_bytes)
         held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
-        return Offer(request, encoder_items(media, BLOCK), self.slots.open, held, held, session_slot)
+        items = encoder_items(media, BLOCK)
+        holders = tuple(self.caches.holders(item.mm_hash) for item in items)
+        return Offer(request, items, holders, self.slots.open, held, held, session_slot)
 
     def costs(self, offer):
         out = np.empty(len(self.slots))
@@ -113,10 +115,10 @@ slot_facts = st.fixed_dictionaries(
         "waiting": st.integers(0, 5),
         "usage": st.floats(0, 1),
         "remote": st.booleans(),
-        "holds": st.sets(st.sampled_from("abc")),
+        "holds": st.sets(st.sampled_from("abcdef")),
     }
 )
-items = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 180), st.integers(1, 20)), max_size=4)
+items = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 180), st.integers(1, 20)), max_size=8)
 
 
 def build(facts, spans, handover_bytes, session_slot):
@@ -141,7 +143,7 @@ def test_parts_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, sessio
     world, offer = build(facts, spans, handover_bytes, session_slot)
     costs = world.costs(offer)
     for slot in world.slots:
-        assert world.model.parts(offer, slot).total == pytest.approx(costs[slot.number])
+        assert world.model.terms(offer, slot).parts.total == pytest.approx(costs[slot.number])
 
 
 WORSE = [

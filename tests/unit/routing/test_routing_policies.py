@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, Offer
-from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Draw, Least, policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
@@ -18,18 +17,19 @@ NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 
 class World:
     def __init__(self, name, loads, *, temperature_ms=0.0, seed=7):
-        config, caches = RoutingConfig(running_ms=1.0), EncoderCaches()
+        config = RoutingConfig(running_ms=1.0)
         self.slots = SlotTable(config)
         for number, load in enumerate(loads):
-            slot = self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
-            caches.join(slot.number, 0)
-        costs = CostModel(config, self.slots, caches)
+            self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
+        costs = CostModel(config, self.slots)
         self.policy = policy(name, costs=costs, slots=self.slots, temperature_ms=temperature_ms, seed=seed)
 
     def choose(self, *, prefixes=None, candidates=None):
         held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
         mask = self.slots.open if candidates is None else candidates
-        return self.policy.choose(Offer(RoutingRequest([], 16, 1000), (), mask, held[: mask.bit_length()], held, None))
+        return self.policy.choose(
+            Offer(RoutingRequest([], 16, 1000), (), (), mask, held[: mask.bit_length()], held, None)
+        )
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))
