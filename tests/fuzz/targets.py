@@ -20,6 +20,7 @@ from medialane.media import MediaConfig, parse_data_url, sniff
 from medialane.media.freshness import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
+from sound_maker import FILES, by_ffmpeg, sound
 
 #: Small enough that no good picture takes long.
 CONFIG = MediaConfig(max_image_pixels=500_000, max_image_side=4096)
@@ -143,7 +144,8 @@ def _sniff(modality: Modality) -> Callable[[bytes], object]:
 
 
 def _sounds_and_clips() -> list[bytes]:
-    """Beginnings of files of the kinds that sound and video come in; what decodes them has tests of its own."""
+    """Beginnings of files of the kinds that sound and video come in, and small ones with all that their headers have;
+    what decodes them has tests of its own."""
     box = b"\0\0\0\x08free"
     return [
         b"RIFF\x2c\0\0\0WAVEfmt \x10\0\0\0\1\0\2\0\x44\xac\0\0\x10\xb1\2\0\4\0\x10\0data\x08\0\0\0" + bytes(8),
@@ -153,12 +155,25 @@ def _sounds_and_clips() -> list[bytes]:
         b"\0\0\0\x14ftypisom\0\0\0\0isom" + box + b"\0\0\0\x10moov\0\0\0\x08mvhd" + b"\0\0\0\x0cmdat" + bytes(4),
         b"\x1a\x45\xdf\xa3\x84\x42\x82\x84webm\x18\x53\x80\x67\xff" + bytes(30),
         b"/9j/4AAQSkZJRgABAQAAAQABAAD,/9j/4AAQSkZJRgABAQAAAQABAAD",
+        _index_first(FILES["m4a"]()),
+        _index_first(FILES["video"]()),
+        FILES["webm"](),
+        FILES["opus"](),
+        by_ffmpeg(sound(16000), 16000, "adts", "aac"),
     ]
+
+
+def _index_first(data: bytes) -> bytes:
+    """The same MP4 without its media, so that mutations meet its index."""
+    return data[: data.index(b"mdat") - 4] + data[data.index(b"moov") - 4 :]
 
 
 _SOUND_TOKENS = [
     b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz", b"stco", b"dref", b"url ", b"mdat", b"ftyp", b"ID3", b"data",
     b"fmt ", b"fLaC", b"OggS", b"#EXTM3U", b"v=0\r\n", b"ffconcat", b"webm", b"matroska", b"\x1a\x45\xdf\xa3", b"/9j/",
+    b"esds", b"stsd", b"stts", b"hdlr", b"soun", b"vide", b"mdhd", b"mp4a", b"\3\x19", b"\5\x80\x80\x80\2", b"OpusHead",
+    b"\x18\x53\x80\x67", b"\x16\x54\xae\x6b", b"\x15\x49\xa9\x66", b"\x44\x89\x88", b"\xae", b"\xe0", b"\xe1",
+    b"\x9f\x81", b"\x01\xff\xff\xff\xff\xff\xff\xff",
 ]  # fmt: skip
 
 #: Functions that look at headers or text alone. Each must answer within `HEADER_S` of processor time.
