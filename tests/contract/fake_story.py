@@ -2,6 +2,9 @@
 
 import asyncio
 
+import msgspec
+
+from medialane.core.errors import UnknownMediaUuid
 from medialane.core.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta
@@ -26,9 +29,15 @@ class FakeStory:
         self.tokens = [11, 12, 13]
         self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
         self.num_ended = 0
+        self.known = {}
 
     def resolve(self, url):
-        return current_scope().resolve(url)
+        ref = current_scope().resolve(url)
+        if not ref.is_alias:
+            return ref
+        if ref.alias.uuid not in self.known:
+            raise UnknownMediaUuid("not known", param=ref.param)
+        return msgspec.structs.replace(ref, content=self.known[ref.alias.uuid])
 
     async def prepare(self, prompt):
         self.scopes.append(current_scope())

@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import inspect
+import io
 import json
 
 import httpx
+import numpy as np
 import pytest
 import pytest_asyncio
 from fake_story import NUM_EMBEDS, FakeStory
@@ -15,13 +17,13 @@ from starlette.responses import Response
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
+from medialane.core.embeds import decode_embeds
 from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
     InvalidMediaUrl,
     InvalidRequest,
     PreparersBusy,
-    StartupFailed,
     WorkerLost,
 )
 from medialane.core.feature import PlaceholderRange
@@ -55,6 +57,7 @@ VLLM_ARGS = [
     '--limit-mm-per-prompt={"image":8,"video":1}',
     "--trust-request-mm-kwargs",
     "--api-key=secret",
+    "--enable-mm-embeds",
 ]
 
 DATA = b"what a client sent, base64 on its way " * 50
@@ -106,6 +109,7 @@ async def module_server(tiny_model):
         raise ZeroDivisionError
 
     server = Server(app, story, registry, str(tiny_model))
+    server.frontend = frontend
     yield server
     await server.client.aclose()
     turns.close()
@@ -280,7 +284,11 @@ async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(ser
             with pytest.raises(InvalidRequest):
                 getattr(connector, f"fetch_{modality}")("medialane:0")
     public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
-    embeddings = {n for n in public if "_embedding" in n}  # decode what is in the request, fetch nothing
+    embeddings = {n for n in public if "_embedding" in n}
+    for name in embeddings:
+        refuse = getattr(connector, name)
+        with pytest.raises(InvalidRequest, match="embeddings"):
+            await refuse("AAAA") if inspect.iscoroutinefunction(refuse) else refuse("AAAA")
     opened = {f"{name}_async" for name in closed}
     assert public - embeddings == {*closed, *opened, "load_from_url", "load_from_url_async"}
 
@@ -293,15 +301,101 @@ async def test_media_that_did_not_come_through_intake_are_refused(server):
     assert response.json()["error"]["code"] == "invalid_media_url"
 
 
-async def test_embeddings_are_refused_at_start(tiny_model):
-    with pytest.raises(StartupFailed, match="--enable-mm-embeds"):
-        Frontend(str(tiny_model), [*VLLM_ARGS, "--enable-mm-embeds"])
+def embeds(*, name="image_embeds", **more):
+    buffer = io.BytesIO()
+    np.save(buffer, np.ones((6, 128), np.float32))
+    tensor = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": name, name: {name: tensor, "image_grid_thw": [1, 4, 6]}, **more}
 
 
-async def test_image_by_uuid_alone_is_refused(server):
-    response = await server.chat({"type": "image_url", "image_url": None, "uuid": "mine"})
+@pytest.mark.parametrize("more", [{}, {"uuid": None}, {"uuid": "mine"}])
+async def test_embeddings_reach_the_gateway_as_the_reference_that_intake_made(server, more):
+    response = await server.chat(embeds(**more), embeds(**more))
+    assert response.status_code == 200, response.text
+    (prompt,) = server.story.prompts
+    assert [item.param for item in prompt.items] == [f"messages[0].content[{n}].image_embeds" for n in (1, 2)]
+    assert all(item.is_embeds and decode_embeds(item.data).fields.keys() for item in prompt.items)
+    assert prompt.token_ids.count(server.story.image_token) == 2
+
+
+async def test_embeddings_beside_another_modality_keep_their_places(server):
+    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    clip = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4"}}
+    await server.chat(clip, embeds())
+    found = {item.modality: item.is_embeds for item in server.story.prompts[0].items}
+    assert found == {"image": True, "video": False}
+
+
+async def test_images_and_their_embeddings_are_not_mixed_as_vllm_has_it(server):
+    response = await server.chat(image(), embeds())
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "unknown_media_uuid"
+    assert response.json()["error"]["param"] == "image_embeds"
+    assert server.story.prompts == []
+
+
+async def test_embeddings_need_vllms_flag(server, monkeypatch):
+    config = server.frontend.renderer.model_config.multimodal_config
+    monkeypatch.setattr(config, "enable_mm_embeds", False)
+    response = await server.chat(embeds())
+    assert response.status_code == 400
+    assert "--enable-mm-embeds" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("part", [{"uuid": "u", "image_embeds": {"image_embeds": "AAAA", "image_url": "x"}}, embeds()])
+async def test_embeddings_that_intake_has_not_seen_are_read_by_nobody(server, part, monkeypatch):
+    """JSON for vLLM, not for intake."""
+    monkeypatch.setattr("torch.load", None)
+    content = json.dumps(server.body({"type": "image_embeds"} | part, x=float("nan")))
+    headers = {"content-type": "application/json"}
+    response = await server.client.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert server.story.prompts == []
+
+
+def by_uuid(uuid="mine", name="image_url", **more):
+    return {"type": name, name: None, "uuid": uuid, **more}
+
+
+async def test_image_by_a_uuid_that_is_not_known_is_refused_by_name(server):
+    response = await server.chat(by_uuid())
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("unknown_media_uuid", "messages[0].content[1].image_url")
+
+
+async def test_image_by_a_uuid_that_is_known_is_the_content_it_stands_for(server):
+    server.story.known = {"mine": "c" * 64}
+    response = await server.chat(image(), by_uuid(), image("http://host.example/b.png", uuid="other"))
+    assert response.status_code == 200, response.text
+    items = server.story.prompts[0].items
+    assert [(item.data, item.content, item.url) for item in items] == [
+        (DATA, None, None),
+        (None, "c" * 64, None),
+        (None, None, "http://host.example/b.png"),
+    ]
+    assert [item.alias and item.alias.uuid for item in items] == [None, "mine", "other"]
+
+
+async def test_embeddings_by_a_uuid_that_is_known(server):
+    server.story.known = {"mine": "c" * 64}
+    response = await server.chat(embeds(), by_uuid(name="image_embeds"))
+    assert response.status_code == 200, response.text
+    assert [item.content for item in server.story.prompts[0].items] == [None, "c" * 64]
+
+
+@pytest.mark.parametrize("uuid", ["medialane:0", "medialane:7", "", 7])
+async def test_uuid_is_never_taken_for_a_reference(server, uuid):
+    response = await server.chat(image(), by_uuid(uuid))
+    assert response.status_code == 400
+    assert server.story.prompts == []
+
+
+async def test_video_by_uuid_has_the_requests_options(server):
+    server.story.known = {"mine": "c" * 64}
+    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    await server.chat(by_uuid(name="video_url"), media_io_kwargs={"video": {"num_frames": 8}})
+    (item,) = server.story.prompts[0].items
+    assert (item.modality, item.content, json.loads(item.io)["num_frames"]) == ("video", "c" * 64, 8)
 
 
 async def test_error_while_preparing_is_answered_as_openai_does(server):

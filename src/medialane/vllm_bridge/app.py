@@ -51,9 +51,6 @@ class Frontend:
         Raises StartupFailed.
         """
         self.args: Namespace = parse_vllm_args(model, vllm_args)
-        if self.args.enable_mm_embeds:
-            # vLLM would load a client's tensors in this process, with torch.load.
-            raise StartupFailed("--enable-mm-embeds: the gateway does not take embeddings")
         _import_plugins(self.args)
         try:
             self.config: VllmConfig = create_frontend_config(self.args)

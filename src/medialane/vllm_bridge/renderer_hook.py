@@ -56,8 +56,9 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         async def fetch_audio_async(self, audio_url: str) -> Any:
             return self._ref("audio", audio_url)
 
-        fetch_image_embedding = fetch_audio_embedding = _refuse_embeddings
+        fetch_image_embedding = fetch_audio_embedding = fetch_video_embedding = _refuse_embeddings
         fetch_image_embedding_async = fetch_audio_embedding_async = _refuse_embeddings_async
+        fetch_video_embedding_async = _refuse_embeddings_async
 
         def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
             raise InvalidRequest("this form of media is not supported by this gateway")

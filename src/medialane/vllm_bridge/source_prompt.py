@@ -1,7 +1,8 @@
 """Stages `decoded` and `url`: the worker processes media itself, by vLLM's own renderer.
 
 In stage `decoded` an item comes as pixels, frames or samples, which are given to the renderer as vLLM's own loaders
-would give them; in stage `url` it comes as encoded bytes, which those loaders decode here.
+would give them; in stage `url` it comes as encoded bytes, which those loaders decode here. Embeddings come in stage
+`url`, too, and take the place of pixels and processor alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError
 from vllm.multimodal.media.audio import AudioMediaIO
@@ -21,8 +23,10 @@ from vllm.multimodal.video import get_video_loader_backend_for_processor
 from vllm.renderers import BaseRenderer
 from vllm.transformers_utils.processor import get_video_processor_cls_name
 
+from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
 from medialane.core.errors import (
     InvalidAudio,
+    InvalidEmbeds,
     InvalidFeature,
     InvalidImage,
     InvalidRequest,
@@ -32,6 +36,7 @@ from medialane.core.errors import (
 from medialane.core.feature import HandedMedia
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.vllm_bridge.embeds import EmbedsReader
 from medialane.vllm_bridge.media_options import model_io
 from medialane.vllm_bridge.preparation import decode_options, engine_media
 
@@ -57,6 +62,7 @@ class SourceRenderer:
         self._renderer = renderer
         self._model_config = model_config
         self._model_io = model_io(model_config)
+        self._embeds_reader: EmbedsReader | None = None
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
 
     async def render(
@@ -64,10 +70,12 @@ class SourceRenderer:
     ) -> Any:
         """vLLM's engine input: the prompt expanded, its items processed and known by the mm_hash given.
 
-        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, and InvalidFeature for tensors that are no
-        media. Cancelled, it leaves a decode running to its end.
+        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, and InvalidFeature for
+        tensors that are no media. Cancelled, it leaves a decode running to its end.
         """
         media, hashes = await self._media(prompt, tensors)
+        embedded = {m: data for m, data in media.items() if any(isinstance(item, dict) for item in data)}
+        media |= {modality: self._embedded(modality, data) for modality, data in embedded.items()}
         tokens = {
             "prompt_token_ids": prompt.token_ids,
             "multi_modal_data": media,
@@ -80,9 +88,12 @@ class SourceRenderer:
             (rendered,) = await self._renderer.render_cmpl_async([tokens])
         except VLLMError:
             raise
-        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
-            # Too many items, options that the processor does not take, a prompt without the items' placeholders.
-            raise PromptRejected(str(error)) from error
+        except (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
+            # Too many items, options that the processor does not take, a prompt without the items' placeholders. The
+            # last two only embeddings cause, which most families' processors do not expect.
+            raise PromptRejected(str(error) if not embedded else "this model cannot take these embeddings") from error
+        for modality, items in embedded.items():
+            self._reader().check(modality, rendered, len(items))
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.
         return {**rendered, "mm_hashes": hashes} if media else rendered
 
@@ -97,12 +108,33 @@ class SourceRenderer:
             if len(datas) != 1:
                 raise InvalidFeature(f"{item.modality}: {len(datas)} tensors instead of one")
             load = self._decoded if prompt.stage == "decoded" else self._encoded
+            load = self._embeds if item.media_type == EMBEDS_TYPE else load
             media.setdefault(item.modality, []).append(await load(item, datas[0]))
             hashes.setdefault(item.modality, []).append(item.mm_hash)
         return media, hashes
 
     async def _decoded(self, item: HandedMedia, data: memoryview) -> Any:
         return engine_media(decoded_over(item.modality, item.size, data))
+
+    async def _embeds(self, item: HandedMedia, data: memoryview) -> dict[str, torch.Tensor]:
+        try:
+            return self._reader().read(item.modality, decode_embeds(data))
+        except InvalidEmbeds as error:
+            raise error.at(item.param or "") from error
+
+    def _embedded(self, modality: Modality, items: Sequence[Any]) -> Any:
+        """What vLLM's renderer wants of one modality's embeddings."""
+        if not all(isinstance(item, dict) for item in items):
+            raise InvalidEmbeds(f"{modality}s and embeddings of {modality}s cannot be in one request")
+        return self._reader().data(modality, items)
+
+    def _reader(self) -> EmbedsReader:
+        """Made when first needed: a model of text alone has no processor to make it of."""
+        if self._embeds_reader is None:
+            if not self._model_config.supports_multimodal_inputs:
+                raise PromptRejected("this model takes no media")
+            self._embeds_reader = EmbedsReader(self._renderer.get_mm_processor(), self._model_config)
+        return self._embeds_reader
 
     async def _encoded(self, item: HandedMedia, data: memoryview) -> Any:
         load = self._loader(item)

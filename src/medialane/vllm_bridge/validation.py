@@ -76,7 +76,7 @@ class FeatureChecker:
         self._processor = processor
         self._limits = dict(processor.info.allowed_mm_limits)
         self._fields = learn(processor)
-        self._merge = _merge_size(processor)
+        self._merge = merge_size(processor)
 
     def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
         """Raise InvalidFeature unless `items`, the prompt's decoded features in order, fit themselves and the prompt.
@@ -251,7 +251,7 @@ def _check_grid(name: str, grid: torch.Tensor, merge: int) -> None:
         raise InvalidFeature(f"{name}: {grid.tolist()} is not a grid of {merge}x{merge} squares")
 
 
-def _merge_size(processor: BaseMultiModalProcessor) -> int:
+def merge_size(processor: BaseMultiModalProcessor) -> int:
     """Only the family knows where its configuration keeps it, and whether it has one."""
     vision = getattr(processor.info.get_hf_config(), "vision_config", None)
     return int(getattr(vision, "spatial_merge_size", 1))

@@ -1,0 +1,100 @@
+"""Embeddings that clients send (`image_embeds`), as vLLM's chat parser would hand them to its renderer.
+
+Theory of operation. What arrives is typed (`core.embeds`); vLLM's own loader, which unpickles, is not used. vLLM then
+believes shapes: a grid sizes the placeholder, of which the prompt has as many tokens as it says, and rows that do not
+match it end EngineCore with all its requests. So embeddings are checked twice: each item before vLLM sees it, and what
+the renderer made of them against the placeholders.
+
+Whether a model's forward pass takes embeddings only its code tells: Gemma-3 asserts that it is given none, Pixtral-HF
+declares the field and raises. Only families that were tried are let through, by the very class of their processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+from vllm.renderers.chat_utils import _get_embeds_data
+
+from medialane.core.embeds import UNNAMED, Embeds
+from medialane.core.errors import InvalidEmbeds
+from medialane.core.media import Modality
+from medialane.vllm_bridge.features import tensor_over
+from medialane.vllm_bridge.validation import merge_size
+
+#: An object of `image_embeds` and `image_grid_thw`.
+BY_GRID = frozenset(("Qwen2VLMultiModalProcessor", "Qwen2_5_VLMultiModalProcessor"))
+
+#: One tensor, which has as many rows as the prompt gets tokens.
+BY_ROWS = frozenset(("LlavaMultiModalProcessor", "LlavaNextMultiModalProcessor"))
+
+VALUES, GRID = "image_embeds", "image_grid_thw"
+
+_GRID_NUMBERS = 3
+
+
+class EmbedsReader:
+    """Reads and checks embeddings for one model."""
+
+    def __init__(self, processor: BaseMultiModalProcessor, model_config: ModelConfig) -> None:
+        self._processor = processor
+        self._is_on = bool(model_config.multimodal_config.enable_mm_embeds)
+        self._hidden_size = model_config.get_inputs_embeds_size()
+        self._merge = merge_size(processor)
+        family = type(processor).__name__
+        self._fields = {VALUES, GRID} if family in BY_GRID else {UNNAMED} if family in BY_ROWS else set()
+
+    def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
+        """One item's tensors, each over the bytes that came. Raises InvalidEmbeds."""
+        if not self._is_on:
+            raise InvalidEmbeds(f"this server takes no {modality}_embeds (--enable-mm-embeds)")
+        if modality != "image" or not self._fields:
+            raise InvalidEmbeds(f"{modality}_embeds of this model are not supported by this gateway")
+        if embeds.fields.keys() != self._fields:
+            names = " and ".join(sorted(self._fields)) if UNNAMED not in self._fields else "one tensor without a name"
+            raise InvalidEmbeds(f"{modality}_embeds of this model must be {names}")
+        tensors = {name: tensor_over(found.spec, memoryview(found.data)) for name, found in embeds.fields.items()}
+        if UNNAMED in tensors:
+            return {UNNAMED: self._rows(tensors[UNNAMED])}
+        rows = self._rows(tensors[VALUES])
+        return {VALUES: rows, GRID: self._grid(tensors[GRID], num_rows=len(rows))}
+
+    def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+        """What vLLM's renderer wants of all items of one modality."""
+        found = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
+        return _get_embeds_data(modality, found, self._processor)
+
+    def check(self, modality: Modality, engine_input: Mapping[str, Any], num_items: int) -> None:
+        """Raise InvalidEmbeds unless each item has as many embeddings as its placeholder takes."""
+        items, places = engine_input["mm_kwargs"][modality], engine_input["mm_placeholders"][modality]
+        if not len(items) == len(places) == num_items:
+            raise InvalidEmbeds(f"{len(items)} items and {len(places)} placeholders of {num_items} embeddings")
+        for item, place in zip(items, places, strict=True):
+            wanted = (place.get_num_embeds(), self._hidden_size)
+            found = item[VALUES].data if VALUES in item else None
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) != wanted:
+                raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {wanted} of their placeholder")
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows of the language model's size. A batch of one, a form that vLLM takes still, is its rows."""
+        if not values.is_floating_point():
+            raise InvalidEmbeds("embeddings must be floating-point numbers")
+        shape = tuple(values.shape)
+        if shape[-1:] != (self._hidden_size,) or len(shape) not in (2, 3) or shape[:-2] not in ((), (1,)):
+            raise InvalidEmbeds(f"embeddings must have the shape (tokens, {self._hidden_size})")
+        return values.view(shape[-2:])
+
+    def _grid(self, grid: torch.Tensor, *, num_rows: int) -> torch.Tensor:
+        """(frames, rows, columns) of patches, as one vector, whatever shape they came in."""
+        if grid.dtype != torch.int64 or grid.numel() != _GRID_NUMBERS:
+            raise InvalidEmbeds(f"{GRID} must be three whole numbers (int64)")
+        numbers = grid.view(-1).tolist()
+        if min(numbers) < 1 or any(n % self._merge for n in numbers[1:]):
+            raise InvalidEmbeds(f"{GRID} must be positive, rows and columns multiples of {self._merge}")
+        if prod(numbers) != num_rows * self._merge**2:
+            raise InvalidEmbeds(f"{GRID} does not say as many tokens as there are embeddings")
+        return grid.view(-1)

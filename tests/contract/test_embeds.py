@@ -1,0 +1,201 @@
+"""Embeddings that clients send become what vLLM's own chat parser makes of them; misshapen ones reach no engine."""
+
+import base64
+import io
+
+import msgspec
+import pytest
+import pytest_asyncio
+import torch
+from prompt_maker import PromptMaker, request
+from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import parse_chat_messages_async
+
+from medialane.core.embeds import EMBEDS_TYPE, UNNAMED, decode_embeds
+from medialane.core.errors import InvalidEmbeds, InvalidFeature
+from medialane.core.feature import HandedMedia
+from medialane.core.request import SourcePrompt
+from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.media.embeds import read_embeds
+from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.embeds import BY_GRID, BY_ROWS, EmbedsReader
+from medialane.vllm_bridge.source_prompt import SourceRenderer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+VLLM_ARGS = [
+    "--max-model-len=8192",
+    "--enforce-eager",
+    "--skip-mm-profiling",
+    '--limit-mm-per-prompt={"image":8,"video":1}',
+    "--mm-processor-cache-gb=0",
+    "--enable-mm-embeds",
+]
+HIDDEN = 128
+PARAM = "messages[0].content[0].image_embeds"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def embeds_renderer(tiny_model):
+    renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
+    yield renderer
+    renderer.shutdown()
+
+
+@pytest.fixture
+def source(embeds_renderer):
+    source = SourceRenderer(embeds_renderer, embeds_renderer.model_config)
+    yield source
+    source.close()
+
+
+def saved(tensor) -> str:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def values(rows, hidden=HIDDEN, dtype=torch.bfloat16, seed=0):
+    return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def payload(grid, *, dtype=torch.bfloat16, as_list=False, seed=0):
+    """What a client sends for an image of this grid."""
+    rows = grid[0] * grid[1] * grid[2] // 4
+    numbers = list(grid) if as_list else saved(torch.tensor(grid))
+    return {"image_embeds": saved(values(rows, dtype=dtype, seed=seed)), "image_grid_thw": numbers}
+
+
+def handed(fields, key="k", modality="image") -> HandedMedia:
+    raw = fields if isinstance(fields, dict) else {UNNAMED: fields}
+    given = {n: v.encode() if isinstance(v, str) else msgspec.Raw(msgspec.json.encode(v)) for n, v in raw.items()}
+    data = read_embeds(given, PARAM, 1 << 24)
+    tensor = InlineTensor(TensorSpec("uint8", (len(data),)), data)
+    return HandedMedia(modality, key, b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
+
+
+async def rendered(source, renderer, *items, **options):
+    token_ids = PromptMaker(renderer).token_ids(len(items))
+    prompt = SourcePrompt(token_ids, items, **options)
+    return await source.render(request("r", prompt), prompt, [[memoryview(item.tensors[0].data)] for item in items])
+
+
+async def vllms_own(renderer, *payloads):
+    """The engine input of vLLM's chat parser and renderer."""
+    content = [{"type": "image_embeds", "image_embeds": payload} for payload in payloads]
+    _, data, _ = await parse_chat_messages_async(
+        [{"role": "user", "content": content}], renderer.model_config, content_format="openai"
+    )
+    token_ids = PromptMaker(renderer).token_ids(len(payloads))
+    (found,) = await renderer.render_cmpl_async([{"prompt_token_ids": token_ids, "multi_modal_data": data}])
+    return found
+
+
+def tensors_of(engine_input):
+    return [{name: elem.data for name, elem in item.items()} for item in engine_input["mm_kwargs"]["image"]]
+
+
+SENT = {
+    "one image": [payload((1, 4, 6))],
+    "grid as numbers": [payload((1, 4, 6), as_list=True)],
+    "of another type": [payload((1, 4, 6), dtype=torch.float32)],
+    "two of one size": [payload((1, 4, 6)), payload((1, 4, 6), seed=1)],
+    "two of different sizes": [payload((1, 4, 6)), payload((1, 8, 2), seed=1)],
+    "two of different lengths": [payload((1, 4, 6)), payload((1, 2, 2), seed=1), payload((1, 10, 8), seed=2)],
+    "several frames": [payload((3, 4, 6))],
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+async def test_engine_is_given_what_vllm_would_give_it(source, embeds_renderer, name):
+    items = [handed(fields, f"key-{n}") for n, fields in enumerate(SENT[name])]
+    found = await rendered(source, embeds_renderer, *items)
+    wanted = await vllms_own(embeds_renderer, *SENT[name])
+    assert found["prompt_token_ids"] == wanted["prompt_token_ids"]
+    assert found["mm_placeholders"] == wanted["mm_placeholders"]
+    assert found["mm_hashes"] == {"image": [item.mm_hash for item in items]}
+    for ours, theirs in zip(tensors_of(found), tensors_of(wanted), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert all(ours[name].dtype == theirs[name].dtype for name in theirs)
+
+
+async def test_grid_in_a_row_is_taken_as_one(source, embeds_renderer):
+    fields = payload((1, 4, 6)) | {"image_grid_thw": saved(torch.tensor([[1, 4, 6]]))}
+    (ours,) = tensors_of(await rendered(source, embeds_renderer, handed(fields)))
+    assert ours["image_grid_thw"].tolist() == [1, 4, 6]
+
+
+async def test_a_batch_of_one_is_taken(source, embeds_renderer):
+    fields = payload((1, 4, 6)) | {"image_embeds": saved(values(6)[None])}
+    (ours,) = tensors_of(await rendered(source, embeds_renderer, handed(fields)))
+    assert torch.equal(ours["image_embeds"], values(6))
+
+
+WRONG = {
+    "one tensor": saved(values(6)),
+    "no grid": {"image_embeds": saved(values(6))},
+    "another field": payload((1, 4, 6)) | {"pixel_values": saved(values(6))},
+    "pixels": {"pixel_values": saved(values(24, 1176)), "image_grid_thw": [1, 4, 6]},
+    "too few rows": payload((1, 4, 6)) | {"image_embeds": saved(values(5))},
+    "too many rows": payload((1, 4, 6)) | {"image_embeds": saved(values(7))},
+    "another hidden size": payload((1, 4, 6)) | {"image_embeds": saved(values(6, 64))},
+    "one dimension": payload((1, 4, 6)) | {"image_embeds": saved(values(6).view(-1))},
+    "four dimensions": payload((1, 4, 6)) | {"image_embeds": saved(values(6)[None, None])},
+    "a batch of two": payload((1, 4, 6)) | {"image_embeds": saved(torch.stack([values(3), values(3)]))},
+    "whole numbers": payload((1, 4, 6)) | {"image_embeds": saved(values(6).to(torch.int64))},
+    "grid of two": payload((1, 4, 6)) | {"image_grid_thw": [4, 6]},
+    "grid of fractions": payload((1, 4, 6)) | {"image_grid_thw": [1.0, 4.0, 6.0]},
+    "negative grid": payload((1, 4, 6)) | {"image_grid_thw": [-1, -4, 6]},
+    "zero grid": payload((1, 4, 6)) | {"image_grid_thw": [0, 4, 6]},
+    "odd grid": payload((1, 4, 6)) | {"image_grid_thw": [1, 3, 8]},
+    "grid of an int32": payload((1, 4, 6)) | {"image_grid_thw": saved(torch.tensor([1, 4, 6], dtype=torch.int32))},
+    "huge grid": payload((1, 4, 6)) | {"image_grid_thw": [1 << 20, 1 << 20, 1 << 20]},
+    "grid that overflows": payload((1, 4, 6)) | {"image_grid_thw": [1, 1 << 62, 1 << 62]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_misshapen_embeddings_are_refused_before_vllm_sees_them(source, embeds_renderer, monkeypatch, name):
+    monkeypatch.setattr(embeds_renderer, "render_cmpl_async", None)  # fails whoever calls it
+    with pytest.raises(InvalidEmbeds) as raised:
+        await rendered(source, embeds_renderer, handed(WRONG[name]))
+    assert raised.value.param == PARAM
+
+
+@pytest.mark.parametrize("modality", ["audio", "video"])
+async def test_embeddings_that_no_family_was_tried_with_are_refused(source, embeds_renderer, modality):
+    with pytest.raises(InvalidEmbeds, match=f"{modality}_embeds"):
+        await rendered(source, embeds_renderer, handed(payload((1, 4, 6)), modality=modality))
+
+
+async def test_bytes_that_are_no_embeddings_are_refused(source, embeds_renderer):
+    tensor = InlineTensor(TensorSpec("uint8", (3,)), b"abc")
+    item = HandedMedia("image", "k", b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
+    with pytest.raises(InvalidFeature):
+        await rendered(source, embeds_renderer, item)
+
+
+async def test_worker_without_the_flag_takes_none(renderer):
+    reader = EmbedsReader(renderer.get_mm_processor(), renderer.model_config)
+    data = handed(payload((1, 4, 6))).tensors[0].data
+    with pytest.raises(InvalidEmbeds, match="--enable-mm-embeds"):
+        reader.read("image", decode_embeds(data))
+
+
+async def test_what_the_renderer_made_is_held_against_the_placeholders(source, embeds_renderer):
+    found = await rendered(source, embeds_renderer, handed(payload((1, 4, 6))))
+    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config)
+    reader.check("image", found, 1)
+    with pytest.raises(InvalidEmbeds):
+        reader.check("image", found, 2)
+    found["mm_kwargs"]["image"][0]["image_embeds"].data = values(5)
+    with pytest.raises(InvalidEmbeds):
+        reader.check("image", found, 1)
+
+
+async def test_families_that_take_embeddings_are_there():
+    from vllm.model_executor.models import llava, llava_next, qwen2_5_vl, qwen2_vl
+
+    there = {name for module in (llava, llava_next, qwen2_vl, qwen2_5_vl) for name in vars(module)}
+    assert there >= BY_GRID | BY_ROWS
