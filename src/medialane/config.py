@@ -126,6 +126,7 @@ _SHORT: Final[Mapping[tuple[str, str], str]] = {
     ("media", "allowed_media_domains"): "allow-media-domain",
     ("media", "allowed_media_networks"): "allow-media-network",
     ("media", "allowed_local_media_path"): "allowed-local-media-path",
+    ("media", "jpeg_scaled_decode"): "jpeg-scaled-decode",
     ("prepare", "num_preparers"): "preparers",
     ("simulated", "speedup"): "speedup",
     ("transfer", "transport"): "transport",

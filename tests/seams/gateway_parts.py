@@ -18,7 +18,7 @@ from medialane.arena import Arena
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
-from medialane.gateway import FeatureSource, Gateway, GatewayConfig, Handover, Turns, WorkerLink, WorkerPool
+from medialane.gateway import Aliases, FeatureSource, Gateway, GatewayConfig, Handover, Turns, WorkerLink, WorkerPool
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
@@ -137,6 +137,7 @@ class Parts:
             media=MEDIA,
             processor_digest="digest",
             turns=self.turns,
+            aliases=Aliases(max_aliases=8, ttl_s=60),
         )
         inline = InlineTransport(arena.view.tensor, max_bytes=transfer.max_inline_bytes)
         self.gateway = Gateway(

@@ -24,8 +24,8 @@ from medialane.routing.slots import Scores, Slot, SlotTable
 _MIB: Final = 1 << 20
 #: Embeddings of an item of which nobody knows yet how many it has: those of a picture of 1024x768, about.
 _UNKNOWN_EMBEDS: Final = 1024
-#: So few slots of a mask are visited one by one (0.2 us each); for more, numpy is faster (4 us for a thousand).
-_FEW: Final = 16
+#: So few slots of a mask are visited one by one (0.7 us each); for more, numpy is faster (5 us for a thousand).
+_FEW: Final = 8
 #: So few items are compared with the prefixes one by one (3 us each); more are looked up at once (20 us).
 _FEW_ITEMS: Final = 4
 
@@ -60,14 +60,15 @@ def _num_embeds(span: MediaSpan) -> int:
 
 class Offer(NamedTuple):
     """A request and who may take it: what a policy chooses by. `prefixes` are in blocks by slot, and as long as the
-    highest candidate needs; `told` are those that workers told of. `holders` are the slots that have each item in
-    their encoder cache."""
+    highest candidate needs, `longest` is the greatest of them; `told` are those that workers told of. `holders` are the
+    slots that have each item in their encoder cache."""
 
     request: RoutingRequest
     items: tuple[EncoderItem, ...]
     holders: tuple[int, ...]
     candidates: int
     prefixes: Prefixes
+    longest: int
     told: Prefixes
     session_slot: int | None
 
@@ -97,7 +98,8 @@ class CostModel:
         work += sum(item.num_embeds for item in offer.items) * config.encoder_ms_per_token
         alone = work * self._work_weight + request.handover_bytes / _MIB * config.local_ms_per_mib
         np.add(self._slots.standing_ms[: len(out)], alone, out=out)
-        out -= offer.prefixes * (request.block_size * config.prefill_ms_per_token * self._work_weight)
+        if offer.longest:
+            out -= offer.prefixes * (request.block_size * config.prefill_ms_per_token * self._work_weight)
         if offer.items:
             self._take_off_items(offer, out)
         if request.handover_bytes and self._slots.num_remote:
@@ -137,12 +139,13 @@ class CostModel:
     def _take_off_items(self, offer: Offer, out: Scores) -> None:
         """No encoder run for an item that the prefix covers, nor for one in the encoder cache."""
         per_token = self._config.encoder_ms_per_token * self._work_weight
-        if len(offer.items) <= _FEW_ITEMS:
-            for item in offer.items:
+        covered = [item for item in offer.items if item.num_blocks <= offer.longest]
+        if len(covered) <= _FEW_ITEMS:
+            for item in covered:
                 out -= (offer.prefixes >= item.num_blocks) * (item.num_embeds * per_token)
         else:
-            covers = np.array([item.num_blocks for item in offer.items])
-            saved = np.array(list(accumulate((item.num_embeds * per_token for item in offer.items), initial=0.0)))
+            covers = np.array([item.num_blocks for item in covered])
+            saved = np.array(list(accumulate((item.num_embeds * per_token for item in covered), initial=0.0)))
             out -= saved[covers.searchsorted(offer.prefixes, side="right")]
         for item, holders in zip(offer.items, offer.holders, strict=True):
             asked = holders & offer.candidates

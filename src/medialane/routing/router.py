@@ -164,6 +164,7 @@ class Router:
             tuple([self._caches.holders(item.mm_hash) for item in items]),
             candidates,
             blocks,
+            int(blocks.max()),
             held,
             self._session_slot(request.session_id, candidates),
         )
@@ -199,7 +200,7 @@ class Router:
             return "the only candidate"
         if self.config.router != "cost":
             return self.config.router
-        if terms.cached_blocks < offer.prefixes.max():
+        if terms.cached_blocks < offer.longest:
             return "others hold more of it, and are busier"
         if terms.cached_blocks:
             return "no other holds more of it"

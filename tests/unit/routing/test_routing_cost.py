@@ -40,7 +40,7 @@ class World:
         held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
         items = encoder_items(media, BLOCK)
         holders = tuple(self.caches.holders(item.mm_hash) for item in items)
-        return Offer(request, items, holders, self.slots.open, held, held, session_slot)
+        return Offer(request, items, holders, self.slots.open, held, int(held.max()), held, session_slot)
 
     def costs(self, offer):
         out = np.empty(len(self.slots))

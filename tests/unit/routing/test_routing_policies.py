@@ -27,9 +27,8 @@ class World:
     def choose(self, *, prefixes=None, candidates=None):
         held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
         mask = self.slots.open if candidates is None else candidates
-        return self.policy.choose(
-            Offer(RoutingRequest([], 16, 1000), (), (), mask, held[: mask.bit_length()], held, None)
-        )
+        seen = held[: mask.bit_length()]
+        return self.policy.choose(Offer(RoutingRequest([], 16, 1000), (), (), mask, seen, int(seen.max()), held, None))
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))

@@ -1,0 +1,218 @@
+"""Media by their uuid, and embeddings, from the gateway's intake to what reaches an engine."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import json
+import tempfile
+from contextlib import aclosing
+
+import msgspec
+import numpy as np
+import pytest
+from gateway_parts import FakeWorker, Parts, eventually, png
+
+from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
+from medialane.core.errors import UnknownMediaUuid, UnsupportedMediaType
+from medialane.core.feature import MediaPrompt
+from medialane.core.hashing import content_hash
+from medialane.core.request import ExpandedPrompt, SourcePrompt
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway.intake import lift
+from medialane.media import MediaConfig
+from medialane.prepare.fake import PLACEHOLDER_TOKEN
+
+FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
+FIRST, SECOND = png(seed=1), png(90, 60, seed=2)
+
+
+@pytest.fixture
+async def worker(arena):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        worker = FakeWorker(f"{folder}/w.sock", directory=str(arena.path.parent))
+        await worker.start()
+        yield worker
+        await worker.close()
+    gc.collect()
+
+
+@pytest.fixture
+def seen(worker):
+    """What reached the engine: the prompt of each request, and its bytes."""
+    seen, generate = [], worker.engine.generate
+
+    async def spied(request, tensors):
+        seen.append((request.prompt, [[bytes(data) for data in item] for item in tensors]))
+        async with aclosing(generate(request, tensors)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    worker.engine.generate = spied
+    return seen
+
+
+def image(data=None, uuid=None, **options):
+    url = data and "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url, **options}, **({} if uuid is None else {"uuid": uuid})}
+
+
+def embeds(seed=0, **more):
+    buffer = io.BytesIO()
+    np.save(buffer, np.random.default_rng(seed).random((6, 8), np.float32))
+    tensor = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_embeds", "image_embeds": {"image_embeds": tensor}, **more}
+
+
+async def ask(parts, *content, salt=None, stage_options=b"{}"):
+    """Send a body as clients do; vLLM's part is played here: its hook asks for every reference in the body's order."""
+    body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
+    with open_scope() as scope:
+        scope.refs = lift(json.dumps(body).encode(), MediaConfig()).refs
+        items = tuple(parts.gateway.resolve(f"medialane:{n}") for n in range(len(scope.refs)))
+        token_ids = [1] + [token for _ in items for token in (2, PLACEHOLDER_TOKEN)]
+        tokens = await parts.answer(MediaPrompt(token_ids, items, stage_options))
+        return tokens, scope.timeline.cache
+
+
+@pytest.mark.parametrize("stage", ["auto", "decoded", "url"])
+async def test_uuid_alone_is_answered_as_its_content_was(arena, preparers, worker, seen, stage):
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+        tokens, _ = await ask(parts, image(FIRST, "u"))
+        assert (await ask(parts, image(uuid="u")))[0] == tokens
+    (first, first_bytes), (second, second_bytes) = seen
+    assert type(first) is type(second) is (ExpandedPrompt if stage == "auto" else SourcePrompt)
+    assert first.media[0].mm_hash == second.media[0].mm_hash
+    assert first_bytes == second_bytes
+
+
+async def test_feature_of_a_uuid_alone_comes_from_the_cache(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        assert (await ask(parts, image(FIRST, "u")))[1] == "miss"
+        assert (await ask(parts, image(uuid="u")))[1] == "hit"
+        assert (await ask(parts, image(uuid="u"), stage_options=b'{"scale":2}'))[1] == "miss"
+    assert preparers.stats().num_done == 2
+
+
+@pytest.mark.parametrize(
+    ("salt", "part"),
+    [
+        (None, image(uuid="v")),
+        ("tenant", image(uuid="u")),
+        (None, {"type": "video_url", "video_url": None, "uuid": "u"}),
+    ],
+    ids=["another", "another tenant", "another modality"],
+)
+async def test_uuid_that_means_nothing_here_is_refused_by_name(arena, preparers, worker, seen, salt, part):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, image(FIRST, "u"))
+        with pytest.raises(UnknownMediaUuid) as raised:
+            await ask(parts, part, salt=salt)
+        assert raised.value.param == f"messages[0].content[0].{part['type']}"
+    assert len(seen) == 1
+
+
+async def test_uuid_with_other_content_is_that_content_from_now_on(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        for part in (image(FIRST, "u"), image(SECOND, "u"), image(uuid="u"), image(FIRST), image(SECOND)):
+            await ask(parts, part)
+    hashes = [prompt.media[0].mm_hash for prompt, _ in seen]
+    first, second = hashes[3:]
+    assert hashes == [first, second, second, first, second]
+
+
+async def test_uuid_is_part_of_no_key(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        for part in (image(FIRST, "u"), image(FIRST, "v"), image(FIRST)):
+            await ask(parts, part)
+    assert len({prompt.media[0].mm_hash for prompt, _ in seen}) == 1
+    assert preparers.stats().num_done == 1
+
+
+async def test_same_uuid_twice_in_a_request_stays_two_contents(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, image(FIRST, "u"), image(SECOND, "u"))
+    ((prompt, _),) = seen
+    assert [(f.size.width, f.size.height) for f in prompt.features] == [(60, 40), (90, 60)]
+
+
+async def test_tenants_may_call_different_content_the_same(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, image(FIRST, "u"), salt="a")
+        await ask(parts, image(SECOND, "u"), salt="b")
+        for salt in ("a", "b"):
+            await ask(parts, image(uuid="u"), salt=salt)
+    sizes = [prompt.features[0].size.width for prompt, _ in seen]
+    assert sizes == [60, 90, 60, 90]
+
+
+async def test_uuid_whose_content_is_gone_is_refused(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, image(FIRST, "u"))
+        await eventually(lambda: parts.num_held == 0)
+        arena.clear()
+        with pytest.raises(UnknownMediaUuid):
+            await ask(parts, image(uuid="u"))
+        await ask(parts, image(FIRST, "u"))
+        await ask(parts, image(uuid="u"))
+    assert len(seen) == 3
+
+
+async def test_content_that_could_not_be_used_gets_no_name(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with pytest.raises(UnsupportedMediaType):
+            await ask(parts, image(b"no image", "u"))
+        with pytest.raises(UnknownMediaUuid):
+            await ask(parts, image(uuid="u"))
+
+
+async def test_options_of_an_item_are_remembered_with_its_name(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, image(FIRST, "u", max_pixels=1000))
+        await ask(parts, image(uuid="u"))
+        await ask(parts, image(uuid="u", max_pixels=500))
+    options = [msgspec.json.decode(prompt.options) for prompt, _ in seen]
+    assert options == [{"max_pixels": 1000}, {"max_pixels": 1000}, {"max_pixels": 500}]
+
+
+@pytest.mark.parametrize("stage", ["auto", "features", "decoded", "url"])
+async def test_embeddings_go_to_a_worker_as_they_came_in_every_stage(arena, preparers, worker, seen, stage):
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+        await ask(parts, embeds(uuid="e"))
+        await ask(parts, {"type": "image_embeds", "image_embeds": None, "uuid": "e"})
+        await ask(parts, embeds(seed=1))
+    for prompt, _ in seen:
+        assert (type(prompt), prompt.stage, prompt.media[0].media_type) == (SourcePrompt, "url", EMBEDS_TYPE)
+    documents = [decode_embeds(datas[0][0]) for _, datas in seen]
+    assert documents[0] == documents[1] != documents[2]
+    hashes = [prompt.media[0].mm_hash for prompt, _ in seen]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert preparers.stats().num_done == 0
+
+
+async def test_embeddings_and_another_modality_go_together(arena, preparers, worker, seen):
+    sound = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64," + base64.b64encode(wav()).decode()}}
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, embeds(), sound)
+    ((prompt, datas),) = seen
+    assert [item.modality for item in prompt.media] == ["image", "audio"]
+    assert datas[1] == [wav()]
+
+
+async def test_embeddings_and_images_do_not_pass_for_each_other(arena, preparers, worker, seen):
+    """A document of embeddings sent as an image is no image, though the arena has it."""
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, embeds(uuid="u"))
+        ((_, ((document,),)),) = seen
+        assert arena.lookup(content_hash(document), "encoded").value.media_type == EMBEDS_TYPE
+        with pytest.raises(UnsupportedMediaType):
+            await ask(parts, image(document))
+        with pytest.raises(UnknownMediaUuid):
+            await ask(parts, image(uuid="u"))
+
+
+def wav() -> bytes:
+    header = b"RIFF" + (36 + 3200).to_bytes(4, "little") + b"WAVEfmt " + (16).to_bytes(4, "little")
+    form = b"\1\0\1\0" + (16000).to_bytes(4, "little") + (32000).to_bytes(4, "little") + b"\2\0\x10\0"
+    return header + form + b"data" + (3200).to_bytes(4, "little") + bytes(3200)
