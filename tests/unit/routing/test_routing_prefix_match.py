@@ -73,7 +73,7 @@ def test_thousand_slots_of_different_lengths_take_bounded_probes_and_the_longest
 
 
 def test_hole_that_a_probe_meets_is_told():
-    holders = {block: 0b11 for block in range(64)}
+    holders = dict.fromkeys(range(64), 3)
     holders[31] = 0b10
     found = search(holders.get, range(128), 0b11, max_probes=ENOUGH)
     assert found.holes == []
