@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 import harness
@@ -24,7 +24,7 @@ from medialane.core.block_hash import prompt_block_ids
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import BlockStored, KvChange, KvEvent
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.routing.config import RoutingConfig
+from medialane.routing.config import PolicyName, RoutingConfig
 from medialane.routing.request import RoutingRequest
 from medialane.routing.routed import Routed
 from medialane.routing.router import Router
@@ -38,11 +38,15 @@ ABOUT = "policies side by side on simulated workers: cached tokens, time to firs
 
 #: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
 CONFIG = SimulatedConfig(num_kv_blocks=60_000)
-POLICIES = ("cost", "round-robin", "least-loaded", "prefix-only")
+POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "prefix-only")
 #: Pauses of a connection: events and loads are batched.
 EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
+#: Requests a second and worker that fill round-robin's workers, about.
+GUESS_PER_S = 38.0
+#: Requests that come before caches and queues are as they stay are not counted: this share of the trace.
+WARM_UP = 0.4
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Outcome:
     num_tokens: int = 0
     num_cached: int = 0
     work_s: list[float] = field(default_factory=list)
+    began_s: float = 0.0
     last_arrival_s: float = 0.0
 
     @property
@@ -61,7 +66,7 @@ class Outcome:
 
     @property
     def utilisation(self) -> float:
-        return sum(self.work_s) / len(self.work_s) / self.last_arrival_s
+        return sum(self.work_s) / len(self.work_s) / (self.last_arrival_s - self.began_s)
 
     @property
     def imbalance(self) -> float:
@@ -92,7 +97,7 @@ class SimulatedCluster:
     def run(self, turns: list[Turn]) -> Outcome:
         for turn in turns:
             self.at(turn.time_s, lambda turn=turn: self._arrive(turn))  # type: ignore[misc]
-        self.outcome.last_arrival_s = turns[-1].time_s
+        self.outcome.began_s, self.outcome.last_arrival_s = _counted(turns)[0].time_s, turns[-1].time_s
         while self._queue:
             self.now, _, action = heapq.heappop(self._queue)
             action()
@@ -137,17 +142,17 @@ class _Worker:
         self._stepping = bool(step.tokens)
         if self._stepping:
             duration = step_s(self._cluster._simulated, step)
-            self._cluster.outcome.work_s[self.number] += duration - self._cluster._simulated.step_ms * 1e-3
+            outcome = self._cluster.outcome
+            if outcome.began_s <= self._cluster.now <= outcome.last_arrival_s:
+                outcome.work_s[self.number] += duration - self._cluster._simulated.step_ms * 1e-3
             self._cluster.at(self._cluster.now + duration, lambda: self._complete(step))
 
     def _complete(self, step: Step) -> None:
         for sequence in self._scheduler.complete(step):
             routed, arrived = self._requests[sequence]
             if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
-                outcome = self._cluster.outcome
-                outcome.ttft_s.append(self._cluster.now - arrived)
-                outcome.num_tokens += sequence.num_prompt_tokens
-                outcome.num_cached += sequence.num_cached_tokens or 0
+                if arrived >= self._cluster.outcome.began_s:
+                    self._count(sequence, arrived)
                 routed.prefilled(sequence.num_cached_tokens)
             if sequence.finished:
                 routed.release()
@@ -157,6 +162,12 @@ class _Worker:
         if change is not None:
             self._cluster.at(self._cluster.now + EVENTS_S, lambda: self._cluster.router.change(self.slot, change))
         self._step()
+
+    def _count(self, sequence: SimulatedSequence, arrived: float) -> None:
+        outcome = self._cluster.outcome
+        outcome.ttft_s.append(self._cluster.now - arrived)
+        outcome.num_tokens += sequence.num_prompt_tokens
+        outcome.num_cached += sequence.num_cached_tokens or 0
 
     def _change(self, events: list[KvEvent]) -> KvChange | None:
         """What the block table of a worker would forward: a block may be held more than once."""
@@ -191,38 +202,43 @@ class _Worker:
 def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     """The share of tokens that one cache without limits would hold, were each request done when the next one comes."""
     held: set[int] = set()
-    num_cached = 0
+    num_tokens = num_cached = 0
+    began_s = _counted(turns)[0].time_s
     for turn in turns:
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
         usable = ids[: (len(turn.token_ids) - 1) // block_size]
-        num_cached += block_size * next((i for i, block_id in enumerate(usable) if block_id not in held), len(usable))
+        if turn.time_s >= began_s:
+            found = next((i for i, block_id in enumerate(usable) if block_id not in held), len(usable))
+            num_cached += block_size * found
+            num_tokens += len(turn.token_ids)
         answered = [*turn.token_ids, *map(answer_token, range(turn.num_answer_tokens - 1))]
         held.update(prompt_block_ids(answered, block_size=block_size, media=turn.media).tolist())
-    return num_cached / sum(len(turn.token_ids) for turn in turns)
+    return num_cached / num_tokens
+
+
+def _counted(turns: list[Turn]) -> list[Turn]:
+    return turns[int(len(turns) * WARM_UP) :]
 
 
 def rate_for(utilisation: float, num_workers: int, trace: SessionTrace) -> float:
-    """The rate at which round-robin's workers are so busy, found by one run and a correction."""
-    rate = 6.0 * num_workers
-    for _ in range(2):
-        turns = list(session_turns(trace._replace(rate_per_s=rate)))
-        found = SimulatedCluster(num_workers, RoutingConfig(router="round-robin")).run(turns)
-        rate *= utilisation / found.utilisation
-    return rate
+    """The rate at which round-robin's workers are so busy: a guess, put right by one run."""
+    rate = GUESS_PER_S * num_workers * utilisation
+    turns = list(session_turns(trace._replace(rate_per_s=rate)))
+    found = SimulatedCluster(num_workers, RoutingConfig(router="round-robin")).run(turns)
+    return rate * utilisation / found.utilisation
 
 
 def compare(
-    utilisation: float, num_workers: int, trace: SessionTrace, policies: tuple[str, ...] = POLICIES
+    rate: float, num_workers: int, trace: SessionTrace, policies: tuple[PolicyName, ...]
 ) -> tuple[list[dict[str, object]], dict[str, Outcome], float]:
     """Every policy on the same requests; rows, outcomes, and the oracle's share."""
-    rate = rate_for(utilisation, num_workers, trace)
     turns = list(session_turns(trace._replace(rate_per_s=rate)))
     best = oracle(turns)
-    rows, outcomes = [], {}
+    rows: list[dict[str, object]] = []
+    outcomes = {}
     for name in policies:
         started = time.monotonic()
-        config = msgspec.convert({"router": name}, RoutingConfig)
-        found = outcomes[name] = SimulatedCluster(num_workers, config).run(turns)
+        found = outcomes[name] = SimulatedCluster(num_workers, RoutingConfig(router=name)).run(turns)
         rows.append(
             {
                 "policy": name,
@@ -242,27 +258,41 @@ def compare(
 
 def run(options: harness.Options) -> harness.Report:
     report = harness.Report("routing")
-    trace = SessionTrace(num_turns=1500 if options.quick else 6000)
-    rows, outcomes, best = compare(MODERATE, NUM_WORKERS, trace)
+    trace = SessionTrace(num_turns=2000 if options.quick else 8000)
+    policies: tuple[PolicyName, ...] = POLICIES[:2] if options.quick else POLICIES
+    rates = [
+        GUESS_PER_S * NUM_WORKERS * u if options.quick else rate_for(u, NUM_WORKERS, trace) for u in (MODERATE, HIGH)
+    ]
+    rows, outcomes, best = compare(rates[0], NUM_WORKERS, trace, policies)
     report.tables[f"at {MODERATE:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
     cost = outcomes["cost"]
     report.bars.append(
         harness.Bar("cached tokens, of the oracle's, at moderate load", cost.cached / best, 0.9, "at least")
     )
-    rows, outcomes, best = compare(HIGH, NUM_WORKERS, trace)
+    rows, outcomes, best = compare(rates[1], NUM_WORKERS, trace, policies)
     report.tables[f"at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
-    cost, robin = outcomes["cost"], outcomes["round-robin"]
+    report.bars += _bars_of_high_load(outcomes["cost"], outcomes["round-robin"])
+    return report
+
+
+def scale(num_workers: int) -> harness.Report:
+    """The same for many workers, at moderate load; minutes, so only by its name: `python bench_routing.py 64`."""
+    trace = SessionTrace(num_turns=300 * num_workers if num_workers <= 100 else 30_000)
+    rows, _, best = compare(GUESS_PER_S * num_workers * MODERATE, num_workers, trace, POLICIES[:2])
+    return harness.Report("routing", {f"{num_workers} workers (oracle {best:.3f})": rows})
+
+
+def _bars_of_high_load(cost: Outcome, robin: Outcome) -> list[harness.Bar]:
+    bars = [harness.Bar("worst worker's load, of the mean", cost.imbalance, 1.5, "at most")]
     for share, limit in ((0.5, 0.5), (0.99, 0.8)):
         ratio = harness.percentile(cost.ttft_s, share) / harness.percentile(robin.ttft_s, share)
-        report.bars.append(harness.Bar(f"ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
-    report.bars.append(harness.Bar("worst worker's load, of the mean", cost.imbalance, 1.5, "at most"))
-    if not options.quick:
-        for num_workers in (64, 1000):
-            big = trace._replace(num_turns=60 * num_workers if num_workers < 100 else 12_000)
-            rows, _, best = compare(HIGH if num_workers < 100 else MODERATE, num_workers, big, POLICIES[:2])
-            report.tables[f"{num_workers} workers (oracle {best:.3f})"] = rows
-    return report
+        bars.append(harness.Bar(f"ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
+    return bars
 
 
 def _packed(ids: list[int]) -> bytes:
     return np.array(ids, np.dtype("<u8")).tobytes()
+
+
+if __name__ == "__main__":
+    print(harness.show(scale(int(sys.argv[1]))))

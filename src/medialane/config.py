@@ -33,6 +33,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
+from medialane.routing.config import RoutingConfig
 from medialane.rpc.config import RpcConfig
 from medialane.transfer.config import TransferConfig
 from medialane.worker.config import WorkerConfig
@@ -44,7 +45,18 @@ ARENA_DIR: Final = PREFIX + "ARENA_DIR"
 _FILE: Final = PREFIX + "CONFIG"
 
 RoomName = Literal[
-    "server", "cluster", "gateway", "media", "prepare", "arena", "transfer", "rpc", "worker", "simulated", "logging"
+    "server",
+    "cluster",
+    "gateway",
+    "media",
+    "prepare",
+    "arena",
+    "transfer",
+    "routing",
+    "rpc",
+    "worker",
+    "simulated",
+    "logging",
 ]
 
 
@@ -69,6 +81,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prepare: PrepareConfig = PrepareConfig()
     arena: ArenaConfig = ArenaConfig()
     transfer: TransferConfig = TransferConfig()
+    routing: RoutingConfig = RoutingConfig()
     rpc: RpcConfig = RpcConfig()
     worker: WorkerConfig = WorkerConfig()
     simulated: SimulatedConfig = SimulatedConfig()
@@ -116,6 +129,7 @@ _SHORT: Final[Mapping[tuple[str, str], str]] = {
     ("prepare", "num_preparers"): "preparers",
     ("simulated", "speedup"): "speedup",
     ("transfer", "transport"): "transport",
+    ("routing", "router"): "router",
 }
 
 

@@ -152,7 +152,7 @@ def test_another_process_loads_an_equal_configuration():
                 changed[setting.name] = setting.default + 1
             case tuple():
                 changed[setting.name] = [1, 2] if setting.type == tuple[int, ...] else ["10.0.0.0/8", "a,b"]
-            case str() if not setting.flag.endswith(("stage", "transport", "level")):
+            case str() if not setting.flag.endswith(("stage", "transport", "router", "level")):
                 changed[setting.name] = "123 text"
     config = load(changed)
     assert config != Config()

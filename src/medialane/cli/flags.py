@@ -20,6 +20,7 @@ _TITLES: dict[RoomName, str] = {
     "prepare": "preparers: processes that decode and process media",
     "arena": "shared memory",
     "transfer": "handing features over to workers",
+    "routing": "which worker a request goes to; costs are expected milliseconds",
     "rpc": "connections between gateway and workers",
     "worker": "worker",
     "simulated": "simulated workers",

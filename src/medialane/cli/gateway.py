@@ -24,6 +24,7 @@ from medialane.config import Config
 from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.core.hashing import digest
 from medialane.gateway import (
+    Aliases,
     EncodedStore,
     FeatureSource,
     Gateway,
@@ -213,6 +214,7 @@ def _gateway(
         media=config.media,
         processor_digest=digest(frontend.processor_settings),
         turns=turns,
+        aliases=Aliases(max_aliases=config.gateway.max_uuids, ttl_s=config.gateway.uuid_ttl_s),
     )
     inline = InlineTransport(arena.view.tensor, max_bytes=config.transfer.max_inline_bytes)
     return Gateway(

@@ -11,8 +11,18 @@ from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_address
 
-ROOMS: tuple[RoomName, ...] = ("server", "gateway", "media", "prepare", "arena", "transfer", "rpc", "logging")
-_COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "rpc-token", "log-level")
+ROOMS: tuple[RoomName, ...] = (
+    "server",
+    "gateway",
+    "media",
+    "prepare",
+    "arena",
+    "transfer",
+    "routing",
+    "rpc",
+    "logging",
+)
+_COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "router", "rpc-token", "log-level")
 
 #: vLLM's app asks the media connector of this name for every URL: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}

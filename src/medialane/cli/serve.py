@@ -30,11 +30,23 @@ ROOMS: tuple[RoomName, ...] = (
     "prepare",
     "arena",
     "transfer",
+    "routing",
     "rpc",
     "worker",
     "logging",
 )
-_COMMON = ("workers", "preparers", "host", "port", "arena-size", "stage", "transport", "single-gpu", "log-level")
+_COMMON = (
+    "workers",
+    "preparers",
+    "host",
+    "port",
+    "arena-size",
+    "stage",
+    "transport",
+    "router",
+    "single-gpu",
+    "log-level",
+)
 _TICK_S = 0.25
 _EXIT_KILLED = 130
 

@@ -14,13 +14,28 @@ from medialane.core.tensor import ArenaRange
 Modality = Literal["image", "video", "audio"]
 
 
+class Alias(msgspec.Struct, frozen=True):
+    """What a client calls an item (vLLM's `uuid`), and the item options said with it. Never an identity of content.
+
+    `kind` is the modality that the client gave it as, `<modality>_embeds` for embeddings.
+    """
+
+    uuid: str
+    kind: str
+    io: bytes = b"{}"
+    options: bytes = b"{}"
+
+
 class MediaRef(msgspec.Struct, frozen=True):
-    """One media item as a request names it: a URL, or bytes that came inside the request.
+    """One media item as a request names it: a URL, bytes that came inside the request, or an alias of earlier ones.
 
     `param` is the item's field in the request, for errors. `salt` separates tenants: the same content under another
     salt is another entry. `io` says how to decode the item (frames, fps, ...): canonical JSON of what vLLM calls the
     `media_io_kwargs` of the item's modality. Intake writes the item's own; the renderer's hook puts those of model and
     request with them. `options` are processor options of this item alone, canonical JSON as well.
+
+    `alias` is what the client calls it. Given by that alone, it has neither URL nor data, but `content`, once its hash
+    is known. `is_embeds` says that `data` is an `Embeds` document: no decoder and no processor is for it.
     """
 
     modality: Modality
@@ -31,13 +46,24 @@ class MediaRef(msgspec.Struct, frozen=True):
     salt: str = ""
     io: bytes = b"{}"
     options: bytes = b"{}"
+    alias: Alias | None = None
+    content: str | None = None
+    is_embeds: bool = False
 
     def __post_init__(self) -> None:
-        if (self.url is None) == (self.data is None):
+        if self.url is not None and self.data is not None:
             raise ValueError("a media reference has either a URL or data")
+        if self.url is None and self.data is None and self.alias is None:
+            raise ValueError("a media reference has either a URL or data, or an alias alone")
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the client has sent nothing but the item's alias."""
+        return self.url is None and self.data is None
 
     def __repr__(self) -> str:
-        what = f"url={self.url!r}" if self.data is None else f"data={len(self.data)} bytes"
+        what = "alias" if self.is_alias else f"url={self.url!r}"
+        what = what if self.data is None else f"data={len(self.data)} bytes"
         return f"MediaRef({self.modality}, {self.param}, {what})"
 
 

@@ -1,5 +1,6 @@
 """The story of a request, and everything around it: scope, intake, features, hand-over, workers."""
 
+from medialane.gateway.aliases import Aliases
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.features import FeatureSource
@@ -12,6 +13,7 @@ from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
+    "Aliases",
     "EncodedStore",
     "FeatureSource",
     "Gateway",

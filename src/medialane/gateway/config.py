@@ -21,6 +21,13 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_requests: Annotated[
         int, msgspec.Meta(description="requests with media under way at once; more are answered 503 with Retry-After")
     ] = 1024
+    max_uuids: Annotated[
+        int,
+        msgspec.Meta(description="names of media (`uuid`) that are remembered, those of all tenants; 0 is none"),
+    ] = 100_000
+    uuid_ttl_s: Annotated[
+        float, msgspec.Meta(description="how long a name of media (`uuid`) is remembered after its last use")
+    ] = 3600.0
     reconnect_initial_s: Annotated[
         float, msgspec.Meta(description="first pause before connecting to a worker again")
     ] = 0.2
@@ -34,6 +41,10 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     def validate(self) -> None:
         if self.max_requests < 1:
             raise StartupFailed("max_requests must be at least 1")
+        if self.max_uuids < 0:
+            raise StartupFailed("max_uuids must not be negative")
+        if self.uuid_ttl_s <= 0:
+            raise StartupFailed("uuid_ttl_s must be positive")
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
         if self.drain_timeout_s < 0:

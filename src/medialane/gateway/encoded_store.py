@@ -10,6 +10,7 @@ import msgspec
 from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
+from medialane.core.embeds import EMBEDS_TYPE
 from medialane.core.media import EncodedMedia, MediaRef, Modality
 from medialane.media import MediaConfig, sniff
 
@@ -33,6 +34,9 @@ class EncodedStore:
     def lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
         """The entry of this content, if there is one. The caller owns the lease. Raises what `sniff` raises."""
         lease = self._arena.lookup(_key(content, ref.salt), "encoded")
+        if lease is not None and ref.is_embeds != (lease.value.media_type == EMBEDS_TYPE):
+            lease.release()  # embeddings never pass as media, nor media as embeddings
+            return None
         if lease is None or lease.value.modality == ref.modality:
             return lease
         try:
@@ -45,7 +49,7 @@ class EncodedStore:
 
     def put(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
         """A copy of `data`, whose hash is `content`. The caller owns the lease. Raises ArenaFull and as `sniff`."""
-        media_type = sniff(data, ref.modality, self._config)
+        media_type = EMBEDS_TYPE if ref.is_embeds else sniff(data, ref.modality, self._config)
         with self._arena.reserve(len(data), "encoded") as reservation:
             reservation.buffer[:] = data
             return self._publish(reservation, ref.modality, ref.salt, content, media_type)

@@ -10,12 +10,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from medialane.arena import Arena, Lease
-from medialane.core.errors import ArenaFull, MedialaneError
+from medialane.core.errors import ArenaFull, MedialaneError, UnknownMediaUuid
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash, decoded_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.gateway.aliases import Aliases
 from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.turns import Turns
 from medialane.media import Fetched, Fetcher, MediaConfig
@@ -26,6 +29,8 @@ from medialane.prepare import PreparerPool
 _TRIES = 3
 
 _TOO_SMALL = "the arena is too small for the media of the requests under way"
+
+_UNKNOWN = "the media of this uuid are not known here (any more): send their URL or data as well"
 
 
 class Found(NamedTuple):
@@ -51,14 +56,27 @@ class FeatureSource:
         media: MediaConfig,
         processor_digest: str,
         turns: Turns,
+        aliases: Aliases | None = None,
     ) -> None:
+        """Without `aliases` no names are remembered."""
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
         self._store = EncodedStore(arena, media)
         self._digest = processor_digest
+        """Without `aliases` no names are remembered."""
         self._turns = turns
+        self._aliases = aliases
         self._flights: SingleFlight[str, None] = SingleFlight()
+
+    def known(self, ref: MediaRef) -> MediaRef:
+        """`ref`, its content and options known where it is an alias alone. Raises UnknownMediaUuid."""
+        if not ref.is_alias or ref.alias is None:
+            return ref
+        bound = None if self._aliases is None else self._aliases.find(ref.salt, ref.alias)
+        if bound is None:
+            raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
+        return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
     async def find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
         """The feature of `ref`, processed with the request's `options` and its own; without `options` what its decoder
@@ -67,9 +85,11 @@ class FeatureSource:
         The caller owns the lease. Errors name the reference's field of the request.
         """
         try:
-            return await self._find(ref, options, timeline)
+            found = await self._find(ref, options, timeline)
         except MedialaneError as error:
             raise error.at(ref.param) from error
+        self._bind(ref, found.content_hash)
+        return found
 
     async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
         """The encoded bytes that `ref` stands for now; their content hash is `value.content_hash`.
@@ -81,6 +101,7 @@ class FeatureSource:
             for _ in range(_TRIES):
                 fetched = await self._fetch(ref, timeline, need_data=need_data)
                 if (lease := await self._encoded(ref, fetched, timeline)) is not None:
+                    self._bind(ref, fetched.content_hash)
                     return lease
                 need_data = True
             raise ArenaFull(_TOO_SMALL)
@@ -139,7 +160,16 @@ class FeatureSource:
         with timeline.measure("fetch"):
             if (data := ref.data) is not None:  # bytes of the request are only hashed
                 return Fetched(await self._turns.run(len(data), lambda: content_hash(data)), data)
-            return await self._fetcher.fetch(ref, need_data=need_data)
+            if not ref.is_alias:
+                return await self._fetcher.fetch(ref, need_data=need_data)
+            if need_data or ref.content is None:
+                raise UnknownMediaUuid(_UNKNOWN)
+            return Fetched(ref.content, None)
+
+    def _bind(self, ref: MediaRef, content: str) -> None:
+        """Only content that could be used is worth a name."""
+        if self._aliases is not None and ref.alias is not None and not ref.is_alias:
+            self._aliases.bind(ref.salt, ref.alias, content)
 
     async def _prepare(
         self, ref: MediaRef, fetched: Fetched, options: bytes | None, key: str, timeline: StageTimeline

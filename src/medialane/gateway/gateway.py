@@ -72,7 +72,7 @@ class Gateway:
         self._admission = Admission(config.max_requests)
 
     def resolve(self, url: str) -> MediaRef:
-        return current_scope().resolve(url)
+        return self._features.known(current_scope().resolve(url))
 
     @property
     def ready(self) -> bool:
@@ -83,8 +83,8 @@ class Gateway:
         scope = current_scope()
         scope.take(self._admission.enter())
         prompt = _with_common_options(prompt)
-        if self._config.stage in ("decoded", "url"):
-            return await self._leave_to_worker(prompt, scope)
+        if (stage := self._source_stage(prompt)) is not None:
+            return await self._leave_to_worker(prompt, stage, scope)
         if not self._takes_own_options:
             _check_options(prompt)
         found = await side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
@@ -147,11 +147,18 @@ class Gateway:
             else:
                 return
 
-    async def _leave_to_worker(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
+    def _source_stage(self, prompt: MediaPrompt) -> SourceStage | None:
+        """The stage of a prompt whose items a worker shall process. Embeddings are what they are: there is nothing to
+        prepare, and only the worker's vLLM puts them into a prompt."""
+        if _has_embeds(prompt):
+            return "url"
+        stage = self._config.stage
+        return stage if stage in ("decoded", "url") else None
+
+    async def _leave_to_worker(self, prompt: MediaPrompt, stage: SourceStage, scope: RequestScope) -> PreparedPrompt:
         """Stages `decoded` and `url`: what is fetched and decoded here, under our guard, is in the arena from now on;
         the worker does the rest."""
         _check_options(prompt)
-        stage: SourceStage = "decoded" if self._config.stage == "decoded" else "url"
         entries = await side_by_side(
             [self._handover.entry(stage, number, prompt, scope) for number in range(len(prompt.items))]
         )
@@ -169,7 +176,7 @@ class Gateway:
         if prepared is None:
             return (Way("features", "inline"),)
         found = ways(
-            self._config.stage,
+            "url" if _has_embeds(prepared.source) else self._config.stage,
             self._transfer.transport,
             same_host=link.same_host,
             same_processor=link.same_processor,
@@ -228,10 +235,14 @@ def _cache(is_hit: bool | None) -> Cache:
     return "hit" if is_hit else "miss"
 
 
+def _has_embeds(prompt: MediaPrompt) -> bool:
+    return any(ref.is_embeds for ref in prompt.items)
+
+
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
     """Options that all items have in common are the request's: then every stage and every family can honour them."""
-    found = {merged_options(prompt.options, ref.options) for ref in prompt.items}
-    if len(found) > 1:
+    found = {merged_options(prompt.options, ref.options) for ref in prompt.items if not ref.is_embeds}
+    if len(found) != 1:
         return prompt
     items = tuple(msgspec.structs.replace(ref, options=b"{}") for ref in prompt.items)
     return msgspec.structs.replace(prompt, items=items, options=found.pop())

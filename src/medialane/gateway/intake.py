@@ -14,6 +14,9 @@ Theory of operation. Three steps, none of which looks at a media payload byte by
 What a client says of our own is read on the way: the options of an item beside its URL, and what is asked for under
 the body's `medialane`, which is taken out.
 
+Embeddings (`image_embeds` and the like) become references, too, and so do items given by their `uuid` alone. vLLM's app
+takes neither for media that its connector fetches: it hands on their uuid, so that is where the reference stands.
+
 A body that is not JSON, or not of the expected form, is passed on untouched, and the application answers as it does. A
 URL that was not lifted from its place is nothing that the application could fetch: it resolves references only.
 """
@@ -28,12 +31,14 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from medialane.core.embeds import UNNAMED
 from medialane.core.errors import InvalidBody, InvalidMediaUrl, InvalidRequest, MedialaneError, TooManyMediaItems
-from medialane.core.media import MediaRef, Modality
+from medialane.core.media import Alias, MediaRef, Modality
 from medialane.gateway.item_options import ItemOptions, read_io, read_processor_options
 from medialane.gateway.scope import REFERENCE_SCHEME
 from medialane.media import DataUrl, MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
+from medialane.media.embeds import read_embeds
 
 _MARK = b";base64,"
 #: Shorter payloads are not worth a cut. No more than so many strings are looked at, whatever a body is made of.
@@ -54,6 +59,12 @@ _MODALITIES: tuple[tuple[str, Modality], ...] = (
     ("input_audio", "audio"),
 )
 
+_EMBEDS: tuple[tuple[str, Modality], ...] = (
+    ("image_embeds", "image"),
+    ("audio_embeds", "audio"),
+    ("video_embeds", "video"),
+)
+
 #: Whatever JSON has besides objects and arrays.
 _Scalar = str | int | float | bool | None
 
@@ -70,6 +81,10 @@ class _Part(msgspec.Struct, gc=False):
     video_url: msgspec.Raw = msgspec.Raw()
     audio_url: msgspec.Raw = msgspec.Raw()
     input_audio: msgspec.Raw = msgspec.Raw()
+    image_embeds: msgspec.Raw = msgspec.Raw()
+    audio_embeds: msgspec.Raw = msgspec.Raw()
+    video_embeds: msgspec.Raw = msgspec.Raw()
+    uuid: msgspec.Raw = msgspec.Raw()
     source: msgspec.Raw = msgspec.Raw()
     content: list[_Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
 
@@ -113,7 +128,7 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_url_object = msgspec.json.Decoder(_UrlObject).decode
 _decode_audio_object = msgspec.json.Decoder(_AudioObject).decode
 _decode_source = msgspec.json.Decoder(_Source).decode
-_decode_own = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_bool = msgspec.json.Decoder(bool).decode
 _decode_string = msgspec.json.Decoder(str).decode
 
@@ -143,8 +158,8 @@ def lift(body: bytes | bytearray, config: MediaConfig) -> Intake:
     """Take the media out of a request body (chat completions, batches of them, responses, Anthropic's messages).
 
     Raises TooManyMediaItems, InvalidMediaUrl (one in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
-    EmptyMedia, InvalidRequest (an option of an item, or of our own); each names the field. And InvalidBody, for one
-    that is made of so many small values that parsing it would hold up everyone.
+    EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, or of our own); each names the field. And
+    InvalidBody, for one that is made of so many small values that parsing it would hold up everyone.
     """
     skeleton = _Skeleton(body)
     if skeleton.data.count(b",") > _MAX_COMMAS:
@@ -160,9 +175,8 @@ def lift(body: bytes | bytearray, config: MediaConfig) -> Intake:
         message = f"the request has {len(places)} media items, more than {config.max_items}"
         raise TooManyMediaItems(message, param=places[config.max_items].param)
     report = _wants_report(parsed.medialane)
-    located = [skeleton.locate(place.string) for place in places]
-    refs = tuple(map(partial(_ref, salt=cache_salt or "", config=config), places, located))
-    edits = [(found.start, found.end, f'"{REFERENCE_SCHEME}{n}"'.encode()) for n, found in enumerate(located)]
+    refs = tuple(map(partial(_ref, skeleton, salt=cache_salt or "", config=config), places))
+    edits = [edit for n, place in enumerate(places) for edit in _edits(skeleton, place, n)]
     if memoryview(parsed.medialane):
         edits.append((*_member(body, skeleton.locate(parsed.medialane)), b""))
     return Intake(_edited(body, edits), refs, cache_salt, report)
@@ -183,17 +197,29 @@ def _check_parts(parsed: _Body) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A JSON string that stands for media. `media_type` is set where it is bare base64."""
+    """A JSON string that stands for media. `media_type` is set where it is bare base64.
+
+    Of embeddings (`is_embeds`) it is the value, string or object; of an item given by uuid alone it is the `uuid`.
+    """
 
     modality: Modality
     param: str
     string: msgspec.Raw
     media_type: str | None = None
     options: ItemOptions | None = None
+    uuid: msgspec.Raw | None = None
+    is_embeds: bool = False
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the item is given by uuid alone."""
+        return self.string is self.uuid
 
     @property
     def is_given(self) -> bool:
         """Whether there is a string, and media: vLLM takes "" as none."""
+        if self.is_embeds:
+            return _kind(self.string) == b"{" or len(memoryview(self.string)) > 2
         return len(memoryview(self.string)) > 2 and bytes(memoryview(self.string)[:1]) == b'"'
 
 
@@ -284,7 +310,8 @@ def _places(field: str, messages: object) -> Iterator[_Place]:
 def _places_in(content: object, param: str) -> Iterator[_Place]:
     for j, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, _Part):
-            yield from (place for place in _places_of(part, f"{param}[{j}]") if place.is_given)
+            given = [place for place in _places_of(part, f"{param}[{j}]") if place.is_given]
+            yield from given or _named(part, f"{param}[{j}]")
 
 
 def _places_of(part: _Part, param: str) -> Iterator[_Place]:
@@ -292,13 +319,46 @@ def _places_of(part: _Part, param: str) -> Iterator[_Place]:
         value: msgspec.Raw = getattr(part, name)
         kind = _kind(value)
         if kind == b'"' and name != "input_audio":
-            yield _Place(modality, f"{param}.{name}", value)
+            yield _Place(modality, f"{param}.{name}", value, uuid=part.uuid)
         elif kind == b"{":
-            yield _place_inside(name, modality, f"{param}.{name}", value)
+            yield _place_inside(name, modality, f"{param}.{name}", value, part.uuid)
+    yield from _embeds(part, param)
     if _kind(part.source) == b"{" and _string_or_none(part.type) == "image":
         yield _place_of_source(_decode_source(part.source), f"{param}.source")
     if isinstance(part.content, list) and _string_or_none(part.type) == "tool_result":
         yield from _places_in(part.content, f"{param}.content")
+
+
+def _embeds(part: _Part, param: str) -> Iterator[_Place]:
+    """Embeddings, where vLLM takes the part for such with a uuid as well as without."""
+    present = _present(part)
+    if len(present) != 1 or present[0] not in _EMBEDS:
+        return
+    ((name, modality),) = present
+    value: msgspec.Raw = getattr(part, name)
+    is_said = _string_or_none(part.type) in (None, name) or _kind(part.uuid) == b'"'
+    if is_said and _kind(value) in (b'"', b"{"):
+        yield _Place(modality, f"{param}.{name}", value, uuid=part.uuid, is_embeds=True)
+
+
+def _named(part: _Part, param: str) -> Iterator[_Place]:
+    """An item given by its uuid alone, where there is no doubt what it is."""
+    present = _present(part)
+    if len(present) != 1 or _kind(part.uuid) != b'"':
+        return
+    ((name, modality),) = present
+    value: msgspec.Raw = getattr(part, name)
+    is_embeds = present[0] in _EMBEDS
+    options = None
+    if _kind(value) == b"{" and not is_embeds:
+        inside = _place_inside(name, modality, param, value, part.uuid)
+        value, options = inside.string, inside.options
+    if bytes(memoryview(value)) in (b"", b"null", b'""'):
+        yield _Place(modality, f"{param}.{name}", part.uuid, options=options, uuid=part.uuid, is_embeds=is_embeds)
+
+
+def _present(part: _Part) -> list[tuple[str, Modality]]:
+    return [found for found in (*_MODALITIES, *_EMBEDS) if _kind(getattr(part, found[0]))]
 
 
 def _kind(value: msgspec.Raw) -> bytes:
@@ -306,13 +366,14 @@ def _kind(value: msgspec.Raw) -> bytes:
     return bytes(memoryview(value)[:1])
 
 
-def _place_inside(name: str, modality: Modality, param: str, value: msgspec.Raw) -> _Place:
+def _place_inside(name: str, modality: Modality, param: str, value: msgspec.Raw, uuid: msgspec.Raw) -> _Place:
     """The place of the media string inside an object."""
     if name == "input_audio":
         audio = _decode_audio_object(value)
-        return _Place(modality, param, audio.data, media_type=f"audio/{_string_or_none(audio.format) or ''}")
+        media_type = f"audio/{_string_or_none(audio.format) or ''}"
+        return _Place(modality, param, audio.data, media_type=media_type, uuid=uuid)
     found = _decode_url_object(value)
-    return _Place(modality, param, found.url, options=found)
+    return _Place(modality, param, found.url, options=found, uuid=uuid)
 
 
 def _place_of_source(source: _Source, param: str) -> _Place:
@@ -331,7 +392,7 @@ def _wants_report(own: msgspec.Raw) -> bool:
     if _kind(own) in (b"", b"n"):
         return False
     try:
-        asked = _decode_own(own)
+        asked = _decode_members(own)
     except _NOT_OURS as error:
         raise InvalidRequest("medialane must be an object", param="medialane") from error
     for name in asked:
@@ -343,19 +404,55 @@ def _wants_report(own: msgspec.Raw) -> bool:
         raise InvalidRequest("report must be true or false", param="medialane.report") from error
 
 
-def _ref(place: _Place, located: _Located, *, salt: str, config: MediaConfig) -> MediaRef:
-    """The reference that a media string stands for. Errors name the field."""
+def _ref(skeleton: _Skeleton, place: _Place, *, salt: str, config: MediaConfig) -> MediaRef:
+    """The reference that a place stands for. Errors name the field."""
     io = options = b"{}"
     if (asked := place.options) is not None:
         io = read_io(asked, place.modality, place.param, config)
         options = read_processor_options(asked, place.modality, place.param, config)
+    alias = _alias(place, io, options)
+    ref = partial(MediaRef, place.modality, place.param, salt=salt, io=io, options=options, alias=alias)
+    if place.is_named:
+        return ref(is_embeds=place.is_embeds)
+    if place.is_embeds:
+        fields = _fields(skeleton, place)
+        return ref(data=read_embeds(fields, place.param, config.max_data_url_bytes), is_embeds=True)
+    located = skeleton.locate(place.string)
     try:
-        found = _data(place, located, config.max_data_url_bytes)
-        url = _url(located) if found is None else None
+        if (found := _data(place, located, config.max_data_url_bytes)) is None:
+            return ref(url=_url(located))
     except MedialaneError as error:
         raise error.at(place.param) from error
-    data, media_type = (None, None) if found is None else (found.data, found.media_type)
-    return MediaRef(place.modality, place.param, url, data, media_type, salt, io, options)
+    return ref(data=found.data, media_type=found.media_type)
+
+
+def _alias(place: _Place, io: bytes, options: bytes) -> Alias | None:
+    uuid = None if place.uuid is None else _string_or_none(place.uuid)
+    if uuid is None:
+        return None
+    return Alias(uuid, f"{place.modality}_embeds" if place.is_embeds else place.modality, io, options)
+
+
+def _fields(skeleton: _Skeleton, place: _Place) -> dict[str, bytes | memoryview | msgspec.Raw]:
+    """The fields of embeddings: base64 as it stands in the body, and whatever else as it is."""
+    if _kind(place.string) == b'"':
+        return {UNNAMED: skeleton.locate(place.string).value()}
+    members = _decode_members(place.string).items()
+    return {name: skeleton.locate(raw).value() if _kind(raw) == b'"' else raw for name, raw in members}
+
+
+def _edits(skeleton: _Skeleton, place: _Place, number: int) -> Iterator[tuple[int, int, bytes]]:
+    """What becomes of a place in the body."""
+    reference = f'"{REFERENCE_SCHEME}{number}"'.encode()
+    found = skeleton.locate(place.string)
+    if not place.is_embeds or place.is_named:
+        yield found.start, found.end, reference
+    elif place.uuid is not None and _kind(place.uuid):
+        yield found.start, found.end, b"null"
+        uuid = skeleton.locate(place.uuid)
+        yield uuid.start, uuid.end, reference
+    else:
+        yield found.start, found.end, b'null,"uuid":' + reference
 
 
 def _data(place: _Place, located: _Located, max_bytes: int) -> DataUrl | None:

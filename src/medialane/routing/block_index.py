@@ -2,6 +2,10 @@
 
 A block maps to the mask of its holders; a slot has the set of its blocks, so that losing it costs its blocks and not
 everyone's. Consecutive blocks of a prompt mostly have the same holders, whose mask they share.
+
+A slot may hold a hundred thousand blocks, and to take it from all their masks would hold the event loop for 100 ms. So
+what a slot loses at once is swept away in small steps, one with each call. Until that is done, no prefix of the slot's
+is found: what it stores meanwhile counts from then on.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from medialane.routing.prefix_match import Level, Prefixes, Search, prefixes, se
 MAX_PROBES: Final = 128
 #: Masks kept to be shared. Past it they are dropped: equal masks then are several objects, which costs memory only.
 _MAX_SHARED: Final = 1 << 16
+#: Blocks swept with a call: below a millisecond.
+_SWEEP: Final = 512
 #: A step that reaches all parts of an interval evenly: 2^32 over the golden ratio.
 _STRIDE: Final = 0x9E3779B1
 
@@ -58,12 +64,14 @@ class BlockIndex:
         self._max_probes = max_probes
         self._holders: dict[int, int] = {}
         self._blocks: dict[int, set[int]] = {}
+        self._lost: dict[int, set[int]] = {}  # slot -> blocks whose masks still have it
+        self._lost_slots = 0
         self._shared: dict[int, int] = {}
         self._soon = CachedSoon()
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that some slot holds."""
+        """Different blocks that some slot holds, or held and that are not swept away yet."""
         return len(self._holders)
 
     @property
@@ -81,11 +89,14 @@ class BlockIndex:
 
     def holds(self, slot: int, block: int) -> bool:
         """Whether the slot has reported this block."""
-        return bool(self._holders.get(block, 0) >> slot & 1)
+        return block in self._blocks.get(slot, ())
 
     def store(self, slot: int, ids: Collection[int]) -> None:
         """The slot holds these blocks from now on. Those that it holds already make no difference."""
         self._blocks.setdefault(slot, set()).update(ids)
+        if self._lost:
+            self._lost.get(slot, set()).difference_update(ids)
+            self.sweep()
         holders, bit = self._holders, 1 << slot
         before, after = 0, self._share(bit)
         for block in ids:
@@ -103,15 +114,25 @@ class BlockIndex:
 
     def clear(self, slot: int) -> None:
         """The slot is gone, or begins anew: neither blocks nor notes of it are left."""
-        self._take(slot, self._blocks.pop(slot, set()))
+        self._lose(slot)
         self._soon.clear(slot)
 
     def replace(self, slot: int, ids: Collection[int]) -> None:
         """The slot holds exactly these blocks. Notes stay: what was sent there is still on its way."""
-        wanted = set(ids)
-        gone = self._blocks.get(slot, set()) - wanted
-        self.remove(slot, gone)
-        self.store(slot, wanted)
+        self._lose(slot)
+        self.store(slot, ids)
+
+    def sweep(self) -> bool:
+        """One step of sweeping away what slots have lost; `store`, `note` and `match` take one each. Tells whether
+        there is nothing left to sweep."""
+        if not self._lost:
+            return True
+        slot, blocks = next(iter(self._lost.items()))
+        self._take(slot, [blocks.pop() for _ in range(min(_SWEEP, len(blocks)))])
+        if not blocks:
+            del self._lost[slot]
+            self._lost_slots ^= 1 << slot
+        return not self._lost
 
     def note(self, slot: int, ids: Sequence[int]) -> Note:
         """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
@@ -122,6 +143,7 @@ class BlockIndex:
         """
         now = self._clock()
         self._soon.expire(now)
+        self.sweep()
         return self._soon.note(slot, ids, deadline=now + self._ttl_s)
 
     def forget(self, note: Note) -> None:
@@ -134,7 +156,8 @@ class BlockIndex:
         The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
         """
         width = slots.bit_length()
-        found = search(self._holders.get, ids, slots, max_probes=self._max_probes)
+        known = slots if self.sweep() else slots & ~self._lost_slots
+        found = search(self._holders.get, ids, known, max_probes=self._max_probes)
         holes = found.holes + self._sample(found.levels, ids)
         self._count(found, holes)
         held = prefixes(found.levels, width)
@@ -178,6 +201,16 @@ class BlockIndex:
                 holders[block] = after
             else:
                 del holders[block]
+
+    def _lose(self, slot: int) -> None:
+        blocks = self._blocks.pop(slot, None)
+        if not blocks:
+            return
+        if slot in self._lost:
+            self._lost[slot] |= blocks
+        else:
+            self._lost[slot] = blocks  # not copied: there may be many
+            self._lost_slots |= 1 << slot
 
     def _share(self, mask: int) -> int:
         """An int equal to `mask`, the same object for as many blocks as possible."""

@@ -2,13 +2,14 @@
 
 vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with what the connector
 gave. Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call
-has the gateway prepare all of them at once. The first seam is public (a registry), the second is an attribute of the
-renderer instance; `tests/contract/test_renderer_hook.py` pins both.
+has the gateway prepare all of them at once. What vLLM fetches nothing for (embeddings, media given by uuid alone) comes
+to the second call as None with a uuid, in whose place intake has left the reference. The first seam is public (a
+registry), the second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -18,7 +19,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import InvalidRequest, UnknownMediaUuid
+from medialane.core.errors import InvalidMediaUrl, InvalidRequest, UnknownMediaUuid
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
@@ -36,8 +37,7 @@ PREPARED = "medialane_prepared"
 
 def install(renderer: BaseRenderer, story: Story) -> None:
     """Send this renderer's media through `story`."""
-    defaults = model_io(renderer.model_config)
-    most = most_pixels(renderer.get_mm_processor())
+    references = _References(renderer, story)
 
     class Connector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
         """Leaves fetching to the gateway: a URL in the body is already a reference.
@@ -56,6 +56,9 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         async def fetch_audio_async(self, audio_url: str) -> Any:
             return self._ref("audio", audio_url)
 
+        fetch_image_embedding = fetch_audio_embedding = _refuse_embeddings
+        fetch_image_embedding_async = fetch_audio_embedding_async = _refuse_embeddings_async
+
         def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
             raise InvalidRequest("this form of media is not supported by this gateway")
 
@@ -63,16 +66,7 @@ def install(renderer: BaseRenderer, story: Story) -> None:
             self.load_from_url(url)
 
         def _ref(self, modality: Modality, url: str) -> MediaRef:
-            """The reference, with the decode options of model, request and item put together, and those processor
-            options of the item that the model takes.
-
-            vLLM takes the sound of a video (`use_audio_in_video`) from the video's own URL.
-            """
-            ref = story.resolve(url)
-            item = ref.io if ref.modality == modality else b"{}"
-            io = final_io(modality, defaults, self.media_io_kwargs, item)
-            options = item_options(ref.options, most.get(modality), ref.param)
-            return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
+            return references.completed(story.resolve(url), modality, self.media_io_kwargs)
 
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
 
@@ -86,10 +80,19 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         skip_mm_cache: bool = False,
     ) -> Any:
         options = canonical_options(mm_processor_kwargs or {})
-        prepared = await story.prepare(MediaPrompt(list(prompt), _items(mm_data), options))
-        return engine_input(prepared)
+        items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
+        return engine_input(await story.prepare(MediaPrompt(list(prompt), items, options)))
 
     renderer._process_multimodal_async = process
+
+
+def _refuse_embeddings(_connector: MediaConnector, data: str) -> NoReturn:
+    """Embeddings that intake has not taken out: vLLM's own connector would unpickle them in this process."""
+    raise InvalidRequest("this form of embeddings is not supported by this gateway")
+
+
+async def _refuse_embeddings_async(connector: MediaConnector, data: str) -> NoReturn:
+    _refuse_embeddings(connector, data)
 
 
 def engine_input(prepared: PreparedPrompt) -> Any:
@@ -112,17 +115,51 @@ def to_vllm_range(placeholder: Placeholder) -> PlaceholderRange:
     return PlaceholderRange(offset=placeholder.offset, length=placeholder.length, is_embed=is_embed)
 
 
-def _items(mm_data: Mapping[str, Any]) -> tuple[MediaRef, ...]:
-    return tuple(_ref(modality, item) for modality, items in mm_data.items() for item in _listed(items))
+class _References:
+    """The references that intake left, completed with what vLLM knows of model and request."""
 
+    def __init__(self, renderer: BaseRenderer, story: Story) -> None:
+        self._story = story
+        self._io = model_io(renderer.model_config)
+        self._most_pixels = most_pixels(renderer.get_mm_processor())
 
-def _listed(items: Any) -> Sequence[Any]:
-    return items if isinstance(items, list | tuple) else [items]
+    def completed(self, ref: MediaRef, modality: Modality, request_io: Mapping[str, Any] | None) -> MediaRef:
+        """The reference, with the decode options of model, request and item put together, and those processor options
+        of the item that the model takes.
 
+        vLLM takes the sound of a video (`use_audio_in_video`) from the video's own URL.
+        """
+        item = ref.io if ref.modality == modality else b"{}"
+        io = final_io(modality, self._io, request_io, item)
+        options = item_options(ref.options, self._most_pixels.get(modality), ref.param)
+        return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
 
-def _ref(modality: Modality | str, item: Any) -> MediaRef:
-    if isinstance(item, MediaRef):
-        return item
-    if item is None:
-        raise UnknownMediaUuid(f"{modality} given by uuid alone is not supported: send its URL or data as well")
-    raise InvalidRequest(f"{modality} given as embeddings or raw objects is not supported by this gateway")
+    def of(
+        self, mm_data: Mapping[str, Any], mm_uuids: Mapping[str, Any], request_io: Mapping[str, Any] | None
+    ) -> tuple[MediaRef, ...]:
+        """The references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
+        found = []
+        for modality, items in mm_data.items():
+            items = items if isinstance(items, list | tuple) else [items]
+            uuids = mm_uuids.get(modality) or [None] * len(items)
+            found += [self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)]
+        return tuple(found)
+
+    def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
+        if isinstance(item, MediaRef):
+            return item
+        if item is not None:
+            raise InvalidRequest(f"{modality} given as raw objects is not supported by this gateway")
+        ref = self._by_uuid(modality, uuid)
+        return ref if ref.is_embeds else self.completed(ref, ref.modality, request_io)
+
+    def _by_uuid(self, modality: str, uuid: str | None) -> MediaRef:
+        """The reference that intake left in place of the uuid."""
+        unknown = UnknownMediaUuid(f"{modality} given by a uuid alone that is not understood: send its URL or data")
+        try:
+            ref = self._story.resolve(uuid or "")
+        except InvalidMediaUrl as error:
+            raise unknown from error
+        if ref.modality != modality or not (ref.is_embeds or ref.content):
+            raise unknown
+        return ref

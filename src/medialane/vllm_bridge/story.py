@@ -17,7 +17,10 @@ class Story(Protocol):
         ...
 
     def resolve(self, url: str) -> MediaRef:
-        """The reference that intake left in place of a media URL of the current request. Raises InvalidMediaUrl."""
+        """The reference that intake left in place of a media URL or a uuid of the current request.
+
+        Raises InvalidMediaUrl, and UnknownMediaUuid for an item given by a uuid alone that means nothing here.
+        """
         ...
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:

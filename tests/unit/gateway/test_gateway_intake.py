@@ -1,23 +1,27 @@
 import contextlib
+import io
 import json
 from base64 import b64encode
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medialane.core.embeds import decode_embeds
 from medialane.core.errors import (
     EmptyMedia,
     InvalidBase64,
     InvalidBody,
     InvalidDataUrl,
+    InvalidEmbeds,
     InvalidMediaUrl,
     InvalidRequest,
     MedialaneError,
     MediaTooLarge,
     TooManyMediaItems,
 )
-from medialane.gateway.intake import lift
+from medialane.gateway.intake import Intake, lift
 from medialane.media import MediaConfig
 
 CONFIG = MediaConfig()
@@ -139,8 +143,10 @@ def test_anthropic_images_are_lifted_wherever_they_stand():
         {"type": "tool_result", "content": [["x"], 1, "data:;base64,QUJD"]},
         {"type": "tool_use", "content": [{"type": "image", "source": {"data": "QUJD"}}]},
         {"type": ["image"], "source": {"data": "QUJD"}},
-        {"type": "image_embeds", "image_embeds": "QUJD" * 1000},
-        {"type": "audio_embeds", "audio_embeds": {"a": "QUJD" * 1000}},
+        {"type": "text", "text": "x", "image_embeds": "QUJD"},
+        {"type": "image_embeds", "image_embeds": "QUJD", "audio_embeds": "QUJD"},
+        {"type": "image_embeds", "image_embeds": None},
+        {"type": "audio_embeds", "audio_embeds": ["QUJD"]},
         {"type": "prompt_embeds", "data": "QUJD"},
     ],
     ids=str,
@@ -255,9 +261,94 @@ def test_what_we_do_not_know_is_refused_by_name(own, param):
 
 @pytest.mark.parametrize("value", [None, "", {"url": None}, {"url": ""}, {}, 7, ["x"], {"url": 3}, {"url": {"a": 1}}])
 def test_part_without_a_url_is_left_alone(value):
+    body = json.dumps(chat({"type": "image_url", "image_url": value})).encode()
+    found = lift(body, CONFIG)
+    assert (found.body, found.refs) == (body, ())
+
+
+@pytest.mark.parametrize("value", [7, ["x"], {"url": 3}, {"url": {"a": 1}}, True])
+def test_part_with_a_uuid_and_what_is_no_url_is_left_alone(value):
     body = json.dumps(chat({"type": "image_url", "image_url": value, "uuid": "known"})).encode()
     found = lift(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("image_url", None, "image"),
+        ("image_url", "", "image"),
+        ("image_url", {"url": None}, "image"),
+        ("image_url", {"url": ""}, "image"),
+        ("image_url", {}, "image"),
+        ("video_url", None, "video"),
+        ("audio_url", None, "audio"),
+        ("input_audio", {"data": "", "format": "wav"}, "audio"),
+        ("image_embeds", None, "image_embeds"),
+        ("audio_embeds", None, "audio_embeds"),
+    ],
+)
+def test_item_of_a_uuid_alone_has_its_reference_there(name, value, kind):
+    body = chat({"type": name, "uuid": "k\u00fcnown", name: value}, image(HTTP)) | {"cache_salt": "tenant"}
+    found = lifted(body)
+    ref = found.refs[0]
+    assert (ref.is_alias, ref.alias.uuid, ref.alias.kind, ref.salt) == (True, "k\u00fcnown", kind, "tenant")
+    assert (ref.modality, ref.is_embeds) == (kind.partition("_")[0], kind.endswith("_embeds"))
+    assert ref.param == f"messages[0].content[0].{name}"
+    assert (
+        json.loads(found.body)["messages"]
+        == chat({"type": name, "uuid": "medialane:0", name: value}, image("medialane:1"))["messages"]
+    )
+
+
+def test_uuid_beside_content_is_its_alias_and_stays():
+    part = {"type": "video_url", "video_url": {"url": HTTP, "fps": 2}, "uuid": "u"}
+    found = lifted(chat(part))
+    (ref,) = found.refs
+    assert (ref.url, ref.alias.uuid, ref.alias.kind, ref.alias.io) == (HTTP, "u", "video", b'{"fps":2}')
+    assert json.loads(found.body)["messages"][0]["content"][0]["uuid"] == "u"
+
+
+@pytest.mark.parametrize("uuid", [None, 7, ["u"], {"u": 1}])
+def test_uuid_that_is_no_string_is_none(uuid):
+    found = lifted(chat({"type": "image_url", "image_url": {"url": PNG}, "uuid": uuid}))
+    assert found.refs[0].alias is None
+    body = json.dumps(chat({"type": "image_url", "image_url": None, "uuid": uuid})).encode()
+    assert lift(body, CONFIG) == Intake(body)
+
+
+def embeds(shape=(2, 3)) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, np.ones(shape, np.float32))
+    return b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize("uuid", [{}, {"uuid": None}, {"uuid": "u"}])
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+@pytest.mark.parametrize(
+    "value",
+    [embeds(), {f"{n}": embeds((n, 600)) for n in (1, 2)} | {"grid": [1, 2, 3]}],
+    ids=["one tensor", "named ones"],
+)
+def test_embeddings_are_lifted_and_their_reference_is_their_uuid(value, kind, uuid):
+    name = f"{kind}_embeds"
+    part = {"type": name, name: value} | uuid
+    found = lifted(chat(image(PNG), part, image(HTTP)))
+    first, ref, last = found.refs
+    assert (first.data, last.url) == (PIXELS, HTTP)
+    assert (ref.modality, ref.is_embeds, ref.param) == (kind, True, f"messages[0].content[1].{name}")
+    assert (ref.alias and ref.alias.uuid) == uuid.get("uuid")
+    fields = decode_embeds(ref.data).fields
+    wanted = [(2, 3)] if isinstance(value, str) else [(1, 600), (2, 600), (3,)]
+    assert [field.spec.shape for field in fields.values()] == wanted
+    lifted_part = json.loads(found.body)["messages"][0]["content"][1]
+    assert lifted_part == {"type": name, name: None, "uuid": "medialane:1"}
+
+
+def test_embeddings_that_are_none_are_named():
+    with pytest.raises(InvalidEmbeds) as raised:
+        lifted(chat({"type": "image_embeds", "image_embeds": {"image_embeds": embeds(), "image_grid_thw": 3}}))
+    assert raised.value.param == "messages[0].content[0].image_embeds.image_grid_thw"
 
 
 @pytest.mark.parametrize(

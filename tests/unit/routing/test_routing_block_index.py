@@ -91,6 +91,12 @@ class IndexMachine(RuleBasedStateMachine):
         return length
 
     @invariant()
+    def all_is_as_in_the_sets(self):
+        while not self.index.sweep():
+            pass
+        self.prefixes_are_those_of_a_walk()
+        self.counts_are_those_of_the_sets()
+
     def prefixes_are_those_of_a_walk(self):
         noted = CachedSoon()
         for slot, ids, _ in self.notes.values():
@@ -102,17 +108,19 @@ class IndexMachine(RuleBasedStateMachine):
             assert found.held.tolist() == walked
             assert found.blocks.tolist() == [max(both) for both in zip(walked, soon, strict=True)]
         assert self.index.counts.num_holes == 0
+        assert self.index.num_notes == len(self.notes), "a match lets notes expire"
 
-    @invariant()
+    @rule()
+    def sweep(self):
+        self.index.sweep()
+
     def counts_are_those_of_the_sets(self):
         assert self.index.num_entries == sum(map(len, self.held.values()))
         assert self.index.num_blocks == len(set().union(*self.held.values()))
         assert [self.index.num_held(slot) for slot in range(NUM_SLOTS)] == [len(held) for held in self.held.values()]
-        # Notes expire when somebody looks: `match` above did.
-        assert self.index.num_notes == len(self.notes)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
 TestIndexAgainstSets = IndexMachine.TestCase
 
 
@@ -160,6 +168,45 @@ def test_replace_keeps_notes_and_clear_does_not():
     assert index.match([1, 2, 3], 1).held.tolist() == [1]
     index.clear(0)
     assert index.match([1, 2, 3], 1).blocks.tolist() == [0]
+
+
+def test_large_slot_is_lost_in_small_steps_and_unknown_until_it_is():
+    index = BlockIndex()
+    ids = list(range(3000))
+    for slot in (0, 1):
+        index.store(slot, ids)
+    index.clear(0)
+    assert (index.num_held(0), index.holds(0, 7)) == (0, False)
+    index.store(0, ids[:100])
+    assert index.match(ids, 0b11).blocks.tolist() == [0, 3000]
+    while not index.sweep():
+        assert index.num_held(0) == 100
+    assert index.match(ids, 0b11).blocks.tolist() == [100, 3000]
+    assert index.num_entries == 3100
+
+
+def test_snapshot_of_a_large_slot_in_parts_leaves_what_all_parts_name():
+    index = BlockIndex()
+    index.store(0, range(5000))
+    index.replace(0, range(2000))
+    index.store(0, range(2000, 4000))
+    while not index.sweep():
+        pass
+    assert index.match(range(5000), 1).blocks.tolist() == [4000]
+    assert index.num_blocks == 4000
+
+
+def test_slot_lost_twice_before_it_is_swept_is_empty():
+    index = BlockIndex()
+    index.store(0, range(2000))
+    index.clear(0)
+    index.store(0, range(1000, 3000))
+    index.remove(0, [2999])
+    index.clear(0)
+    while not index.sweep():
+        pass
+    assert index.num_blocks == 0
+    assert index.match(range(3000), 1).blocks.tolist() == [0]
 
 
 def test_block_missing_inside_a_prefix_is_counted_and_ends_the_prefix():

@@ -135,6 +135,8 @@ class SimulatedSequence:
     def _extra_keys(self, number: int) -> list[object] | None:
         """As vLLM's events have them: the LoRA's name, `[mm_hash, offset]` of the items in the block, the salt."""
         start, end = number * self._block_size, (number + 1) * self._block_size
+        if start >= self.items_end and self._lora is None and start:
+            return None
         keys: list[object] = [] if self._lora is None else [self._lora]
         keys += [
             [item.mm_hash, item.placeholder.offset - start]

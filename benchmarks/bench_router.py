@@ -1,0 +1,195 @@
+"""`medialane bench router`: what it costs to know which worker holds what, and to choose.
+
+`hashing`: from token ids to block ids, for blocks of 16 tokens; `list` is what a list of ints costs to convert first.
+`memory`: bytes of an index for each block and holder. `events`: blocks per second from a worker's message to
+the index, batches of 64 blocks, 1000 slots and a million blocks there; and what one large message holds the loop for.
+`match`: longest prefixes of one prompt for all slots at once, in a cluster as `indexed_prompts.py` makes it up, with
+500 requests in flight that no event tells of yet; every prompt is another, so that caches are as cold as in service.
+
+Times are the thread's own: nothing here waits, and what else the machine does is no part of it.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from harness import Bar, Options, Report, median, percentile
+from indexed_prompts import IndexedPrompts
+from medialane.core.block_hash import MediaSpan, prompt_block_ids, token_array
+from medialane.routing.block_index import BlockIndex
+from medialane.rpc.block_feed import PIECE_BLOCKS
+
+ABOUT = "hashing, the index of who holds what, and the choice of a worker"
+
+BLOCK = 16
+TOKENS = (1024, 8192, 32768, 131072)
+NUM_IMAGES, IMAGE_TOKENS = 32, 1200
+#: Slots and indexed blocks.
+CLUSTERS = ((1, 100_000), (100, 100_000), (1000, 100_000), (1, 1_000_000), (100, 1_000_000), (1000, 1_000_000))
+PROMPT_BLOCKS = (64, 512, 2048, 8192)
+IN_FLIGHT = 500
+EVENT_BLOCKS = 64
+#: What a large GPU's KV cache holds; what the index sweeps away at a time; what a message brings at most.
+LOST_BLOCKS, SWEPT_BLOCKS, SNAPSHOT_PART_BLOCKS = 100_000, 512, PIECE_BLOCKS
+
+HASHING_MS, EVENTS_PER_S, ENTRY_BYTES = 1.5, 500_000, 200
+MATCH_US = {512: 50, 8192: 100}
+
+
+def run(options: Options) -> Report:
+    rounds = options.rounds or (100 if options.quick else 2000)
+    clusters = CLUSTERS[1:3] if options.quick else CLUSTERS
+    num_blocks = clusters[-1][1]
+    report = Report("router")
+    _memory(report, num_blocks)
+    _hashing(report, rounds=max(20, rounds // 20))
+    _events(report, num_blocks)
+    _match(report, clusters, rounds)
+    return report
+
+
+def _hashing(report: Report, *, rounds: int) -> None:
+    rows: list[dict[str, object]] = []
+    for num_tokens in TOKENS:
+        tokens = np.random.default_rng(1).integers(0, 151_936, num_tokens, dtype=np.uint32)
+        listed, media = tokens.tolist(), _images(num_tokens)
+        rows.append(
+            {
+                "tokens": num_tokens,
+                "images": len(media),
+                "text ms": _median_ms(lambda tokens=tokens: prompt_block_ids(tokens, block_size=BLOCK), rounds),
+                "with images ms": _median_ms(
+                    lambda tokens=tokens, media=media: prompt_block_ids(tokens, block_size=BLOCK, media=media), rounds
+                ),
+                "list ms": _median_ms(lambda listed=listed: token_array(listed), rounds),
+            }
+        )
+    report.tables["hashing"] = rows
+    worst = float(str(rows[-1]["with images ms"]))
+    report.bars.append(Bar("hashing 128k tokens with 32 images, ms", worst, HASHING_MS, "at most"))
+
+
+def _images(num_tokens: int) -> list[MediaSpan]:
+    each = max(1, num_tokens * NUM_IMAGES // TOKENS[-1])
+    apart = num_tokens // each
+    return [MediaSpan(f"{n:064x}", n * apart + 5, min(IMAGE_TOKENS, apart - 5)) for n in range(each)]
+
+
+def _median_ms(call: Callable[[], object], rounds: int) -> float:
+    return median(_timed(call) for _ in range(rounds)) * 1e3
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.thread_time()
+    call()
+    return time.thread_time() - started
+
+
+def _memory(report: Report, num_blocks: int) -> None:
+    rows: list[dict[str, object]] = []
+    for holders in (1, 2, 4):
+        tracemalloc.start()
+        index = BlockIndex()
+        for first in range(0, num_blocks // holders, 1024):
+            ids = np.random.default_rng(first).integers(0, 1 << 64, 1024, dtype=np.uint64)
+            for slot in range(holders):
+                index.store(first // 1024 % 990 + slot, ids.tolist())
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        rows.append(
+            {
+                "blocks": index.num_blocks,
+                "holders of each": holders,
+                "MiB": used / 2**20,
+                "bytes a block and holder": used / index.num_entries,
+            }
+        )
+    report.tables["memory"] = rows
+    worst = max(float(str(row["bytes a block and holder"])) for row in rows)
+    report.bars.append(Bar("bytes a block and holder", worst, ENTRY_BYTES, "at most"))
+
+
+def _events(report: Report, num_blocks: int) -> None:
+    index, prompts = BlockIndex(), IndexedPrompts(num_slots=1000, num_blocks=num_blocks)
+    prompts.store(index.store)
+    messages = list(_messages(prompts, 2000))
+    rates = {}
+    for name, apply in (("stored", index.store), ("removed", index.remove)):
+        took = _timed(lambda apply=apply: _apply(messages, apply))
+        rates[name] = len(messages) * EVENT_BLOCKS / took
+    part = prompts.new_blocks(SNAPSHOT_PART_BLOCKS)
+    lost = prompts.new_blocks(LOST_BLOCKS)
+    index.store(7, lost)
+    rows: list[dict[str, object]] = [
+        {"what": f"{name}, in batches of {EVENT_BLOCKS}", "blocks/s": rate, "loop held ms": EVENT_BLOCKS / rate * 1e3}
+        for name, rate in rates.items()
+    ]
+    for name, count, call in (
+        (f"slot with {LOST_BLOCKS} blocks lost", LOST_BLOCKS, lambda: index.clear(7)),
+        ("what is swept with a call", SWEPT_BLOCKS, index.sweep),
+        ("part of a snapshot", SNAPSHOT_PART_BLOCKS, lambda: index.replace(8, part)),
+    ):
+        took = _timed(call)
+        rows.append({"what": name, "blocks/s": count / took, "loop held ms": took * 1e3})
+    report.tables["events"] = rows
+    for name, rate in rates.items():
+        report.bars.append(Bar(f"{name} blocks/s", rate, EVENTS_PER_S, "at least"))
+
+
+def _messages(prompts: IndexedPrompts, count: int) -> Iterator[tuple[int, bytes]]:
+    """Whole blocks of sessions, in a slot's order, as they come over the wire."""
+    for number in range(count // 4):
+        for _ in range(4):
+            yield number * 7 % 1000, np.array(prompts.new_blocks(EVENT_BLOCKS), np.uint64).tobytes()
+
+
+def _apply(messages: list[tuple[int, bytes]], apply: Callable[[int, list[int]], None]) -> None:
+    for slot, message in messages:
+        apply(slot, np.frombuffer(message, np.uint64).tolist())
+
+
+def _match(report: Report, clusters: tuple[tuple[int, int], ...], rounds: int) -> None:
+    rows: list[dict[str, object]] = []
+    for num_slots, num_blocks in clusters:
+        index, prompts = BlockIndex(), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
+        prompts.store(index.store)
+        for number in range(IN_FLIGHT):
+            index.note(number % num_slots, prompts.arriving(512))
+        rows += [_match_row(index, prompts, length, rounds) for length in PROMPT_BLOCKS]
+        if (num_slots, num_blocks) == clusters[-1]:
+            _bar_matches(report, rows[-len(PROMPT_BLOCKS) :], num_slots, num_blocks)
+    report.tables["match"] = rows
+
+
+def _match_row(index: BlockIndex, prompts: IndexedPrompts, length: int, rounds: int) -> dict[str, object]:
+    everyone = (1 << prompts.num_slots) - 1
+    probes = index.counts.num_probes
+    times, noting = [], []
+    for _ in range(rounds):
+        ids = prompts.arriving(length)
+        times.append(_timed(lambda ids=ids: index.match(ids, everyone)) * 1e6)
+        started = time.thread_time()
+        note = index.note(0, ids)
+        noting.append((time.thread_time() - started) * 1e6)
+        index.forget(note)
+    return {
+        "blocks indexed": prompts.num_blocks,
+        "slots": prompts.num_slots,
+        "prompt blocks": length,
+        "p50 us": median(times),
+        "p99 us": percentile(times, 0.99),
+        "probes": (index.counts.num_probes - probes) / rounds,
+        "note p50 us": median(noting),
+    }
+
+
+def _bar_matches(report: Report, rows: list[dict[str, object]], num_slots: int, num_blocks: int) -> None:
+    for row in rows:
+        limit = MATCH_US.get(int(str(row["prompt blocks"])))
+        if limit is not None:
+            name = f"match of {row['prompt blocks']} blocks, {num_slots} slots, {num_blocks} blocks, p50 us"
+            report.bars.append(Bar(name, float(str(row["p50 us"])), limit, "at most"))

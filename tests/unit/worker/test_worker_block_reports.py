@@ -1,0 +1,111 @@
+import asyncio
+import logging
+
+import msgspec
+import numpy as np
+import pytest
+
+from medialane.core.block_hash import prompt_block_ids
+from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from medialane.worker.block_reports import REPORT_PAUSE_S, BlockReports
+from medialane.worker.fake_engine import FAKE_CARD
+
+SIZE = FAKE_CARD.block_size
+
+
+def batch(number, *, rank=0, parent=None, time_s=1.0):
+    """One block, of its own for each number."""
+    event = BlockStored([number], parent, [number] * SIZE, SIZE, medium="GPU", group_idx=0)
+    return KvEventBatch(rank, [event], time_s)
+
+
+def id_of(number):
+    return int(prompt_block_ids([number] * SIZE, block_size=SIZE)[0])
+
+
+@pytest.fixture
+async def reports():
+    reports = BlockReports(msgspec.structs.replace(FAKE_CARD, data_parallel_size=2))
+    yield reports
+    reports.close()
+
+
+def ids(data):
+    return set(np.frombuffer(data, "<u8").tolist())
+
+
+async def test_events_of_some_milliseconds_are_one_change(reports):
+    heard = []
+    reports.watch(heard.append)
+    for number in range(5):
+        reports.apply(batch(number, time_s=10.0 + number))
+    assert heard == []
+    await asyncio.sleep(5 * REPORT_PAUSE_S)
+    (change,) = heard
+    assert ids(change.stored) == {id_of(n) for n in range(5)}
+    assert (change.rank, change.time_s, change.snapshot) == (0, 10.0, False)
+
+
+async def test_ranks_are_told_apart(reports):
+    heard = []
+    reports.watch(heard.append)
+    reports.apply(batch(1, rank=0))
+    reports.apply(batch(1, rank=1))
+    assert reports.held() == {0: [id_of(1)], 1: [id_of(1)]}
+    assert [change.rank for change in heard] == [0, 1]
+
+
+async def test_asking_for_what_is_held_tells_listeners_first(reports):
+    """Else a change from before would be told after the snapshot that has it."""
+    heard = []
+    reports.watch(heard.append)
+    reports.apply(batch(1))
+    held = reports.held()
+    assert held == {0: [id_of(1)], 1: []}
+    assert len(heard) == 1
+    await asyncio.sleep(3 * REPORT_PAUSE_S)
+    assert len(heard) == 1
+
+
+async def test_listener_that_comes_late_hears_of_later_changes_only_and_one_that_left_of_none(reports):
+    heard = []
+    reports.apply(batch(1))
+    unwatch = reports.watch(heard.append)
+    reports.apply(batch(2))
+    reports.held()
+    assert [ids(change.stored) for change in heard] == [{id_of(2)}]
+    unwatch()
+    reports.apply(batch(3))
+    reports.held()
+    assert len(heard) == 1
+
+
+async def test_many_events_do_not_wait(reports):
+    heard = []
+    reports.watch(heard.append)
+    reports.apply(KvEventBatch(0, [BlockRemoved([n]) for n in range(5000)] + list(batch(1).events)))
+    assert len(heard) == 1
+
+
+async def test_clear_is_a_snapshot(reports):
+    heard = []
+    reports.watch(heard.append)
+    reports.apply(batch(1))
+    reports.apply(KvEventBatch(0, [AllBlocksCleared()]))
+    assert reports.held()[0] == []
+    assert (heard[-1].snapshot, heard[-1].stored) == (True, b"")
+
+
+async def test_events_that_are_not_understood_are_told_in_the_log_now_and_then(reports, caplog):
+    caplog.set_level(logging.WARNING)
+    for number in range(100):
+        reports.apply(batch(number, parent=10**6))
+        reports.held()
+    assert 0 < len(caplog.messages) < 10
+    assert "64 without their parent" in caplog.messages[-1]
+
+
+async def test_rank_that_the_engine_does_not_have_is_told_in_the_log(reports, caplog):
+    reports.apply(batch(1, rank=7))
+    assert "rank 7" in caplog.text
+    assert reports.held() == {0: [], 1: []}
