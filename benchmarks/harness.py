@@ -36,10 +36,14 @@ class Bar(msgspec.Struct):
 
 @dataclass
 class Options:
-    """Shared by all benchmarks. `quick` runs fewer rounds: for seeing that it works, not for figures."""
+    """Shared by all benchmarks. `quick` runs fewer rounds: for seeing that it works, not for figures.
+
+    `num_requests` is for benchmarks that send many: None leaves their own number.
+    """
 
     quick: bool = False
     rounds: int | None = None
+    num_requests: int | None = None
 
 
 @dataclass

@@ -14,15 +14,16 @@ import media_samples as samples
 from medialane.cli.sample_images import sample_jpeg
 from origin import File
 
-Kind = Literal["new image", "known image", "image by URL", "two images", "video", "text", "hostile"]
+Kind = Literal["new image", "known image", "image by URL", "two images", "video", "sound", "text", "hostile"]
 
 #: Parts of a thousand. One request in ten, of whatever kind, is given up by its client somewhere on the way.
 MIX: Mapping[Kind, int] = {
-    "new image": 430,
+    "new image": 380,
     "known image": 200,
     "image by URL": 150,
     "two images": 60,
     "video": 50,
+    "sound": 50,
     "text": 60,
     "hostile": 50,
 }
@@ -50,20 +51,21 @@ class Request:
 class Requests:
     """Makes requests. Equal seeds make equal ones."""
 
-    def __init__(self, model: str, url: str, *, with_video: bool, seed: int = 0) -> None:
+    def __init__(self, model: str, url: str, *, seed: int = 0) -> None:
         """`url` is that of an origin of `files`."""
         self._model = model
         self._url = url
         self._random = random.Random(seed)
         self._jpegs = [sample_jpeg(number, *size)[2:] for number, size in enumerate(_SIZES)]
-        self._clip = samples.clip(160, 120, 1, gop=30) if with_video else b""
+        self._clip = samples.clip(160, 120, 1, gop=30)
+        self._sound = samples.sound("WAV", 0.5)
         self._num_new = 0
         self._hostile = [json.dumps(part).encode() for part in _hostile_parts(self._jpegs[0])]
 
     def make(self, num_requests: int) -> Iterator[Request]:
         kinds = list(MIX)
         for kind in self._random.choices(kinds, [MIX[kind] for kind in kinds], k=num_requests):
-            yield self._make("text" if kind == "video" and not self._clip else kind)
+            yield self._make(kind)
 
     def one(self, kind: Kind) -> Request:
         """One request of a kind, whose client waits."""
@@ -92,6 +94,8 @@ class Requests:
             return [_part("image_url", f"{self._url}/{name}/{known}".encode())]
         if kind == "video":
             return [_part("video_url", _data_url("video/mp4", self._clip + _free_box(self._new() % 1000)))]
+        if kind == "sound":
+            return [_part("audio_url", _data_url("audio/wav", self._sound + _riff_chunk(self._new() % 1000)))]
         return [self._random.choice(self._hostile)] if kind == "hostile" else []
 
     def _new(self) -> int:
@@ -119,6 +123,10 @@ def files() -> dict[str, File]:
     }
 
 
+#: An ID3 tag that says it is a quarter of a gigabyte long.
+_ENDLESS_TAG = b"ID3\4\0\0\x7f\x7f\x7f\x7f" + bytes(10_000)
+
+
 def _hostile_parts(jpeg: bytes) -> list[dict[str, Any]]:
     """Media parts that must be refused, each in another room."""
     huge = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (65000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(64)
@@ -135,6 +143,9 @@ def _hostile_parts(jpeg: bytes) -> list[dict[str, Any]]:
     ]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls] + [
         {"type": "video_url", "video_url": {"url": _data_url("video/mp4", b"#EXTM3U\nhttp://127.0.0.1/").decode()}},
+        {"type": "audio_url", "audio_url": {"url": _data_url("audio/wav", samples.noise(20_000)).decode()}},
+        {"type": "audio_url", "audio_url": {"url": _data_url("audio/flac", b"fLaC\0\0\0\x22" + bytes(60)).decode()}},
+        {"type": "audio_url", "audio_url": {"url": _data_url("audio/mpeg", _ENDLESS_TAG).decode()}},
         {"type": "image_url", "image_url": {"url": "medialane:0"}},
     ]
 
@@ -151,3 +162,8 @@ def _data_url(media_type: str, content: bytes) -> bytes:
 def _free_box(number: int) -> bytes:
     """Ends an MP4 with bytes that no player looks at (ISO/IEC 14496-12, 8.1.2)."""
     return (16).to_bytes(4, "big") + b"free" + number.to_bytes(8, "big")
+
+
+def _riff_chunk(number: int) -> bytes:
+    """Ends a WAV file with bytes that no player listens to."""
+    return b"note" + (8).to_bytes(4, "little") + number.to_bytes(8, "little")

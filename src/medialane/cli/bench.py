@@ -33,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds: to see that it works, its figures mean little"
     )
+    parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 20000)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark, or all of them; 0 when every bar is reached, 1 when one is missed. Raises StartupFailed."""
     # What vLLM takes from the environment only, before a benchmark imports it; the tiny model is a folder, as this is.
     enter_environ(Config(), str(FOLDER), (), on_gpu=bool(find_hardware(process_environ()).gpus))
-    return run_benchmarks(FOLDER, args.name, json=args.json, quick=args.quick)
+    return run_benchmarks(FOLDER, args.name, json=args.json, quick=args.quick, num_requests=args.requests)
 
 
 def names(folder: Path) -> list[str]:
@@ -47,9 +48,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
 
 
-def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool) -> int:
+def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool, num_requests: int | None = None) -> int:
     """As `run`, for the benchmarks of `folder`. The JSON file is written after each of them, so that none is lost."""
     wanted = _wanted(folder, name)
+    if num_requests is not None and num_requests < 1:
+        raise StartupFailed("--requests must be positive")
     if json is not None and not json.parent.is_dir():
         raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
     if str(folder) not in sys.path:
@@ -59,7 +62,7 @@ def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool) -
     reports: list[Any] = []
     for found in wanted:
         print(f"running {found}: {_load(found).ABOUT}", flush=True)
-        report = _load(found).run(harness.Options(quick=quick))
+        report = _load(found).run(harness.Options(quick=quick, num_requests=num_requests))
         print(harness.show(report), flush=True)
         reports.append(report)
         if json is not None:

@@ -111,6 +111,8 @@ async def _serve(
         stack.push_async_callback(pool.close)
         frontend = await _load(pool, model, vllm_args, needs_preparers=config.gateway.stage != "url")
         config = await _fit(config, frontend, pool)
+        if config.media.jpeg_scaled_decode:
+            _tell_scaling(config, frontend)
         bodies = EncodedStore(arena, config.media)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=bodies))
         links = _links(config, frontend, arena, workers, metrics)
@@ -165,6 +167,15 @@ async def _fit(config: Config, frontend: Frontend, pool: PreparerPool) -> Config
         raise StartupFailed("this model's media cannot be processed one by one: use --stage auto, decoded or url")
     logger.info("this model's media cannot be processed one by one: the workers do it (stage decoded)")
     return _with_stage(config, "decoded")
+
+
+def _tell_scaling(config: Config, frontend: Frontend) -> None:
+    if config.gateway.stage in ("decoded", "url"):
+        logger.warning("--jpeg-scaled-decode has no effect in stage %s: images go to the workers", config.gateway.stage)
+    elif not frontend.tells_resize_target():
+        logger.warning("--jpeg-scaled-decode has no effect: this model's processor does not tell what it resizes to")
+    else:
+        logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
 
 
 def _with_stage(config: Config, stage: Literal["decoded", "url"]) -> Config:

@@ -28,6 +28,9 @@ from medialane.prepare import PreparerPool
 #: An entry may be evicted between its making and its use when the arena is far too small; then it is made again.
 _TRIES = 3
 
+#: Decode options in the key of an image whose JPEG may be decoded smaller (`jpeg_scaled_decode`); no client sets them.
+SCALED_IO = b'{"jpeg_scaled_decode":true}'
+
 _TOO_SMALL = "the arena is too small for the media of the requests under way"
 
 _UNKNOWN = "the media of this uuid are not known here (any more): send their URL or data as well"
@@ -64,7 +67,7 @@ class FeatureSource:
         self._fetcher = fetcher
         self._store = EncodedStore(arena, media)
         self._digest = processor_digest
-        """Without `aliases` no names are remembered."""
+        self._scales = media.jpeg_scaled_decode
         self._turns = turns
         self._aliases = aliases
         self._flights: SingleFlight[str, None] = SingleFlight()
@@ -147,7 +150,9 @@ class FeatureSource:
 
     def _key(self, ref: MediaRef, options: bytes | None, content: str) -> str:
         if options is not None:
-            return self.key(ref, options, content=content)
+            scales = self._scales and ref.modality == "image"
+            # What a worker makes of the whole image, under `key`, is another feature.
+            return self.key(msgspec.structs.replace(ref, io=SCALED_IO) if scales else ref, options, content=content)
         return decoded_key(content=content, io=ref.io, salt=ref.salt)
 
     async def _make(

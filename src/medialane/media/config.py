@@ -70,6 +70,13 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_image_scans: Annotated[
         int, msgspec.Meta(description="most scans of a progressive JPEG; a normal one has about 10")
     ] = 64
+    jpeg_scaled_decode: Annotated[
+        bool,
+        msgspec.Meta(
+            description="decode large JPEGs at a fraction of their size, at least twice what the model's processor "
+            "resizes them to, where it tells that size: faster, and answers are no longer token-identical to vLLM's"
+        ),
+    ] = False
     max_video_bytes: Annotated[int, msgspec.Meta(description="largest encoded video, fetched or sent")] = 128 * MIB
     max_video_pixels: Annotated[int, msgspec.Meta(description="most pixels of a video's frame")] = 4096 * 2304
     max_video_duration_s: Annotated[float, msgspec.Meta(description="longest video")] = 3600.0

@@ -35,6 +35,7 @@ from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_size, sniff_image
+from medialane.media.jpeg_scale import ScaledImage, Size, SizeChooser, scaled_size
 
 #: The plugin that may open each type; naming it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -72,8 +73,12 @@ _START_OF_SCAN = b"\xff\xda"
 _Pixels = NDArray[np.generic]
 
 
-def decode_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> Image:
+def decode_image(
+    encoded: bytes | bytearray | memoryview, config: MediaConfig, chooser: SizeChooser | None = None
+) -> Image:
     """Decode one image, the first frame of an animation, to RGB. `encoded` is not needed afterwards.
+
+    A JPEG may be decoded at a smaller size, where `chooser` chooses one; nothing else is.
 
     Raises what `sniff_image` raises, and InvalidImage, ImageTooLarge, ImageTooComplex.
     """
@@ -87,8 +92,8 @@ def decode_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -
             with PILImage.open(BytesIO(data), formats=(_FORMATS[sniffed.media_type],)) as picture:
                 check_size(*picture.size, config)
                 _check_exif(picture)
-                pixels = _fast_jpeg(data, picture) if sniffed.media_type == "image/jpeg" else None
-                return Image(_pillow(picture) if pixels is None else pixels)
+                image = _fast_jpeg(data, picture, chooser) if sniffed.media_type == "image/jpeg" else None
+                return image or Image(_pillow(picture))
         except PILImage.DecompressionBombError as error:
             raise ImageTooLarge("the image has too many pixels") from error
         except _PILLOW_ERRORS as error:
@@ -101,19 +106,34 @@ def _check_exif(picture: PILImage.Image) -> None:
     check_exif(len(picture.info.get("Raw profile type exif", "")) // 2)  # in hexadecimal, in a PNG's text
 
 
-def _fast_jpeg(data: bytes, picture: PILImage.Image) -> NDArray[np.uint8] | None:
-    """The pixels of a plain JPEG, turned; None if Pillow shall decode it, or say what is wrong with it."""
+def _fast_jpeg(data: bytes, picture: PILImage.Image, chooser: SizeChooser | None) -> Image | None:
+    """A plain JPEG, turned; None if Pillow shall decode it, or say what is wrong with it."""
     width, height = picture.size
     turn = _turn_of(picture)
     if picture.mode not in ("RGB", "L") or (turn in _QUARTER_TURNS and width * height < _MIN_QUARTER_TURN_PIXELS):
         return None
+    shown = (height, width) if turn in _QUARTER_TURNS else (width, height)
+    scaled = scaled_size(shown, chooser)
+    stored = scaled if scaled is None or turn not in _QUARTER_TURNS else scaled[::-1]
+    pixels = _jpeg_pixels(data, (width, height), stored)
+    if pixels is None:
+        return None
+    upright = pixels if turn is None else _turned(pixels, turn)
+    return Image(upright) if scaled is None else ScaledImage(upright, shown)
+
+
+def _jpeg_pixels(data: bytes, size: Size, scaled: Size | None) -> NDArray[np.uint8] | None:
+    """The pixels of a JPEG of `size`, `scaled` if that is given; None where libjpeg says anything about the file."""
+    # As minima they choose the scale that gives exactly them; without any, the picture comes whole.
+    least = {} if scaled is None else {"min_width": scaled[0], "min_height": scaled[1]}
     try:
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            data, "RGB", fastdct=False, fastupsample=False, strict=True, **least
+        )
     except ValueError:  # simplejpeg takes no warning for an answer; Pillow decodes some such files
         return None
-    if pixels.shape != (height, width, 3):
-        return None
-    return pixels if turn is None else _turned(pixels, turn)
+    width, height = scaled or size
+    return pixels if pixels.shape == (height, width, 3) else None
 
 
 def _pillow(picture: PILImage.Image) -> NDArray[np.uint8]:

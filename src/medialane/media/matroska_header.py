@@ -68,15 +68,16 @@ _AUDIO, _CHANNELS = 0xE1, 0x9F
 
 _KINDS: dict[int, TrackKind] = {1: "video", 2: "audio"}
 _PACKED = ("A_PCM/", "A_FLAC")
-#: Elements before the first cluster; real files have some fifty.
-_MAX_ELEMENTS = 4096
+#: Elements before the first cluster that are looked at, all levels together; real files have some fifty.
+_MAX_ELEMENTS = 2048
 
 
 def matroska_tracks(view: memoryview) -> Iterator[Track]:
     """The tracks that the file's header describes, in their order."""
     tick_ns, duration, entries = 1_000_000, 0.0, []
+    left = iter(range(_MAX_ELEMENTS))
     with suppress(InvalidVideo):  # what was read until the damage counts
-        for kind, body in _header(view):
+        for kind, body in _header(view, left):
             if kind == _TICK_NS:
                 tick_ns = int.from_bytes(body[:8], "big")
             elif kind == _DURATION:
@@ -84,25 +85,28 @@ def matroska_tracks(view: memoryview) -> Iterator[Track]:
             elif kind == _ENTRY:
                 entries.append(body)
     for entry in entries:
-        yield _track(entry, duration * tick_ns / 1e9)
+        yield _track(entry, left, duration * tick_ns / 1e9)
 
 
-def _header(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+def _header(view: memoryview, left: Iterator[int]) -> Iterator[tuple[int, memoryview]]:
     """Times and tracks of the first segment, up to its first cluster."""
-    for kind, body in _elements(view):
+    for kind, body in _elements(view, left):
         if kind != _SEGMENT:
             continue
-        for part, content in _elements(body):
+        for part, content in _elements(body, left):
             if part == _CLUSTER:
                 return
             if part in (_INFO, _TRACKS):
-                yield from _elements(content)
+                yield from _elements(content, left)
 
 
-def _elements(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(kind, content) of the elements directly in `view`. One of unknown size, or that is cut, has all that follows."""
+def _elements(view: memoryview, left: Iterator[int]) -> Iterator[tuple[int, memoryview]]:
+    """(kind, content) of the elements directly in `view`, until nothing is `left` of what may be looked at.
+
+    One of unknown size, or that is cut, has all that follows.
+    """
     offset = 0
-    for _ in range(_MAX_ELEMENTS):
+    for _ in left:
         if offset >= len(view):
             return
         kind, offset = _vint(view, offset, marker=True)
@@ -114,11 +118,11 @@ def _elements(view: memoryview) -> Iterator[tuple[int, memoryview]]:
         offset = end
 
 
-def _track(entry: memoryview, duration_s: float) -> Track:
+def _track(entry: memoryview, left: Iterator[int], duration_s: float) -> Track:
     said: dict[int, memoryview] = {}
     with suppress(InvalidVideo):
-        for kind, body in _elements(entry):
-            said |= dict(_elements(body)) if kind in (_VIDEO, _AUDIO) else {kind: body}
+        for kind, body in _elements(entry, left):
+            said |= dict(_elements(body, left)) if kind in (_VIDEO, _AUDIO) else {kind: body}
 
     def number(kind: int, default: int = 0) -> int:
         return int.from_bytes(said[kind][:8], "big") if kind in said else default

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
 from medialane.core.errors import InvalidVideo, UnsupportedMediaType
 from medialane.media.track import Track, TrackKind
 
-#: A fragmented hour of one-second pieces has some 7200 boxes at the top level.
-_MAX_BOXES = 65_536
+#: A fragmented hour of one-second pieces has some 7200 boxes at the top level. Each takes a microsecond of the loop.
+_MAX_BOXES = 16_384
+
+#: Tracks that are looked at; films have some twenty, most of them subtitles.
+_MAX_TRACKS = 64
+
+_BOX = struct.Struct(">I4s")
 
 _PARENTS = {b"trak", b"mdia", b"minf", b"dinf", b"stbl", b"edts", b"mvex"}
 
@@ -42,8 +49,7 @@ def _boxes(view: memoryview, *, cut: bool = False) -> Iterator[tuple[bytes, memo
     for _ in range(_MAX_BOXES):
         if len(view) - offset < 8:
             return
-        size, header = _number(view, offset), 8
-        kind = bytes(view[offset + 4 : offset + 8])
+        (size, kind), header = _BOX.unpack_from(view, offset), 8
         if size == 1:
             size, header = _number(view, offset + 8, 8), 16
         elif size == 0:
@@ -115,12 +121,12 @@ _MAX_ENTRY_BYTES = 1024
 def mp4_tracks(view: memoryview) -> Iterator[Track]:
     """The tracks of a file that `check_mp4` took, in their order."""
     moov = next(body for kind, body in _boxes(view, cut=True) if kind == b"moov")
-    for kind, body in _boxes(moov):
-        if kind == b"trak":
-            boxes: dict[bytes, memoryview] = {}
-            for inner, content in _tree(body):
-                boxes.setdefault(inner, content)  # QuickTime has a second `hdlr`, of something else
-            yield _track(boxes)
+    traks = (body for kind, body in _boxes(moov) if kind == b"trak")
+    for body in islice(traks, _MAX_TRACKS):
+        boxes: dict[bytes, memoryview] = {}
+        for kind, content in _tree(body):
+            boxes.setdefault(kind, content)  # QuickTime has a second `hdlr`, of something else
+        yield _track(boxes)
 
 
 def _track(boxes: dict[bytes, memoryview]) -> Track:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -41,12 +42,16 @@ class FakeConfig(msgspec.Struct, frozen=True):
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to one item: `sleep_s` of work, then the fault. `hog` and a larger `scale` take memory."""
+    """What happens to one item: `sleep_s` of work, then the fault. `hog` and a larger `scale` take memory.
+
+    One that `shrinks` may be decoded at the smallest size there is.
+    """
 
     sleep_s: float = 0.0
     fault: Fault = "none"
     scale: float = 1.0
     header_bytes: int = 0
+    shrinks: bool = False
 
 
 def build_processor(config: bytes) -> FakeProcessor:
@@ -67,6 +72,11 @@ class FakeProcessor:
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake takes images only")
+
+    def smaller_size(
+        self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
+    ) -> tuple[int, int] | None:
+        return smaller[0] if msgspec.json.decode(options, type=FakeOptions).shrinks else None
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         if not isinstance(media, Image):

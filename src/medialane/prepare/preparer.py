@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 from medialane.arena import ArenaView, describe
 from medialane.core.errors import MedialaneError, PreparationFailed, ProtocolViolation, to_report
@@ -86,9 +87,8 @@ class Preparer:
     def _process(self, job: ProcessItem) -> Done | None:
         started = time.perf_counter()
         encoded = job.encoded
-        media = decode(
-            self._encoded(encoded), encoded.modality, encoded.media_type, job.io, self._media, self._processor
-        )
+        data, scaling = self._encoded(encoded), self._scaling(job)
+        media = decode(data, encoded.modality, encoded.media_type, job.io, self._media, self._processor, scaling)
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # its pixels need not stay while the gateway makes room
@@ -101,6 +101,11 @@ class Preparer:
             raise ProtocolViolation(f"unexpected {type(reply).__name__} inside a job")
         self._write(item, reply.range)
         return Done(job.job_id)
+
+    def _scaling(self, job: ProcessItem) -> _SizeChooser | None:
+        """Stage `decoded` is left whole: what its worker does with the pixels is not known here."""
+        wanted = self._media.jpeg_scaled_decode and job.options is not None
+        return _SizeChooser(self._processor, job.options or b"{}") if wanted else None
 
     def _encoded(self, encoded: EncodedMedia) -> memoryview:
         entry = self._arena.entry(encoded.range, writable=False)
@@ -122,3 +127,14 @@ class Preparer:
         """Exactly so many bytes; None when the channel has ended."""
         data = self._jobs.recv(nbytes, socket.MSG_WAITALL)
         return data if len(data) == nbytes else None
+
+
+class _SizeChooser:
+    """Fills `media.jpeg_scale.SizeChooser` for one job."""
+
+    def __init__(self, processor: Processor, options: bytes) -> None:
+        self._processor = processor
+        self._options = options
+
+    def smaller_size(self, size: tuple[int, int], smaller: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        return self._processor.smaller_size(size, smaller, self._options)

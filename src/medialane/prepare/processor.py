@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,12 @@ class Processor(Protocol):
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         """Process one item alone. `options` are canonical JSON. Raises MedialaneError for what the client did wrong."""
+        ...
+
+    def smaller_size(
+        self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
+    ) -> tuple[int, int] | None:
+        """Which size an image may be decoded at (`media.jpeg_scale.SizeChooser`) that is processed with `options`."""
         ...
 
 

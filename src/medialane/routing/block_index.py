@@ -162,14 +162,14 @@ class BlockIndex:
         self._count(found, holes)
         held = prefixes(found.levels, width)
         shorten(held, holes)
-        soon = self._match_soon(ids, slots)
+        soon = [level for level in self._match_soon(ids, slots) if not _is_among(level, found.levels)]
         return Matches(np.maximum(held, prefixes(soon, width)) if soon else held, held)
 
     def _match_soon(self, ids: Sequence[int], slots: int) -> list[Level]:
         if not len(self._soon):
             return []
         self._soon.expire(self._clock())
-        return self._soon.match(ids, slots, max_probes=self._max_probes)
+        return self._soon.match(ids, slots)
 
     def _sample(self, levels: Sequence[Level], ids: Sequence[int]) -> list[Level]:
         """Look at one block inside the longest prefix: engines that free blocks from the middle would be seen."""
@@ -217,3 +217,12 @@ class BlockIndex:
         if len(self._shared) >= _MAX_SHARED:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
+
+
+def _is_among(level: Level, levels: Sequence[Level]) -> bool:
+    """Whether all slots of a level are in one that is as long, or longer."""
+    length, mask = level
+    for longer, held in levels:
+        if longer >= length:  # the first of these is the widest
+            return mask & held == mask
+    return False

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 
-from medialane.routing.prefix_match import Level, search
+from medialane.routing.prefix_match import Level
 
 
 def _ladder(limit: int) -> list[int]:
@@ -88,14 +88,18 @@ class CachedSoon:
             self._take(slot, block)
         self._notes = {note: None for note in self._notes if note.slot != slot}
 
-    def match(self, ids: Sequence[int], slots: int, *, max_probes: int) -> list[Level]:
-        """Levels (as `Search` has them) of what slots will hold soon; short of the truth by a third at most."""
-        if not ids or not self._holders.get(ids[0], 0) & slots:
-            return []
-        lengths = _lengths(len(ids))
-        noted = [ids[length - 1] for length in lengths]
-        found = search(self._holders.get, noted, slots, max_probes=max_probes)
-        return [(lengths[number - 1], mask) for number, mask in found.levels]
+    def match(self, ids: Sequence[int], slots: int) -> list[Level]:
+        """Levels (as `Search` has them) of what slots will hold soon; lengths are short of the truth by a third at
+        most."""
+        levels: list[Level] = []
+        for length in _lengths(len(ids)):
+            held = self._holders.get(ids[length - 1], 0) & slots
+            if not held:
+                break
+            if levels and levels[-1][1] == held:
+                levels.pop()
+            levels.append((length, held))
+        return levels
 
     def _take(self, slot: int, block: int) -> None:
         left = self._holders[block] ^ 1 << slot

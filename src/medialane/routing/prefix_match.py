@@ -27,8 +27,8 @@ Level = tuple[int, int]
 #: holders, place of the other, its holders.
 _Interval = tuple[int, int, int, int]
 
-#: Below so many slots, to set them by their numbers is faster than by flags.
-_FEW = 100
+#: Up to so many slots are set one by one, from so many on by flags; between, by their numbers, which are remembered.
+_FEW, _MANY = 8, 100
 
 
 class Search(NamedTuple):
@@ -83,9 +83,12 @@ def prefixes(levels: Sequence[Level], width: int) -> Prefixes:
     lengths = np.zeros(width, np.int32)
     for length, mask in levels:
         count = mask.bit_count()
-        if count == 1:
-            lengths[mask.bit_length() - 1] = length
-        elif count < _FEW:
+        if count <= _FEW:
+            while mask:
+                slot = mask.bit_length() - 1
+                lengths[slot] = length
+                mask ^= 1 << slot
+        elif count < _MANY:
             lengths[_places(mask, width)] = length
         else:
             np.putmask(lengths, flags(mask, width), length)

@@ -30,7 +30,7 @@ from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
 from medialane.vllm_bridge.media_options import check_model_io
-from medialane.vllm_bridge.preparation import VllmAssembler, supports_split
+from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, supports_split
 from medialane.vllm_bridge.settings import processor_settings
 from medialane.vllm_bridge.story import Story
 
@@ -70,6 +70,11 @@ class Frontend:
     def supports_split(self) -> bool:
         """Whether items of this model may be processed one by one; else workers must do it."""
         return self.takes_media and supports_split(self.renderer.get_mm_processor())
+
+    def tells_resize_target(self) -> bool:
+        """Whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`). Processes an
+        image to find out."""
+        return self.supports_split and VllmProcessor(self.renderer.get_mm_processor()).tells_resize_target()
 
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not honour."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from medialane.prepare.processor import AssembledPrompt, ProcessedItem, Processo
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.features import decode_item_without_tensors, encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 
 
 class FactoryConfig(msgspec.Struct, frozen=True):
@@ -75,6 +77,9 @@ class _NoMedia:
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         raise UnsupportedMediaType("this model takes no media")
 
+    def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
+        raise UnsupportedMediaType("this model takes no media")
+
 
 #: Sizes of the images on which `warm_up` compares two ways of giving pixels to the model's processor.
 _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
@@ -101,6 +106,10 @@ class VllmProcessor:
         self._sampler = sampler
         self._takes_tensors = False
 
+    @cached_property
+    def _targets(self) -> ResizeTargets:
+        return ResizeTargets.of(self._processor, self.process)
+
     def warm_up(self) -> None:
         """Run some media, so that forked children inherit imported modules and filled caches."""
         modalities = self._processor.info.get_supported_mm_limits()
@@ -118,6 +127,14 @@ class VllmProcessor:
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._process(media, options, as_tensor=self._takes_tensors)
+
+    def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
+        return self._targets.smaller_size(size, smaller, options)
+
+    def tells_resize_target(self) -> bool:
+        """Whether the size that a photograph is resized to can be told, with the model's own options."""
+        takes_images = "image" in self._processor.info.get_supported_mm_limits()
+        return takes_images and self._targets.target((1024, 768), b"{}") is not None
 
     def _is_same_for_tensors(self, width: int, height: int) -> bool:
         noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)

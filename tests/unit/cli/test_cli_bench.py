@@ -79,6 +79,15 @@ def test_quick_reaches_the_benchmark(folder):
     assert run(folder, "fast", quick=True) == 1
 
 
+def test_number_of_requests_reaches_the_benchmark(folder):
+    text = BENCHMARK.format(name="many", value=3.0).replace("options.quick", "options.num_requests == 7")
+    (folder / "bench_many.py").write_text(text)
+    assert bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=7) == 1
+    assert run(folder, "many") == 0
+    with pytest.raises(StartupFailed, match="--requests"):
+        bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=0)
+
+
 def test_json_says_what_was_measured_on_what(folder, tmp_path):
     write(folder, "fast", 3.0)
     write(folder, "slow", 1.5)

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,3 +53,15 @@ def test_damage_ends_the_telling_and_nothing_else(data):
     for _ in range(data.draw(st.integers(0, 4))):
         whole[data.draw(st.integers(0, 600))] = data.draw(st.integers(0, 255))
     tracks(bytes(whole[: data.draw(st.integers(1, len(whole)))]))
+
+
+def test_elements_that_are_looked_at_are_bounded_over_all_levels():
+    """Else a few megabytes would take seconds: each of these tracks has elements of its own."""
+    unknown = b"\x01" + b"\xff" * 7
+    entries = (b"\xae\x84" + b"\xec\x80" * 2) * 500_000
+    data = (
+        b"\x1a\x45\xdf\xa3\x8b\x42\x82\x88matroska\x18\x53\x80\x67" + unknown + b"\x16\x54\xae\x6b" + unknown + entries
+    )
+    started = time.thread_time()
+    assert all(track == Track("other") for track in tracks(data))
+    assert time.thread_time() - started < 0.5

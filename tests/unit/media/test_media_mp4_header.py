@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from medialane.core.errors import InvalidVideo
 from medialane.media.mp4_header import check_mp4, mp4_tracks
 from medialane.media.track import Track
 from sound_maker import by_ffmpeg, sound
@@ -72,3 +73,15 @@ def test_table_of_a_million_runs_is_counted_at_once():
 
 def _box(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", 8 + len(data)) + kind + data
+
+
+@pytest.mark.parametrize("num_tracks", [10, 3000])
+def test_tracks_that_are_looked_at_are_bounded(num_tracks):
+    trak = _box(b"trak", _box(b"mdia", _box(b"hdlr", bytes(8) + b"text")))
+    found = tracks(_box(b"ftyp", b"isom\0\0\0\0") + _box(b"moov", trak * num_tracks))
+    assert len(found) == min(num_tracks, 64)
+
+
+def test_boxes_without_end_are_refused_at_once():
+    with pytest.raises(InvalidVideo, match="too many boxes"):
+        check_mp4(memoryview(_box(b"ftyp", b"isom\0\0\0\0") + _box(b"free", b"") * 1_000_000))

@@ -104,7 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
         for ids in PROMPTS:
             found = self.index.match(ids, ALL)
             walked = [self.walked(slot, ids) for slot in range(NUM_SLOTS)]
-            soon = prefixes(noted.match(ids, ALL, max_probes=1000), NUM_SLOTS).tolist()
+            soon = prefixes(noted.match(ids, ALL), NUM_SLOTS).tolist()
             assert found.held.tolist() == walked
             assert found.blocks.tolist() == [max(both) for both in zip(walked, soon, strict=True)]
         assert self.index.counts.num_holes == 0
@@ -207,6 +207,38 @@ def test_slot_lost_twice_before_it_is_swept_is_empty():
         pass
     assert index.num_blocks == 0
     assert index.match(range(3000), 1).blocks.tolist() == [0]
+
+
+def test_losses_that_are_half_swept_never_mix_with_what_comes_after_them(monkeypatch):
+    """Seeded: the machine above sweeps after each step."""
+    monkeypatch.setattr("medialane.routing.block_index._SWEEP", 3)
+    drawn = random.Random(7)
+    index, held = BlockIndex(), {slot: set() for slot in range(3)}
+    for _ in range(3000):
+        slot, ids = drawn.randrange(3), drawn.sample(range(40), drawn.randrange(15))
+        match drawn.choice(["store", "store", "remove", "clear", "replace", "match"]):
+            case "store":
+                index.store(slot, ids)
+                held[slot] |= set(ids)
+            case "remove":
+                index.remove(slot, ids)
+                held[slot] -= set(ids)
+            case "clear":
+                index.clear(slot)
+                held[slot] = set()
+            case "replace":
+                index.replace(slot, ids)
+                held[slot] = set(ids)
+            case "match":
+                blocks = index.match([0], 0b111).blocks
+                assert all(0 in held[slot] for slot in blocks.nonzero()[0])
+        assert all(index.holds(slot, 5) == (5 in held[slot]) for slot in held)
+    while not index.sweep():
+        pass
+    assert index.num_blocks == len(set().union(*held.values()))
+    assert index.num_entries == sum(map(len, held.values()))
+    for block in range(40):
+        assert index.match([block], 0b111).held.astype(bool).tolist() == [block in held[slot] for slot in held]
 
 
 def test_block_missing_inside_a_prefix_is_counted_and_ends_the_prefix():

@@ -11,7 +11,7 @@ ALL = (1 << 8) - 1
 
 
 def soon(notes, ids, slots=ALL):
-    return prefixes(notes.match(ids, slots, max_probes=1000), 8).tolist()
+    return prefixes(notes.match(ids, slots), 8).tolist()
 
 
 def chain(name, length):

@@ -1,0 +1,166 @@
+"""What eight families' processors tell of the size they resize to, and what is made of JPEGs decoded smaller for it."""
+
+import os
+from functools import cache
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+from tiny_families import FAMILIES
+
+from medialane.core.hashing import canonical_options
+from medialane.core.media import Image
+from medialane.media import MediaConfig
+from medialane.media.image import decode_image
+from medialane.media.jpeg_scale import EIGHTHS
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.resize_target import MAX_REMEMBERED, ResizeTargets
+from medialane.vllm_bridge.tiny_model import cache_folder
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    # transformers says this where vLLM hands it a request's options.
+    pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning"),
+]
+
+#: Where the size can be told; elsewhere images stay whole.
+TELLS = {
+    "qwen2_5_vl": True,
+    "qwen3_vl": True,
+    "qwen2_5_omni": True,
+    "gemma3": True,
+    "paligemma": True,
+    "llava_next": False,
+    "internvl": False,
+    "qwen2_audio": False,
+}
+SIZE = (2400, 1800)
+SMALLER = [(-(-SIZE[0] * k // 8), -(-SIZE[1] * k // 8)) for k in EIGHTHS]
+MAX_PIXELS = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 3136}})
+
+
+@pytest.fixture(scope="module")
+def processor():
+    """A family's processor, made when it is first asked for."""
+
+    @cache
+    def of(name):
+        from vllm.renderers import renderer_from_config
+
+        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+
+        family = FAMILIES[name]
+        folder = str(family.build(cache_folder(os.environ)))
+        args = parse_vllm_args(folder, [*family.flags, "--mm-processor-cache-gb=0"])
+        made.append(renderer_from_config(create_frontend_config(args)))
+        return VllmProcessor(made[-1].get_mm_processor())
+
+    made = []
+    yield of
+    for renderer in made:
+        renderer.shutdown()
+
+
+def photograph():
+    coarse = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    return PILImage.fromarray(coarse).resize(SIZE, PILImage.Resampling.BICUBIC)
+
+
+def jpeg(image):
+    out = BytesIO()
+    image.save(out, "JPEG", quality=92)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_families_that_tell_what_they_resize_to(processor, name):
+    assert processor(name).tells_resize_target() == TELLS[name]
+
+
+@pytest.mark.parametrize("name", [name for name, tells in TELLS.items() if tells and "qwen" in name])
+def test_scaled_jpeg_gives_a_feature_of_the_same_shapes_and_nearly_the_same_pixels(processor, name):
+    one = processor(name)
+    options = MAX_PIXELS
+
+    class Chooser:
+        def smaller_size(self, size, smaller):
+            return one.smaller_size(size, smaller, options)
+
+    data = jpeg(photograph())
+    scaled = decode_image(data, MediaConfig(), Chooser())
+    whole = decode_image(data, MediaConfig())
+    assert scaled.pixels.shape < whole.pixels.shape
+    mine, wanted = one.process(scaled, options), one.process(whole, options)
+    assert (mine.header, mine.specs, mine.size) == (wanted.header, wanted.specs, wanted.size)
+    mine, wanted = (decode_item(each.header, each.buffers)["pixel_values"].data.float() for each in (mine, wanted))
+    spread = wanted.max() - wanted.min()  # pixels of 0 to 255, or normalised ones
+    assert (mine - wanted).abs().mean() < 0.005 * spread
+
+
+def test_decoded_size_has_twice_the_sides_that_the_model_is_given(processor):
+    targets = processor("qwen2_5_vl")._targets
+    width, height = targets.target(SIZE, MAX_PIXELS)
+    assert width * height <= 200_000
+    assert abs(width / height - 4 / 3) < 0.15
+    found = targets.smaller_size(SIZE, SMALLER, MAX_PIXELS)
+    assert (found[0] >= 2 * width, found[1] >= 2 * height) == (True, True)
+    before = SMALLER[SMALLER.index(found) - 1]
+    assert before[0] < 2 * width or before[1] < 2 * height
+
+
+def test_image_that_is_hardly_resized_stays_whole(processor):
+    assert (
+        processor("qwen2_5_vl").smaller_size(
+            SIZE, SMALLER, canonical_options({"size": {"longest_edge": 4_000_000, "shortest_edge": 3136}})
+        )
+        is None
+    )
+
+
+def test_image_that_the_processor_refuses_stays_whole(processor):
+    assert processor("qwen2_5_vl").smaller_size((6000, 20), [(3000, 10)], b"{}") is None
+
+
+class Counting:
+    """A processor whose pictures have one size, but for those less than `remembers` wide, which it tells apart."""
+
+    def __init__(self, inner, remembers=0):
+        self.inner, self.remembers, self.num_calls = inner, remembers, 0
+
+    def __call__(self, media, options):
+        self.num_calls += 1
+        side = 56 if media.pixels.shape[1] >= self.remembers else 84
+        return self.inner.process(Image(np.zeros((side, side, 3), np.uint8)), options)
+
+
+def test_smaller_size_that_gives_other_shapes_is_not_taken(processor):
+    told_apart = ResizeTargets(Counting(processor("qwen2_5_vl"), remembers=200), patch_side=14, crops=False)
+    assert told_apart.smaller_size((400, 400), [(150, 150), (250, 250)], b"{}") is None
+    same = ResizeTargets(Counting(processor("qwen2_5_vl")), patch_side=14, crops=False)
+    assert same.smaller_size((400, 400), [(100, 100), (150, 150), (250, 250)], b"{}") == (150, 150)
+
+
+def test_what_is_learned_of_a_size_is_kept_within_bounds(processor):
+    count = Counting(processor("qwen2_5_vl"))
+    targets = ResizeTargets(count, patch_side=14, crops=False)
+    for _ in range(3):
+        targets.target((400, 400), b"{}")
+    assert count.num_calls == 1
+    for n in range(MAX_REMEMBERED):
+        targets.target((401, 1 + n), b"{}")
+    targets.target((400, 400), b"{}")
+    assert count.num_calls == MAX_REMEMBERED + 2
+
+
+@pytest.mark.parametrize(("patch_side", "crops"), [(None, False)])
+def test_grid_without_a_patchs_side_tells_nothing(processor, patch_side, crops):
+    targets = ResizeTargets(processor("qwen2_5_vl").process, patch_side=patch_side, crops=crops)
+    assert targets.target((300, 200), b"{}") is None
+
+
+def test_cropped_picture_tells_nothing(processor):
+    process = processor("gemma3").process
+    assert ResizeTargets(process, patch_side=None, crops=False).target((300, 200), b"{}") is not None
+    assert ResizeTargets(process, patch_side=None, crops=True).target((300, 200), b"{}") is None

@@ -1,0 +1,84 @@
+"""`jpeg_scaled_decode` from the gateway's keys to the preparers' pixels, with the fake processor."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from gateway_parts import ScriptedFetcher, png, ref
+from PIL import Image as PILImage
+
+from medialane.core.media import MediaSize
+from medialane.gateway import FeatureSource, Turns
+from medialane.media import MediaConfig
+from medialane.observability.timeline import StageTimeline
+from medialane.prepare import PrepareConfig, PreparerPool
+
+SHRINKS = b'{"shrinks":true}'
+
+
+@pytest.fixture
+def jpeg():
+    file = io.BytesIO()
+    PILImage.fromarray(np.full((1200, 2000, 3), (200, 100, 50), np.uint8)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+@pytest.fixture
+async def source_with(arena):
+    """Make a feature source with these media settings, and preparers that know them."""
+    pools, turns = [], Turns()
+
+    async def make(**settings):
+        media = MediaConfig(**settings)
+        pool = PreparerPool(
+            PrepareConfig(num_preparers=1, start_timeout_s=15),
+            factory="medialane.prepare.fake:build_processor",
+            factory_config=b"{}",
+            arena=arena,
+            media=media,
+        )
+        pools.append(pool)
+        await pool.start()
+        return FeatureSource(
+            arena=arena, pool=pool, fetcher=ScriptedFetcher(), media=media, processor_digest="digest", turns=turns
+        )
+
+    yield make
+    turns.close()
+    for pool in pools:
+        await pool.close()
+
+
+async def found(source, data, options):
+    """The feature's hash, the sizes that it tells, and the shape of its first tensor."""
+    made = await source.find(ref(data), options, StageTimeline())
+    with made.lease as lease:
+        feature = lease.value
+        return feature.mm_hash, feature.size, feature.tensors[0].spec.shape
+
+
+async def test_scaled_and_whole_images_are_never_one_entry(source_with, jpeg):
+    whole, scaling = await source_with(), await source_with(jpeg_scaled_decode=True)
+    size = MediaSize(width=2000, height=1200)
+    one = await found(whole, jpeg, SHRINKS)
+    other = await found(scaling, jpeg, SHRINKS)
+    assert one[1:] == (size, (1200, 2000, 3))
+    assert other[1:] == (size, (150, 250, 3))
+    assert one[0] != other[0]
+    # What a worker would make of the whole image by itself has the whole one's key, from either gateway.
+    content = (await source_content(whole, jpeg)).content_hash
+    assert {s.key(ref(jpeg), SHRINKS, content=content) for s in (whole, scaling)} == {one[0]}
+
+
+async def source_content(source, data):
+    with await source.encoded(ref(data), StageTimeline()) as lease:
+        return lease.value
+
+
+async def test_images_that_are_not_scaled_are_whole_with_the_setting_too(source_with, jpeg):
+    scaling = await source_with(jpeg_scaled_decode=True)
+    assert (await found(scaling, jpeg, b"{}"))[2] == (1200, 2000, 3)  # the processor does not tell
+    assert (await found(scaling, png(90, 60), SHRINKS))[2] == (60, 90, 3)
+    assert (await found(scaling, jpeg, None))[2] == (1200, 2000, 3)  # stage decoded

@@ -1,0 +1,156 @@
+"""KV blocks over a connection: from a handler to whoever watches the client."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+from rpc_requests import engine_request, eventually, tokens_of
+
+from medialane.core.errors import ProtocolViolation
+from medialane.core.kv_events import KvChange
+from medialane.rpc import FakeHandler
+from medialane.rpc.block_feed import PIECE_BLOCKS
+from medialane.rpc.fake import FAKE_CARD
+from medialane.rpc.messages import KvBlocks, ResyncBlocks
+
+#: Made once, outside of any loop.
+MANY = dict.fromkeys(range(60 * PIECE_BLOCKS))
+
+
+class View:
+    """What a watcher knows."""
+
+    def __init__(self, client):
+        self.held = set()
+        self.changes = []
+        self.loads = []
+        client.watch(on_blocks=self.on_blocks, on_load=self.loads.append)
+
+    def on_blocks(self, change):
+        self.changes.append(change)
+        stored, removed = (np.frombuffer(data, "<u8").tolist() for data in (change.stored, change.removed))
+        self.held = (set() if change.snapshot else self.held - set(removed)) | set(stored)
+
+
+@pytest.fixture
+async def handler(net):
+    handler = FakeHandler(card=msgspec.structs.replace(FAKE_CARD, num_kv_blocks=1000))
+    await net.serve(handler)
+    return handler
+
+
+async def test_what_is_held_is_told_at_once_and_then_every_change(net, handler):
+    handler.change_blocks([1, 2])
+    view = View(await net.connect())
+    await eventually(lambda: view.held == {1, 2})
+    assert view.changes[0].snapshot
+    handler.change_blocks([3], [1])
+    await eventually(lambda: view.held == {2, 3})
+    handler.change_blocks([7], clear=True)
+    await eventually(lambda: view.held == {7})
+    assert [change.sequence for change in view.changes] == [0, 1, 2]
+
+
+async def test_every_gateway_is_told(net, handler):
+    views = [View(await net.connect(gateway_id=f"g{i}")) for i in range(3)]
+    handler.change_blocks([1])
+    await eventually(lambda: [view.held for view in views] == [{1}] * 3)
+
+
+async def test_what_was_told_before_anybody_watched_is_kept(net, handler):
+    handler.change_blocks([1])
+    client = await net.connect()
+    handler.change_blocks([2])
+    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    view = View(client)
+    await eventually(lambda: view.held == {1, 2})
+
+
+async def test_gateway_that_connects_again_is_right_within_one_snapshot(net, handler):
+    handler.change_blocks([1])
+    first = await net.connect()
+    await first.close()
+    await eventually(lambda: handler.block_listeners == [])
+    handler.change_blocks([2], [1])
+    view = View(await net.connect())
+    await eventually(lambda: view.held == {2})
+    assert len(view.changes) == 1
+
+
+async def test_connection_that_is_gone_is_told_nothing(net, handler):
+    client = await net.connect()
+    view = View(client)
+    await eventually(lambda: view.changes)
+    await client.close()
+    await eventually(lambda: handler.block_listeners == [])
+    handler.change_blocks([1])
+    assert view.held == set()
+
+
+async def test_many_blocks_let_both_loops_go_in_between(net, handler):
+    handler.blocks = MANY
+    client = await net.connect()
+    rounds = 0
+    seen = []
+
+    def tick():
+        nonlocal rounds
+        rounds += 1
+        if not client.closed.is_set():
+            asyncio.get_running_loop().call_soon(tick)
+
+    tick()
+    client.watch(on_blocks=lambda change: seen.append((rounds, len(change.stored) // 8)), on_load=lambda _load: None)
+    await eventually(lambda: sum(count for _, count in seen) == len(MANY))
+    assert max(count for _, count in seen) == PIECE_BLOCKS
+    assert len({when for when, _ in seen}) == len(seen)
+    await client.close()
+
+
+async def test_answers_do_not_wait_behind_many_blocks(net, handler):
+    handler.blocks = MANY
+    client = await net.connect()
+    told = []
+    client.watch(on_blocks=told.append, on_load=lambda _load: None)
+    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    assert len(told) < 60
+    await client.close()
+
+
+async def test_worker_tells_all_again_when_it_is_asked(net, handler, raw):
+    handler.change_blocks([1])
+    gateway = await raw()
+    assert (await gateway.next(KvBlocks)).change.snapshot
+    gateway.send(ResyncBlocks())
+    again = (await gateway.next(KvBlocks)).change
+    assert (again.snapshot, again.sequence) == (True, 1)
+
+
+async def test_gap_is_mended(net, handler, monkeypatch):
+    client = await net.connect()
+    view = View(client)
+    await eventually(lambda: view.changes)
+    receive = client._blocks.receive
+    monkeypatch.setattr(client._blocks, "receive", lambda change: True)  # lost
+    handler.change_blocks([1])
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(client._blocks, "receive", receive)
+    handler.change_blocks([2])
+    await eventually(lambda: view.held == {1, 2})
+    assert client.num_block_gaps == 1
+
+
+@pytest.mark.parametrize("change", [KvChange(3, 0, b"", b""), KvChange(0, 0, b"1234567", b"")])
+async def test_blocks_that_cannot_be_end_the_connection(net, handler, change):
+    client = await net.connect()
+    view = View(client)
+    await eventually(lambda: view.changes)
+    client._take_blocks(view.changes[0])
+    with pytest.raises(ProtocolViolation, match="KV blocks"):
+        client._take_blocks(change)
+
+
+async def test_load_reports_are_told(net, handler):
+    view = View(await net.connect())
+    await eventually(lambda: len(view.loads) > 1)
