@@ -42,7 +42,7 @@ from medialane.core.media import Image, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
 from medialane.observability.metrics import Metrics
-from medialane.routing import LeastLoaded
+from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello, RpcConfig
 from medialane.transfer import ShmTransport, TransferConfig
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
@@ -161,7 +161,7 @@ def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gatew
         handover=Handover(transports=[ShmTransport()], features=nothing, max_inline_bytes=0),
         assembler=nothing,
         workers=workers,
-        router=LeastLoaded(),
+        router=Router(),
         metrics=metrics,
     )
     return workers, gateway

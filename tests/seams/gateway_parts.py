@@ -23,7 +23,7 @@ from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
-from medialane.routing import LeastLoaded
+from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello, RpcConfig, RpcServer
 from medialane.transfer import InlineTransport, ShmTransport, TransferConfig
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
@@ -151,7 +151,7 @@ class Parts:
             ),
             assembler=FakeAssembler(),
             workers=self.links,
-            router=LeastLoaded(),
+            router=Router(),
             metrics=self.metrics,
         )
 

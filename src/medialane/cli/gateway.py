@@ -41,7 +41,7 @@ from medialane.gateway import (
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
-from medialane.routing import LeastLoaded
+from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello
 from medialane.transfer import InlineTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
@@ -123,12 +123,14 @@ async def _serve(
         metrics.watch_arena(arena.stats)
         metrics.watch_preparers(pool.stats)
         metrics.watch_workers(links.endpoints)
+        metrics.watch_routing(gateway.routes.stats)
         await stack.enter_async_context(_connected(links))
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
             inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
             answer=_answer,
+            pages={"/medialane/decisions": gateway.routes.decisions},
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
         started.set()
@@ -237,7 +239,7 @@ def _gateway(
         ),
         assembler=frontend.assembler(),
         workers=workers,
-        router=LeastLoaded(),
+        router=Router(config.routing),
         metrics=metrics,
     )
 

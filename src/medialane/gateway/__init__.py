@@ -7,6 +7,7 @@ from medialane.gateway.features import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
+from medialane.gateway.route import Routes, RoutingStats
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
 from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -20,6 +21,8 @@ __all__ = [
     "Handover",
     "IntakeMiddleware",
     "RequestScope",
+    "Routes",
+    "RoutingStats",
     "ScopeMiddleware",
     "Turns",
     "WorkerLink",

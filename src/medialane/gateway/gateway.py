@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 import msgspec
 
@@ -22,29 +21,25 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
 from medialane.core.media import MediaRef
-from medialane.core.request import Endpoint, EngineRequest, OutputDelta, Prompt, RoutingDecision
+from medialane.core.request import EngineRequest, OutputDelta, Prompt
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.features import FeatureSource, Found
 from medialane.gateway.handover import Handover, Pins
 from medialane.gateway.report import Cache
+from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, current_scope
 from medialane.gateway.side_by_side import side_by_side
 from medialane.gateway.source_entry import SourceStage
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
+from medialane.routing import Router
 from medialane.rpc import RemoteRequest
 from medialane.transfer import TransferConfig, Way, ways
 
 logger = logging.getLogger(__name__)
-
-
-class Router(Protocol):
-    def pick(self, endpoints: Iterable[Endpoint]) -> RoutingDecision:
-        """Choose a worker. Raises NoWorkerReady."""
-        ...
 
 
 class Gateway:
@@ -69,7 +64,7 @@ class Gateway:
         self._assembly = Assembly(assembler)
         self._takes_own_options = assembler.takes_own_options
         self._workers = workers
-        self._router = router
+        self.routes = Routes(router, workers, metrics)
         self._metrics = metrics
         self._num_sent = 0
         # A worker has several gateways, and clients may choose request ids: ours say who sent it, and which attempt.
@@ -132,18 +127,20 @@ class Gateway:
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
         with scope.timeline.measure("route"):
-            link = self._route()
-            tries = self._ways(link, prepared)
+            route = self.routes.choose(request, prepared)
+            scope.take(route.routed)
+            scope.note_route(route.routed.decision)
+            tries = self._ways(route.link, prepared)
         for way in tries:
             started = False
             scope.note_way(way.stage, way.transport)
             try:
-                async with aclosing(self._attempt(request, prepared, way, link, scope)) as deltas:
+                async with aclosing(self._attempt(request, prepared, way, route, scope)) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
             except (HandoverFailed, InvalidFeature) as error:
-                logger.warning("handing over to %s by %s failed: %s", link.address, way, error.message)
+                logger.warning("handing over to %s by %s failed: %s", route.link.address, way, error.message)
                 if started or way is tries[-1]:
                     raise GenerationFailed("the request's media could not be handed over to a worker") from error
                 self._metrics.count_fallback(str(way), error.code)
@@ -175,10 +172,6 @@ class Gateway:
         scope.features[found.lease.value.mm_hash] = found.lease
         return found
 
-    def _route(self) -> WorkerLink:
-        decision = self._router.pick(self._workers.endpoints())
-        return self._workers.links[decision.worker_id]
-
     def _ways(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[Way]:
         if prepared is None:
             return (Way("features", "inline"),)
@@ -194,7 +187,7 @@ class Gateway:
         return found
 
     async def _attempt(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, way: Way, link: WorkerLink, scope: RequestScope
+        self, request: EngineRequest, prepared: PreparedPrompt | None, way: Way, route: Route, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
         """Send the request by `way` and stream its answer."""
         timeline = scope.timeline
@@ -205,8 +198,10 @@ class Gateway:
             if prepared is not None:
                 prompt, pins = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
             request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
-            sent = msgspec.structs.replace(request, request_id=request_id, prompt=prompt)
-            remote = link.submit(sent, pins.until_released, pins.until_sent)
+            sent = msgspec.structs.replace(
+                request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
+            )
+            remote = route.link.submit(sent, pins.until_released, pins.until_sent)
         # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
         scope.take(_Aborting(remote))
         sent_at = time.perf_counter()
@@ -214,6 +209,8 @@ class Gateway:
             async for delta in remote:
                 if "first_token" not in timeline.seconds:
                     timeline.add("first_token", time.perf_counter() - sent_at)
+                    self.routes.answered(route, prepared, delta)
+                    scope.note_cached(delta.num_cached_tokens)
                 if delta.times is not None:
                     timeline.add("queue", delta.times.queue_s)
                     timeline.add("prefill", delta.times.prefill_s)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from medialane.core.media import MediaSize, Modality
+from medialane.core.request import Alternative, RoutingDecision
 
 Cache = Literal["hit", "miss", "none"]
 Message = MutableMapping[str, Any]
@@ -48,14 +49,44 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int = 0
 
 
+class RoutingReport(msgspec.Struct, frozen=True):
+    """Where a request was sent, and why. `cached_tokens` are those of the prompt that the router expected in the
+    worker's KV cache, `engine_cached_tokens` those that the engine had there (None: it has not said)."""
+
+    worker: str
+    rank: int
+    reason: str
+    num_tokens: int
+    cached_tokens: int
+    engine_cached_tokens: int | None
+    expected_ms: float
+    cost_ms: Mapping[str, float]
+    alternatives: tuple[Alternative, ...]
+
+
 class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was used for a request. `times_ms` are its stages' times, as in the Server-Timing header."""
 
     items: tuple[MediaReport, ...]
     stage: str | None = None
     transport: str | None = None
+    routing: RoutingReport | None = None
     times_ms: Mapping[str, float] = {}
     copied_bytes: int = 0
+
+
+def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> RoutingReport:
+    return RoutingReport(
+        worker=decision.worker_id,
+        rank=decision.rank,
+        reason=decision.reason,
+        num_tokens=decision.num_tokens,
+        cached_tokens=decision.cached_tokens,
+        engine_cached_tokens=engine_cached_tokens,
+        expected_ms=round(decision.expected_ms, 3),
+        cost_ms={name: round(ms, 3) for name, ms in msgspec.structs.asdict(decision.parts).items() if ms},
+        alternatives=decision.alternatives,
+    )
 
 
 def timestamps(size: MediaSize) -> tuple[float, ...]:

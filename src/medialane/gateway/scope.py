@@ -18,7 +18,8 @@ from medialane.arena import Lease
 from medialane.core.errors import InvalidMediaUrl, MedialaneError
 from medialane.core.feature import Feature
 from medialane.core.media import MediaRef, MediaSize
-from medialane.gateway.report import Cache, MediaReport, RequestReport, timestamps
+from medialane.core.request import RoutingDecision
+from medialane.gateway.report import Cache, MediaReport, RequestReport, routing_report, timestamps
 from medialane.gateway.source_entry import SourceEntry, SourceStage
 from medialane.observability.timeline import StageTimeline
 
@@ -48,6 +49,8 @@ class RequestScope:
         self.wants_report = False
         self.items: list[MediaReport] = []
         self._way: tuple[str, str | None] | None = None
+        self._decision: RoutingDecision | None = None
+        self._engine_cached_tokens: int | None = None
         self._stack = ExitStack()
         self._closed = False
 
@@ -103,6 +106,14 @@ class RequestScope:
         """Note how the media are handed over. The last way counts: it is the one that worked."""
         self._way = stage, transport
 
+    def note_route(self, decision: RoutingDecision) -> None:
+        """Note where the request is sent. The last one counts."""
+        self._decision = decision
+
+    def note_cached(self, num_tokens: int | None) -> None:
+        """Note how many of the prompt's tokens the engine found in its cache."""
+        self._engine_cached_tokens = num_tokens
+
     def report(self) -> bytes:
         """JSON of what was used for the request so far, the items in the order of the request."""
         places = {ref.param: n for n, ref in enumerate(self.refs)}
@@ -113,6 +124,7 @@ class RequestScope:
                 tuple(sorted(self.items, key=lambda item: places.get(item.param, len(places)))),
                 stage=stage,
                 transport=transport,
+                routing=None if self._decision is None else routing_report(self._decision, self._engine_cached_tokens),
                 times_ms={name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()},
                 copied_bytes=timeline.copied_bytes,
             )

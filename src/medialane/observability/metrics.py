@@ -8,7 +8,7 @@ scrapes on the event loop, which is where these functions may run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
@@ -19,6 +19,7 @@ from medialane.core.request import Endpoint
 from medialane.observability.timeline import StageTimeline
 
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -60,6 +61,23 @@ class PreparerFacts(Protocol):
     def num_failed(self) -> int: ...
 
 
+class RoutingFacts(Protocol):
+    """The router's figures, as `gateway.RoutingStats` has them."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def num_encoder_items(self) -> int: ...
+    @property
+    def num_unexplained(self) -> int: ...
+    @property
+    def num_never_stored(self) -> int: ...
+    @property
+    def event_lag_s(self) -> Mapping[str, float]: ...
+
+
 class Metrics:
     """Our collectors in one registry; `close` takes them out again."""
 
@@ -95,7 +113,28 @@ class Metrics:
         self._worker_losses = Counter(
             "medialane_worker_losses", "Connections to a worker that were lost", ["worker"], registry=registry
         )
+        self._routing_seconds = Histogram(
+            "medialane_routing_seconds",
+            "Time of choosing a worker, without hashing the prompt",
+            buckets=_ROUTING_BUCKETS,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "medialane_prompt_tokens",
+            "Tokens of prompts: all, those expected in the worker's KV cache, those that the engine had there",
+            ["kind"],
+            registry=registry,
+        )
+        self._media_items = Counter(
+            "medialane_media_items",
+            "Media items of answered prompts, by whether all of an item came from the engine's KV cache",
+            ["modality", "outcome"],
+            registry=registry,
+        )
         self._collectors: list[Collector] = [
+            self._routing_seconds,
+            self._prompt_tokens,
+            self._media_items,
             self._stage_seconds,
             self._request_seconds,
             self._cache_lookups,
@@ -130,6 +169,24 @@ class Metrics:
 
     def count_worker_lost(self, worker: str) -> None:
         self._worker_losses.labels(worker).inc()
+
+    def observe_routing(self, seconds: float) -> None:
+        """Record what one choice of a worker took."""
+        self._routing_seconds.observe(seconds)
+
+    def count_prompt(self, num_tokens: int, *, routed_cached: int, engine_cached: int | None) -> None:
+        """Count the tokens of an answered prompt; `engine_cached` is None where the engine does not tell."""
+        self._prompt_tokens.labels("all").inc(num_tokens)
+        self._prompt_tokens.labels("routed_cached").inc(routed_cached)
+        self._prompt_tokens.labels("engine_cached").inc(engine_cached or 0)
+
+    def count_media(self, modality: str, *, is_cached: bool) -> None:
+        """Count an item of an answered prompt."""
+        self._media_items.labels(modality, "cached" if is_cached else "computed").inc()
+
+    def watch_routing(self, read: Callable[[], RoutingFacts]) -> None:
+        """Show the router as `read` tells it at every scrape."""
+        self._watch(lambda: _routing(read()))
 
     def watch_arena(self, read: Callable[[], ArenaFacts]) -> None:
         """Show the arena as `read` tells it at every scrape."""
@@ -200,6 +257,28 @@ def _preparers(facts: PreparerFacts) -> Iterator[Metric]:
     jobs.add_metric(["done"], facts.num_done)
     jobs.add_metric(["failed"], facts.num_failed)
     yield jobs
+
+
+def _routing(facts: RoutingFacts) -> Iterator[Metric]:
+    yield GaugeMetricFamily("medialane_routing_blocks", "Different KV blocks in the index", value=facts.num_blocks)
+    yield GaugeMetricFamily(
+        "medialane_routing_entries",
+        "KV blocks in the index, for each worker that holds them",
+        value=facts.num_entries,
+    )
+    yield GaugeMetricFamily(
+        "medialane_routing_encoder_items", "Items thought to be in encoder caches", value=facts.num_encoder_items
+    )
+    missed = CounterMetricFamily(
+        "medialane_routing_missed_predictions",
+        "Prompts whose cached tokens were fewer than promised, or whose blocks a worker never told of",
+        labels=["kind"],
+    )
+    missed.add_metric(["fewer_cached"], facts.num_unexplained)
+    missed.add_metric(["never_stored"], facts.num_never_stored)
+    yield missed
+    lags = dict(facts.event_lag_s)
+    yield _gauge("medialane_kv_event_lag_seconds", "Age of a worker's last KV change when it came", "worker", lags)
 
 
 def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:

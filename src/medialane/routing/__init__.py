@@ -2,7 +2,6 @@
 
 from medialane.routing.config import RoutingConfig
 from medialane.routing.decisions import DecisionRecord
-from medialane.routing.least_loaded import LeastLoaded
 from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
 from medialane.routing.routed import Routed
@@ -10,7 +9,6 @@ from medialane.routing.router import Router
 
 __all__ = [
     "DecisionRecord",
-    "LeastLoaded",
     "PredictionCounts",
     "Routed",
     "Router",

@@ -1,0 +1,133 @@
+"""Repeated images over two real vLLM workers: routed by what the workers' caches hold, and in turn (round-robin).
+
+One pair of workers, two gateways over it, asked in turns with pictures of their own. The pictures of a turn fit in the
+KV caches of both workers together and not in that of one: sent in turn they push each other out, as the hot pictures of
+a larger fleet do. Each is asked about several times, in a shuffled order; the first time is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from harness import Bar, Options, Report, median, percentile
+from load import data_url, image_request, send
+from medialane.cli.sample_images import sample_jpeg
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+
+ABOUT = "repeated images over two real workers: TTFT, routed by cache and round-robin"
+
+OURS, PEER = "cost", "round-robin"
+SIZE = (1024, 768)
+NUM_PICTURES, ASKED_EACH = 10, 5
+CONCURRENCY = 2
+#: A picture takes 8 blocks of 128 tokens: seven pictures fit in a worker, with room for the requests that run.
+FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=4096", "--num-gpu-blocks-override=64")
+START_S = 300.0
+
+
+def run(options: Options) -> Report:
+    return asyncio.run(_run(options))
+
+
+async def _run(options: Options) -> Report:
+    model = str(build_tiny_model(cache_folder(os.environ)))
+    ttft: dict[str, list[float]] = {OURS: [], PEER: []}
+    async with _servers(model) as urls:
+        for turn in range(options.rounds or (2 if options.quick else 6)):
+            for name in (OURS, PEER) if turn % 2 == 0 else (PEER, OURS):
+                ttft[name] += await _turn(model, urls[name], seed=2 * turn + (name == PEER))
+    rows = [
+        {
+            "router": name,
+            "n": len(found),
+            "ttft_p50_ms": 1000 * median(found),
+            "ttft_p90_ms": 1000 * percentile(found, 0.9),
+        }
+        for name, found in ttft.items()
+    ]
+    ratio = median(ttft[OURS]) / median(ttft[PEER])
+    bar = Bar("repeated images, two real workers: TTFT p50 / round-robin", ratio, 0.5, "at most")
+    return Report("routing_live", {"repeated images": rows}, [bar])
+
+
+async def _turn(model: str, url: str, *, seed: int) -> list[float]:
+    """TTFT of the repeated requests, seconds."""
+    pictures = [data_url(sample_jpeg(5000 + NUM_PICTURES * seed + n, *SIZE)) for n in range(NUM_PICTURES)]
+    await _ask(model, url, pictures, "What is it?")
+    repeats = [(n, k) for n in range(NUM_PICTURES) for k in range(1, ASKED_EACH)]
+    random.Random(seed).shuffle(repeats)
+    bodies = [image_request(model, pictures[n], f"Question {k}: what else?") for n, k in repeats]
+    return (await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s
+
+
+async def _ask(model: str, url: str, pictures: Sequence[str], question: str) -> None:
+    bodies = [image_request(model, picture, question) for picture in pictures]
+    await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)
+
+
+@asynccontextmanager
+async def _servers(model: str) -> AsyncIterator[dict[str, str]]:
+    """Two workers and two gateways over them: router -> URL."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
+        addresses = [f"unix:{folder}/worker-{n}.sock" for n in range(2)]
+        for address in addresses:
+            stack.enter_context(_command(folder, "worker", model, "--listen", address))
+        to_workers = [word for address in addresses for word in ("--worker", address)]
+        ports = {name: _free_port() for name in (OURS, PEER)}
+        for name, port in ports.items():
+            flags = [*to_workers, "--port", str(port), "--router", name, "--preparers", "1", "--arena-size", "512MiB"]
+            stack.enter_context(_command(folder, "gateway", model, *flags))
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+        for url in urls.values():
+            await _both_workers_ready(url)
+        yield urls
+
+
+class _command:  # noqa: N801 - a context manager, named as what it does
+    """A `medialane` command that runs while the context lasts."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._arguments = arguments
+        self._log = folder / f"{arguments[0]}-{len(list(folder.iterdir()))}.log"
+
+    def __enter__(self) -> None:
+        command = [sys.executable, "-m", "medialane", *self._arguments, "--", *FLAGS]
+        with self._log.open("wb") as log:
+            environ = {**os.environ, **TINY_MODEL_ENVIRON}
+            self._process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+async def _both_workers_ready(url: str) -> None:
+    async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{url}/metrics") as response:
+                    page = await response.text()
+                    ready = [line for line in page.splitlines() if "worker_state" in line and 'state="ready"' in line]
+                    if sum(line.endswith(" 1.0") for line in ready) == 2:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

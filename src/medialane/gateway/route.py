@@ -1,0 +1,192 @@
+"""A request as the router sees it, and its way to the worker that was chosen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from medialane.core.block_hash import MediaSpan, prompt_block_ids
+from medialane.core.errors import InvalidRequest
+from medialane.core.feature import PlacedFeature, PreparedPrompt
+from medialane.core.kv_events import KvChange
+from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
+from medialane.gateway.expansions import Expansions, Item
+from medialane.gateway.report import routing_report
+from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.observability.metrics import Metrics
+from medialane.routing import DecisionRecord, Routed, Router, RoutingRequest
+
+#: Where no worker has told its own yet; then there is nobody to choose either.
+_ANY_BLOCK_SIZE = 16
+
+
+class Known(NamedTuple):
+    """A prompt as far as it is known before a worker has it; `unplaced` items stand somewhere behind that."""
+
+    token_ids: list[int]
+    media: tuple[MediaSpan, ...] = ()
+    unplaced: tuple[MediaSpan, ...] = ()
+
+
+class Route(NamedTuple):
+    """The worker of one request. `routed` tells the router what becomes of the request; the request's scope owns it."""
+
+    link: WorkerLink
+    routed: Routed
+    known: Known
+    data_parallel_rank: int | None
+
+
+class RoutingStats(NamedTuple):
+    """The router's figures for whoever scrapes them."""
+
+    num_blocks: int
+    num_entries: int
+    num_encoder_items: int
+    num_unexplained: int
+    num_never_stored: int
+    event_lag_s: Mapping[str, float]
+
+
+class Routes:
+    """Chooses workers for requests, tells the router of the workers, and learns from what they answer."""
+
+    def __init__(self, router: Router, workers: WorkerPool, metrics: Metrics) -> None:
+        self._router = router
+        self._workers = workers
+        self._metrics = metrics
+        self._expansions = Expansions()
+        self._slots: dict[str, list[int]] = {}
+        self._event_lag_s: dict[str, float] = {}
+        self._block_size = _ANY_BLOCK_SIZE
+        workers.listen(self)
+
+    def joined(self, link: WorkerLink) -> None:
+        endpoints = link.endpoints()
+        self._slots[link.address] = [self._router.join(endpoint) for endpoint in endpoints]
+        card = endpoints[0].card
+        self._block_size = card.block_size if card is not None else self._block_size
+
+    def left(self, link: WorkerLink) -> None:
+        self._event_lag_s.pop(link.address, None)
+        for slot in self._slots.pop(link.address):
+            self._router.leave(slot)
+
+    def reported(self, link: WorkerLink, load: WorkerLoad) -> None:
+        for slot in self._slots[link.address]:
+            self._router.report(slot, load)
+
+    def changed(self, link: WorkerLink, change: KvChange) -> None:
+        slots = self._slots[link.address]
+        if change.rank < len(slots):
+            self._router.change(slots[change.rank], change)
+        if change.time_s:
+            self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
+
+    def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
+        """Raises NoWorkerReady."""
+        known = self._known(request, prepared)
+        block_size = self._block_size
+        ids = prompt_block_ids(
+            known.token_ids,
+            block_size=block_size,
+            media=known.media,
+            lora=request.lora_name,
+            cache_salt=request.cache_salt,
+        )
+        wanted = RoutingRequest(
+            block_ids=ids.tolist(),
+            block_size=block_size,
+            num_tokens=len(known.token_ids),
+            media=known.media + known.unplaced,
+            handover_bytes=_num_bytes(prepared),
+            lora=request.lora_name,
+            session_id=request.session_id,
+            rank=request.data_parallel_rank,
+            request_id=request.request_id,
+        )
+        started = time.perf_counter()
+        routed = self._router.pick(wanted, exclude=self._lost())
+        self._metrics.observe_routing(time.perf_counter() - started)
+        decision = routed.decision
+        rank = decision.rank if decision.num_ranks > 1 else request.data_parallel_rank
+        return Route(self._workers.links[decision.worker_id], routed, known, rank)
+
+    def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
+        """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
+        num_cached = first.num_cached_tokens
+        route.routed.prefilled(num_cached)
+        decision = route.routed.decision
+        num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
+        self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
+        for span in first.placed or route.known.media:
+            self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
+        if prepared is not None and first.placed and first.prompt_token_ids is not None:
+            self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
+
+    def decisions(self, query: Mapping[str, str]) -> bytes:
+        """The last choices and their reasons, the newest first, as JSON. Raises InvalidRequest."""
+        asked = query.get("limit", "100")
+        if not asked.isdecimal() or not asked.isascii() or int(asked[:9]) < 1:
+            raise InvalidRequest("limit must be a whole number from 1", param="limit")
+        return msgspec.json.encode({"decisions": [_record(found) for found in self._router.decisions(int(asked[:9]))]})
+
+    def stats(self) -> RoutingStats:
+        index, counts = self._router.index, self._router.predictions
+        return RoutingStats(
+            index.num_blocks,
+            index.num_entries,
+            self._router.num_encoder_items,
+            counts.num_unexplained,
+            counts.num_never_stored,
+            dict(self._event_lag_s),
+        )
+
+    def _lost(self) -> list[int]:
+        """Slots of workers whose connection has just ended, which their links are about to notice."""
+        return [slot for link in self._workers.links.values() if link.client is None for slot in self._of(link)]
+
+    def _of(self, link: WorkerLink) -> list[int]:
+        return self._slots.get(link.address, [])
+
+    def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:
+        """The prompt as the engine will see it."""
+        if prepared is None:
+            return Known(request.prompt.token_ids)
+        if prepared.features:
+            return Known(request.prompt.token_ids, tuple(map(_span, prepared.features)))
+        source = prepared.source
+        items = [Item(mm_hash, ref.modality) for mm_hash, ref in zip(prepared.mm_hashes, source.items, strict=True)]
+        found = self._expansions.expand(source.token_ids, items)
+        placed = {span.mm_hash for span in found.media}
+        end = len(found.token_ids)
+        # They are no part of the known prompt, but a worker that is just seeing them is the one to send others to.
+        unplaced = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
+        return Known(found.token_ids, found.media, tuple(unplaced))
+
+
+def _span(placed: PlacedFeature) -> MediaSpan:
+    place, feature = placed.placeholder, placed.feature
+    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds)
+
+
+def _num_bytes(prepared: PreparedPrompt | None) -> int:
+    return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
+
+
+def _record(found: DecisionRecord) -> dict[str, object]:
+    told = msgspec.to_builtins(routing_report(found.decision, found.reported_cached_tokens))
+    return {
+        "number": found.number,
+        "time": found.time_s,
+        "request_id": found.request_id,
+        "policy": found.decision.policy,
+        **told,
+        "first_token_ms": None if found.first_token_ms is None else round(found.first_token_ms, 2),
+    }
+
+
+__all__ = ["Known", "Route", "Routes", "RoutingStats"]

@@ -1,0 +1,148 @@
+"""Ten kinds of overlap over two real workers, in every way to hand over: the request goes where its tokens are cached,
+and the engine has in its cache exactly what the router said it would."""
+
+import asyncio
+
+import pytest
+from openai_http import chat, data_url, image, photo, picture, text, video
+from picture_server import picture_server
+
+pytestmark = pytest.mark.vllm
+
+WAYS = ("features/shm", "features/inline", "url")
+BLOCK = 128
+_WORDS = "The photograph shows a river with a bridge and some houses in the morning light. "
+
+
+def long_text(topic: str) -> dict[str, str]:
+    """More than three blocks of tokens; other topics differ from the first block on."""
+    return text(f"{topic}: " + _WORDS * 25)
+
+
+def system_chat(system: str, *content, **options):
+    body = chat(*content, **options)
+    return {**body, "messages": [{"role": "system", "content": system}, *body["messages"]]}
+
+
+class Routed:
+    """A client whose answers tell where they were made, and why."""
+
+    def __init__(self, client) -> None:
+        self._client = client
+
+    async def ask(self, body) -> tuple[str, int]:
+        """The chosen worker and the engine's own count of cached tokens, which must be what the router predicted."""
+        answer = await self._client.succeed({**body, "medialane": {"report": True}})
+        routing = answer.json["medialane"]["routing"]
+        details = answer.json["usage"]["prompt_tokens_details"]
+        cached = details["cached_tokens"] if details else 0
+        assert (routing["cached_tokens"], routing["engine_cached_tokens"]) == (cached, cached), routing
+        return routing["worker"], cached
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def routed(gateways, way):
+    return Routed(gateways[way])
+
+
+@pytest.fixture
+def seed(way):
+    """Every way has pictures and texts of its own: they share the workers, and so their caches."""
+    return 1000 * (1 + WAYS.index(way))
+
+
+async def repeated(routed, *bodies) -> list[int]:
+    """Ask all; every one but the first must go where the first went. What was cached, for each."""
+    answers = [await routed.ask(body) for body in bodies]
+    assert len({worker for worker, _ in answers}) == 1, answers
+    return [cached for _, cached in answers]
+
+
+async def test_text_with_a_common_beginning(routed, seed):
+    start = long_text(f"Text {seed}")
+    first, second = await repeated(routed, chat(start, text("Who?")), chat(start, text("Where?")))
+    assert first == 0
+    assert second >= 3 * BLOCK
+
+
+async def test_same_image_twice(routed, seed):
+    first, second = await repeated(routed, *[chat(picture(seed), text("What is it?"))] * 2)
+    assert (first, second > 0) == (0, True)
+
+
+async def test_different_images_share_nothing(routed, seed):
+    for number in (1, 2):
+        _, cached = await routed.ask(chat(picture(seed + number), text("What is it?")))
+        assert cached == 0
+
+
+async def test_one_two_and_three_images_growing(routed, seed):
+    parts = [picture(seed + number) for number in (3, 4, 5)]
+    cached = await repeated(routed, *(chat(*parts[:n]) for n in (1, 2, 3)))
+    assert cached[0] == 0
+    assert 0 < cached[1] < cached[2]
+
+
+async def test_swapped_order_shares_no_block(routed, seed):
+    one, other = picture(seed + 6), picture(seed + 7)
+    _, first = await routed.ask(chat(one, other))
+    _, swapped = await routed.ask(chat(other, one))
+    assert (first, swapped) == (0, 0)
+
+
+async def test_http_image_twice(routed, seed):
+    async with picture_server({"a": photo(seed + 8)}) as server:
+        first, second = await repeated(routed, *[chat(image(server.url("a")), text("What is it?"))] * 2)
+    assert (first, second > 0) == (0, True)
+
+
+async def test_same_image_by_http_and_as_data(routed, seed):
+    data = photo(seed + 9)
+    async with picture_server({"a": data}) as server:
+        first, second = await repeated(
+            routed, chat(image(server.url("a")), text("What?")), chat(image(data_url(data)), text("What?"))
+        )
+    assert (first, second > 0) == (0, True)
+
+
+async def test_image_before_text_that_differs(routed, seed):
+    first, second = await repeated(
+        routed, *(chat(picture(seed + 10), long_text(f"{topic} {seed}")) for topic in ("One", "Two"))
+    )
+    assert (first, second > 0) == (0, True)
+
+
+async def test_system_prompt_shared_by_different_images(routed, seed):
+    system = f"Assistant {seed}: " + _WORDS * 25
+    first, second = await repeated(
+        routed, *(system_chat(system, picture(seed + number), text("What?")) for number in (11, 12))
+    )
+    assert first == 0
+    assert second >= 3 * BLOCK
+
+
+async def test_repeated_video(routed, way):
+    body = chat(text(f"By {way}"), video(seed=40 + WAYS.index(way)), text("What happens?"))
+    first, second = await repeated(routed, body, body)
+    assert (first, second > 0) == (0, True)
+
+
+async def test_images_that_arrive_together_go_to_one_worker(gateways, way, seed):
+    bodies = [chat(picture(seed + 20), text(f"Question {n}?"), medialane={"report": True}) for n in range(2)]
+    answers = await asyncio.gather(*map(gateways[way].succeed, bodies))
+    assert len({answer.json["medialane"]["routing"]["worker"] for answer in answers}) == 1
+
+
+async def test_decisions_tell_the_last_choices_and_their_reasons(gateways):
+    client = gateways["features/shm"]
+    await client.succeed(chat(picture(4000), text("What is it?")))
+    answer = await client.get("/medialane/decisions?limit=1")
+    (decision,) = answer.json["decisions"]
+    assert decision["num_tokens"] > 0
+    assert decision["engine_cached_tokens"] == decision["cached_tokens"]
+    assert decision["reason"]
