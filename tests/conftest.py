@@ -9,6 +9,7 @@
 
 import asyncio
 import fcntl
+import gc
 import inspect
 import logging
 import os
@@ -34,6 +35,13 @@ def tiny_model() -> Path:
     from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
 
     return build_tiny_model(cache_folder(os.environ))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap_to_collect():
+    """What earlier modules left alive is not walked again: a collection of it holds the loop for up to a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

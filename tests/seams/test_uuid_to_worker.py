@@ -168,7 +168,7 @@ async def test_content_that_could_not_be_used_gets_no_name(arena, preparers, wor
 
 
 async def test_options_of_an_item_are_remembered_with_its_name(arena, preparers, worker, seen):
-    async with Parts(arena, preparers, [worker]) as parts:
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage="url", **FAST)) as parts:
         await ask(parts, image(FIRST, "u", max_pixels=1000))
         await ask(parts, image(uuid="u"))
         await ask(parts, image(uuid="u", max_pixels=500))
@@ -205,7 +205,8 @@ async def test_embeddings_and_images_do_not_pass_for_each_other(arena, preparers
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, embeds(uuid="u"))
         ((_, ((document,),)),) = seen
-        assert arena.lookup(content_hash(document), "encoded").value.media_type == EMBEDS_TYPE
+        with arena.lookup(content_hash(document), "encoded") as lease:
+            assert lease.value.media_type == EMBEDS_TYPE
         with pytest.raises(UnsupportedMediaType):
             await ask(parts, image(document))
         with pytest.raises(UnknownMediaUuid):
