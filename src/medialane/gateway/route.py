@@ -100,7 +100,7 @@ class Routes:
         wanted = RoutingRequest(
             block_ids=ids.tolist(),
             block_size=block_size,
-            num_tokens=len(known.token_ids),
+            num_tokens=len(known.token_ids) + len(known.unplaced),  # each has at least one
             media=known.media + known.unplaced,
             handover_bytes=_num_bytes(prepared),
             lora=request.lora_name,

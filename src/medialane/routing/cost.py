@@ -42,12 +42,13 @@ def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderI
     """The distinct items, in the order in which a growing prefix covers them.
 
     vLLM encodes an item once however often a prompt has it, and not at all if no token of it has to be computed.
+    A span without length stands for an item somewhere behind what is known of the prompt: no known prefix covers it.
     """
     if not media:
         return ()
     found: dict[str, EncoderItem] = {}
     for span in media:
-        num_blocks = -(-span.end // block_size)
+        num_blocks = -(-max(span.end, span.offset + 1) // block_size)
         known = found.get(span.mm_hash)
         if known is None or known.num_blocks < num_blocks:
             found[span.mm_hash] = EncoderItem(span.mm_hash, _num_embeds(span), num_blocks)

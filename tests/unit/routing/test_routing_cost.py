@@ -60,6 +60,13 @@ def test_item_that_ends_with_a_block_is_covered_by_it():
     assert encoder_items([span("a", 0, 16)], BLOCK) == (EncoderItem("a", 16, 1),)
 
 
+@pytest.mark.parametrize("known", [0, 1, 15, 16, 17])
+def test_item_of_unknown_place_is_behind_all_blocks_that_are_known(known):
+    ((_, num_embeds, num_blocks),) = encoder_items([span("a", known, 0)], BLOCK)
+    assert num_embeds > 0
+    assert num_blocks > known // BLOCK
+
+
 @pytest.mark.parametrize("mask", [0, 1, 0b1010, 1 << 99, (1 << 100) - 1])
 def test_mask_as_numbers_and_as_flags(mask):
     expected = [number for number in range(100) if mask >> number & 1]
