@@ -5,6 +5,7 @@
 the index, batches of 64 blocks, 1000 slots and a million blocks there; and what one large message holds the loop for.
 `match`: longest prefixes of one prompt for all slots at once, in a cluster as `indexed_prompts.py` makes it up, with
 500 requests in flight that no event tells of yet; every prompt is another, so that caches are as cold as in service.
+`decision`: the whole choice, that search included and hashing left out (`decision_rows.py`).
 
 Times are the thread's own: nothing here waits, and what else the machine does is no part of it.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from decision_rows import decision_rows
 from harness import Bar, Options, Report, median, percentile
 from indexed_prompts import IndexedPrompts
 from medialane.core.block_hash import MediaSpan, prompt_block_ids, token_array
@@ -37,7 +39,7 @@ EVENT_BLOCKS = 64
 LOST_BLOCKS, SWEPT_BLOCKS, SNAPSHOT_PART_BLOCKS = 100_000, 512, PIECE_BLOCKS
 
 HASHING_MS, EVENTS_PER_S, ENTRY_BYTES = 1.5, 500_000, 200
-MATCH_US = {512: 50, 8192: 100}
+DECISION_US = {512: 50, 8192: 100}
 
 
 def run(options: Options) -> Report:
@@ -49,6 +51,7 @@ def run(options: Options) -> Report:
     _hashing(report, rounds=max(20, rounds // 20))
     _events(report, num_blocks)
     _match(report, clusters, rounds)
+    _decisions(report, clusters, rounds)
     return report
 
 
@@ -160,8 +163,6 @@ def _match(report: Report, clusters: tuple[tuple[int, int], ...], rounds: int) -
         for number in range(IN_FLIGHT):
             index.note(number % num_slots, prompts.arriving(512))
         rows += [_match_row(index, prompts, length, rounds) for length in PROMPT_BLOCKS]
-        if (num_slots, num_blocks) == clusters[-1]:
-            _bar_matches(report, rows[-len(PROMPT_BLOCKS) :], num_slots, num_blocks)
     report.tables["match"] = rows
 
 
@@ -187,9 +188,13 @@ def _match_row(index: BlockIndex, prompts: IndexedPrompts, length: int, rounds: 
     }
 
 
-def _bar_matches(report: Report, rows: list[dict[str, object]], num_slots: int, num_blocks: int) -> None:
-    for row in rows:
-        limit = MATCH_US.get(int(str(row["prompt blocks"])))
+def _decisions(report: Report, clusters: tuple[tuple[int, int], ...], rounds: int) -> None:
+    rows: list[dict[str, object]] = []
+    for num_slots, num_blocks in clusters:
+        rows += decision_rows(num_slots=num_slots, num_blocks=num_blocks, lengths=PROMPT_BLOCKS, rounds=rounds)
+    report.tables["decision"] = rows
+    for row in rows[-len(PROMPT_BLOCKS) :]:
+        limit = DECISION_US.get(int(str(row["prompt blocks"])))
         if limit is not None:
-            name = f"match of {row['prompt blocks']} blocks, {num_slots} slots, {num_blocks} blocks, p50 us"
-            report.bars.append(Bar(name, float(str(row["p50 us"])), limit, "at most"))
+            what = f"{row['prompt blocks']} blocks, {row['slots']} slots, {row['blocks indexed']} blocks indexed"
+            report.bars.append(Bar(f"decision: {what}, p50 us", float(str(row["p50 us"])), limit, "at most"))

@@ -1,4 +1,4 @@
-"""`medialane bench router`: what a whole choice takes, the search in the index included and hashing left out.
+"""For `medialane bench router`: what a whole choice takes, the search in the index included and hashing left out.
 
 The router has the same blocks as `match` does, a queue of a few requests at each slot, and encoder caches. A prompt has
 an image among its first blocks; what is sent is prefilled and released after some hundred others, as in service.

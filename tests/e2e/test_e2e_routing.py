@@ -150,3 +150,22 @@ async def test_decisions_tell_the_last_choices_and_their_reasons(gateways):
     assert decision["num_tokens"] > 0
     assert decision["engine_cached_tokens"] == decision["cached_tokens"]
     assert decision["reason"]
+
+
+async def test_metrics_tell_of_routing(gateways):
+    client = gateways["features/shm"]
+    for _ in range(2):
+        await client.succeed(chat(picture(4001), text("What is it?")))
+    page = await client.metrics()
+    for kind in ("routed_cached", "engine_cached"):
+        assert (
+            0
+            < page.value("medialane_prompt_tokens_total", kind=kind)
+            < page.value("medialane_prompt_tokens_total", kind="all")
+        )
+    assert page.value("medialane_media_items_total", modality="image", outcome="cached") > 0
+    assert page.value("medialane_routing_seconds_count") > 0
+    assert page.value("medialane_routing_entries") >= page.value("medialane_routing_blocks") > 0
+    assert page.value("medialane_routing_missed_predictions_total") == 0
+    assert page.value("medialane_kv_event_gaps_total") == 0
+    assert 0 <= page.value("medialane_kv_event_lag_seconds") < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing import DecisionRecord, Routed, Router, RoutingRequest
+
+logger = logging.getLogger(__name__)
 
 #: Where no worker has told its own yet; then there is nobody to choose either.
 _ANY_BLOCK_SIZE = 16
@@ -49,6 +52,7 @@ class RoutingStats(NamedTuple):
     num_unexplained: int
     num_never_stored: int
     event_lag_s: Mapping[str, float]
+    num_event_gaps: Mapping[str, int]
 
 
 class Routes:
@@ -112,6 +116,7 @@ class Routes:
         routed = self._router.pick(wanted, exclude=self._lost())
         self._metrics.observe_routing(time.perf_counter() - started)
         decision = routed.decision
+        logger.debug("%s goes to %s (rank %d): %s", request.request_id, decision.worker_id, decision.rank, decision)
         rank = decision.rank if decision.num_ranks > 1 else request.data_parallel_rank
         return Route(self._workers.links[decision.worker_id], routed, known, rank)
 
@@ -143,6 +148,7 @@ class Routes:
             counts.num_unexplained,
             counts.num_never_stored,
             dict(self._event_lag_s),
+            {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client},
         )
 
     def _lost(self) -> list[int]:

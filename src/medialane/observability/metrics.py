@@ -76,6 +76,8 @@ class RoutingFacts(Protocol):
     def num_never_stored(self) -> int: ...
     @property
     def event_lag_s(self) -> Mapping[str, float]: ...
+    @property
+    def num_event_gaps(self) -> Mapping[str, int]: ...
 
 
 class Metrics:
@@ -279,6 +281,14 @@ def _routing(facts: RoutingFacts) -> Iterator[Metric]:
     yield missed
     lags = dict(facts.event_lag_s)
     yield _gauge("medialane_kv_event_lag_seconds", "Age of a worker's last KV change when it came", "worker", lags)
+    gaps = CounterMetricFamily(
+        "medialane_kv_event_gaps",
+        "Times that KV changes of a worker were missing and it told all of them again, on this connection",
+        labels=["worker"],
+    )
+    for worker, num_gaps in facts.num_event_gaps.items():
+        gaps.add_metric([worker], num_gaps)
+    yield gaps
 
 
 def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.core.request import Endpoint, WorkerLoad
+from medialane.gateway import RoutingStats
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 
@@ -75,6 +76,37 @@ def test_state_is_read_at_every_scrape(metrics, registry):
     arena.pinned_bytes, preparers.num_queued = 40, 0
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 0
     assert value("medialane_preparer_queue") == 0
+
+
+def test_router_is_read_at_every_scrape(metrics, registry):
+    facts = RoutingStats(
+        num_blocks=10,
+        num_entries=15,
+        num_encoder_items=3,
+        num_unexplained=1,
+        num_never_stored=2,
+        event_lag_s={"w0": 0.25},
+        num_event_gaps={"w0": 4},
+    )
+    metrics.watch_routing(lambda: facts)
+    value = registry.get_sample_value
+    assert value("medialane_routing_blocks") == 10
+    assert value("medialane_routing_entries") == 15
+    assert value("medialane_routing_encoder_items") == 3
+    assert value("medialane_routing_missed_predictions_total", {"kind": "fewer_cached"}) == 1
+    assert value("medialane_routing_missed_predictions_total", {"kind": "never_stored"}) == 2
+    assert value("medialane_kv_event_lag_seconds", {"worker": "w0"}) == 0.25
+    assert value("medialane_kv_event_gaps_total", {"worker": "w0"}) == 4
+
+
+def test_cached_tokens_are_counted_as_routed_and_as_the_engine_says(metrics, registry):
+    metrics.count_prompt(100, routed_cached=64, engine_cached=48)
+    metrics.count_prompt(10, routed_cached=0, engine_cached=None)
+    tokens = {
+        kind: registry.get_sample_value("medialane_prompt_tokens_total", {"kind": kind})
+        for kind in ("all", "routed_cached", "engine_cached")
+    }
+    assert tokens == {"all": 110, "routed_cached": 64, "engine_cached": 48}
 
 
 def test_worker_is_in_exactly_one_state(metrics, registry):
