@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -43,8 +44,10 @@ POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "pref
 EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
-#: Requests a second and worker that fill round-robin's workers, about.
-GUESS_PER_S = 38.0
+#: Requests a second and worker that fill round-robin's workers, about; how near the utilisation has to be to the one
+#: asked for, and how many runs that may take.
+GUESS_PER_S = 19.0
+CLOSE, _MAX_TRIES = 0.015, 10
 #: Requests that come before caches and queues are as they stay are not counted: this share of the trace.
 WARM_UP = 0.4
 
@@ -221,11 +224,23 @@ def _counted(turns: list[Turn]) -> list[Turn]:
 
 
 def rate_for(utilisation: float, num_workers: int, trace: SessionTrace) -> float:
-    """The rate at which round-robin's workers are so busy: a guess, put right by one run."""
+    """The rate at which round-robin's workers are so busy, found by trying: queues grow long before all are busy."""
+    low, high = (0.0, 0.0), (math.inf, 1.0)
     rate = GUESS_PER_S * num_workers * utilisation
-    turns = list(session_turns(trace._replace(rate_per_s=rate)))
-    found = SimulatedCluster(num_workers, RoutingConfig(router="round-robin")).run(turns)
-    return rate * utilisation / found.utilisation
+    for _ in range(_MAX_TRIES):
+        turns = list(session_turns(trace._replace(rate_per_s=rate)))
+        found = SimulatedCluster(num_workers, RoutingConfig(router="round-robin")).run(turns).utilisation
+        if abs(found - utilisation) <= CLOSE:
+            return rate
+        if found < utilisation:
+            low = rate, found
+        else:
+            high = rate, found
+        if high[0] == math.inf:
+            rate *= utilisation / found
+        else:
+            rate = low[0] + (high[0] - low[0]) * (utilisation - low[1]) / (high[1] - low[1])
+    raise RuntimeError(f"no rate found that keeps {num_workers} workers {utilisation:.0%} busy: {low} to {high}")
 
 
 def compare(

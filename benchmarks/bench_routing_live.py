@@ -1,13 +1,19 @@
-"""Repeated images over two real vLLM workers: routed by what the workers' caches hold, and in turn (round-robin).
+"""Repeated images, and sessions, over two real vLLM workers: routed by what the workers' caches hold, and in turn.
 
-One pair of workers, two gateways over it, asked in turns with pictures of their own. The pictures of a turn fit in the
-KV caches of both workers together and not in that of one: sent in turn they push each other out, as the hot pictures of
-a larger fleet do. Each is asked about several times, in a shuffled order; the first time is not counted.
+One pair of workers, two gateways over it, asked in turns with pictures and words of their own.
+
+`repeated images`: the pictures of a turn fit in the KV caches of both workers together and not in that of one: sent in
+turn they push each other out, as the hot pictures of a larger fleet do. Each is asked about several times, in a
+shuffled order; the first time is not counted.
+
+`sessions`: a trace of `traces/` in small: hot images, follow-up questions, shared system prompts; its order, not its
+times. `cached` is the share of prompt tokens that the engines had in their caches, as they tell it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import socket
@@ -19,11 +25,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from harness import Bar, Options, Report, median, percentile
 from load import data_url, image_request, send
 from medialane.cli.sample_images import sample_jpeg
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from traces import SessionTrace, Turn, session_turns
 
 ABOUT = "repeated images over two real workers: TTFT, routed by cache and round-robin"
 
@@ -34,6 +42,19 @@ CONCURRENCY = 2
 #: A picture takes 8 blocks of 128 tokens: seven pictures fit in a worker, with room for the requests that run.
 FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=4096", "--num-gpu-blocks-override=64")
 START_S = 300.0
+#: Sessions whose prompts fit in the tiny model's context: a word of the trace is about two tokens.
+SESSIONS = SessionTrace(
+    num_turns=60,
+    num_system_prompts=3,
+    system_prompt=(60, 200),
+    num_images=12,
+    image=(1, 1),
+    question=(5, 20),
+    answer=(5, 10),
+    images_of_first=(0.2, 0.5, 0.3),
+    max_turns=6,
+)
+SESSION_PICTURE = (512, 384)
 
 
 def run(options: Options) -> Report:
@@ -42,26 +63,43 @@ def run(options: Options) -> Report:
 
 async def _run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
-    ttft: dict[str, list[float]] = {OURS: [], PEER: []}
+    images: dict[str, list[float]] = {OURS: [], PEER: []}
+    sessions: dict[str, list[float]] = {OURS: [], PEER: []}
+    cached: dict[str, float] = {}
+    rounds = options.rounds or (2 if options.quick else 6)
     async with _servers(model) as urls:
-        for turn in range(options.rounds or (2 if options.quick else 6)):
-            for name in (OURS, PEER) if turn % 2 == 0 else (PEER, OURS):
-                ttft[name] += await _turn(model, urls[name], seed=2 * turn + (name == PEER))
-    rows = [
-        {
-            "router": name,
-            "n": len(found),
-            "ttft_p50_ms": 1000 * median(found),
-            "ttft_p90_ms": 1000 * percentile(found, 0.9),
-        }
-        for name, found in ttft.items()
-    ]
-    ratio = median(ttft[OURS]) / median(ttft[PEER])
-    bar = Bar("repeated images, two real workers: TTFT p50 / round-robin", ratio, 0.5, "at most")
-    return Report("routing_live", {"repeated images": rows}, [bar])
+        for turn in range(rounds):
+            for name in _in_turns(turn):
+                images[name] += await _repeated_images(model, urls[name], seed=2 * turn + (name == PEER))
+        before = {name: await _prompt_tokens(url) for name, url in urls.items()}
+        for turn in range(max(1, rounds // 2)):
+            for name in _in_turns(turn):
+                sessions[name] += await _sessions(model, urls[name], seed=2 * turn + (name == PEER))
+        for name, url in urls.items():
+            tokens, hits = (now - then for now, then in zip(await _prompt_tokens(url), before[name], strict=True))
+            cached[name] = hits / tokens
+    report = Report("routing_live")
+    report.tables["repeated images"] = [_row(name, found) for name, found in images.items()]
+    report.tables["sessions"] = [{**_row(name, found), "cached": cached[name]} for name, found in sessions.items()]
+    ratio = median(images[OURS]) / median(images[PEER])
+    report.bars.append(Bar("repeated images, two real workers: TTFT p50 / round-robin", ratio, 0.5, "at most"))
+    return report
 
 
-async def _turn(model: str, url: str, *, seed: int) -> list[float]:
+def _in_turns(turn: int) -> tuple[str, str]:
+    return (OURS, PEER) if turn % 2 == 0 else (PEER, OURS)
+
+
+def _row(name: str, ttft_s: list[float]) -> dict[str, object]:
+    return {
+        "router": name,
+        "n": len(ttft_s),
+        "ttft_p50_ms": 1000 * median(ttft_s),
+        "ttft_p90_ms": 1000 * percentile(ttft_s, 0.9),
+    }
+
+
+async def _repeated_images(model: str, url: str, *, seed: int) -> list[float]:
     """TTFT of the repeated requests, seconds."""
     pictures = [data_url(sample_jpeg(5000 + NUM_PICTURES * seed + n, *SIZE)) for n in range(NUM_PICTURES)]
     await _ask(model, url, pictures, "What is it?")
@@ -69,6 +107,40 @@ async def _turn(model: str, url: str, *, seed: int) -> list[float]:
     random.Random(seed).shuffle(repeats)
     bodies = [image_request(model, pictures[n], f"Question {k}: what else?") for n, k in repeats]
     return (await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s
+
+
+async def _sessions(model: str, url: str, *, seed: int) -> list[float]:
+    """TTFT of all requests of a trace, seconds."""
+    bodies = [_session_request(model, turn, seed) for turn in session_turns(SESSIONS._replace(seed=seed))]
+    return (await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s
+
+
+def _session_request(model: str, turn: Turn, seed: int) -> bytes:
+    """The turn's prompt as one message: its words as numbers, its images as pictures."""
+    content: list[dict[str, object]] = []
+    done = 0
+    for span in turn.media:
+        picture = data_url(sample_jpeg(int(span.mm_hash[:6], 16) + seed, *SESSION_PICTURE))
+        content.append({"type": "text", "text": _words(turn.token_ids[done : span.offset])})
+        content.append({"type": "image_url", "image_url": {"url": picture}})
+        done = span.offset + span.length
+    content.append({"type": "text", "text": _words(turn.token_ids[done:])})
+    messages = [{"role": "user", "content": content}]
+    body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0, "stream": True}
+    return json.dumps(body).encode()
+
+
+def _words(ids: Sequence[int]) -> str:
+    return " ".join(str(number % 1000) for number in ids)
+
+
+async def _prompt_tokens(url: str) -> tuple[float, float]:
+    """Tokens of all prompts so far, and those of them that the engines had in their caches."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        page = await response.text()
+    samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+    found = {s.labels["kind"]: s.value for s in samples if s.name == "medialane_prompt_tokens_total"}
+    return found.get("all", 0.0), found.get("engine_cached", 0.0)
 
 
 async def _ask(model: str, url: str, pictures: Sequence[str], question: str) -> None:

@@ -26,6 +26,7 @@ SERVER_FLAGS = (
     "--tool-call-parser=hermes",
     "--enable-prompt-tokens-details",
     "--trust-request-mm-kwargs",
+    "--enable-mm-embeds",
 )
 
 #: Test pictures are served from the loopback interface.

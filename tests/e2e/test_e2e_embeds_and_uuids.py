@@ -1,0 +1,85 @@
+"""Items that bring no file: embeddings that the client has made, and media named by a uuid that was sent before."""
+
+import base64
+import io
+
+import pytest
+import torch
+from openai_http import assert_same, chat, data_url, image, photo, picture, text
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("Describe the picture.")
+#: Of the tiny model.
+HIDDEN = 128
+
+
+def saved(tensor: torch.Tensor) -> str:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def embeds(seed: int, *, rows: int = 24, grid: tuple[int, int, int] = (1, 8, 12), **more):
+    """An image of `grid` patches as the embeddings that an encoder could have made of it."""
+    values = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    fields = {"image_embeds": saved(values), "image_grid_thw": saved(torch.tensor(grid))}
+    return {"type": "image_embeds", "image_embeds": fields, **more}
+
+
+BODIES = {
+    "embeddings": chat(embeds(1), ASK),
+    "two embeddings": chat(embeds(1), text("and"), embeds(2, rows=12, grid=(1, 4, 12)), ASK),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_answer_to_embeddings_equals_plain_vllms(ours, plain, name):
+    answer, right = await ours.succeed(BODIES[name]), await plain.succeed(BODIES[name])
+    assert_same(answer.json, right.json)
+    assert_same((await ours.succeed(BODIES[name])).json, right.json)
+
+
+async def test_answers_depend_on_the_embeddings(ours):
+    answers = {
+        tuple((await ours.succeed(chat(embeds(seed, rows=96, grid=(1, 16, 24)), ASK))).ids) for seed in (3, 4, 5)
+    }
+    assert len(answers) > 1
+
+
+async def test_embeddings_that_do_not_fit_are_refused_by_name_and_the_worker_lives(ours):
+    answer = await ours.post(chat(embeds(6, rows=23), ASK))
+    assert answer.status == 400
+    assert answer.error["param"] == "messages[0].content[0].image_embeds"
+    await ours.succeed(chat(embeds(6), ASK))
+
+
+async def test_uuid_alone_is_answered_as_its_content(ours, plain):
+    right = await plain.succeed(chat(picture(60), ASK))
+    assert_same((await ours.succeed(chat({**picture(60), "uuid": "of-60"}, ASK))).json, right.json)
+    again = await ours.succeed(chat({"type": "image_url", "image_url": None, "uuid": "of-60"}, ASK))
+    assert again.cache == "hit"
+    assert_same(again.json, right.json)
+
+
+async def test_uuid_sent_with_other_content_means_that_content(ours, plain):
+    other = image(data_url(photo(61)))
+    right = await plain.succeed(chat(other, ASK))
+    await ours.succeed(chat({**picture(60), "uuid": "reused"}, ASK))
+    assert_same((await ours.succeed(chat({**other, "uuid": "reused"}, ASK))).json, right.json)
+    named = await ours.succeed(chat({"type": "image_url", "image_url": None, "uuid": "reused"}, ASK))
+    assert_same(named.json, right.json)
+
+
+async def test_unknown_uuid_is_refused_by_name(ours):
+    answer = await ours.post(chat({"type": "image_url", "image_url": None, "uuid": "never-sent"}, ASK))
+    assert answer.status == 400
+    assert answer.error["param"] == "messages[0].content[0].image_url"
+    assert "never-sent" not in answer.error["message"]
+
+
+async def test_embeddings_by_uuid(ours, plain):
+    right = await plain.succeed(chat(embeds(7), ASK))
+    await ours.succeed(chat(embeds(7, uuid="embeds-7"), ASK))
+    named = await ours.succeed(chat({"type": "image_embeds", "image_embeds": None, "uuid": "embeds-7"}, ASK))
+    assert_same(named.json, right.json)
