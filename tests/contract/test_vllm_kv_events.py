@@ -113,6 +113,8 @@ async def test_cache_salt_is_part_of_every_block(watched, maker):
     assert not set(salted.tolist()) & set(predicted(prompt).tolist())
 
 
+# The arena is mapped for reading only; torch tells so of the first array that it sees, and nothing writes to it.
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 async def test_video_that_the_worker_expands_is_held_as_it_was_placed(watched, maker):
     await watched.reset()
     frames = np.stack([pixels(112, 84, seed) for seed in range(8)])
