@@ -119,13 +119,12 @@ async def test_video_that_the_worker_expands_is_held_as_it_was_placed(watched, m
     await watched.reset()
     frames = np.stack([pixels(112, 84, seed) for seed in range(8)])
     size = MediaSize(width=112, height=84, num_frames=8, metadata=b'{"fps":2.0,"duration":4.0,"total_num_frames":8}')
-    item = HandedMedia(
-        "video", "d" * 64, b"", (InlineTensor(TensorSpec("uint8", frames.shape), frames.tobytes()),), size
-    )
+    name = "5eed" * 16  # the encoder cache of the engine is not reset, and other tests name items as they like
+    item = HandedMedia("video", name, b"", (InlineTensor(TensorSpec("uint8", frames.shape), frames.tobytes()),), size)
     pads = maker.tokenizer.encode("<|vision_start|><|video_pad|><|vision_end|>")
     first = await watched.run(SourcePrompt(text(100) + pads + text(300, 1), (item,), stage="decoded"))
     (placed,) = first.placed
-    assert (placed.modality, placed.mm_hash, placed.offset) == ("video", "d" * 64, 101)
+    assert (placed.modality, placed.mm_hash, placed.offset) == ("video", name, 101)
     assert 0 < placed.num_embeds <= placed.length
     ids = prompt_block_ids(first.prompt_token_ids, block_size=BLOCK, media=first.placed)
     assert len(ids) >= 3
