@@ -13,11 +13,12 @@ from medialane.core.block_hash import MediaSpan, prompt_block_ids
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import KvChange
-from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
+from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
+from medialane.observability.tracing import annotate
 from medialane.routing import DecisionRecord, Routed, Router, RoutingRequest
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class Routes:
         self._metrics.observe_routing(time.perf_counter() - started)
         decision = routed.decision
         logger.debug("%s goes to %s (rank %d): %s", request.request_id, decision.worker_id, decision.rank, decision)
+        annotate(_attributes(decision))
         rank = decision.rank if decision.num_ranks > 1 else request.data_parallel_rank
         return Route(self._workers.links[decision.worker_id], routed, known, rank)
 
@@ -124,6 +126,8 @@ class Routes:
         """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
+        if num_cached is not None:
+            annotate({"medialane.routing.engine_cached_tokens": num_cached})
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
@@ -181,6 +185,13 @@ def _span(placed: PlacedFeature) -> MediaSpan:
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
+
+
+def _attributes(decision: RoutingDecision) -> dict[str, str | int | float]:
+    """A decision as the attributes of a span."""
+    names = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
+    told = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
+    return {"medialane.routing.worker": decision.worker_id, **told}
 
 
 def _record(found: DecisionRecord) -> dict[str, object]:

@@ -1,0 +1,42 @@
+"""What a request's trace is told of routing, with a tracer of OpenTelemetry's SDK."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+
+import pytest
+from gateway_parts import FakeWorker, Parts, png, prompt
+from opentelemetry.sdk.trace import TracerProvider
+
+from medialane.gateway import open_scope
+
+
+@pytest.fixture
+async def worker(arena):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        worker = FakeWorker(f"{folder}/w.sock", directory=str(arena.path.parent))
+        await worker.start()
+        yield worker
+        await worker.close()
+    gc.collect()
+
+
+@pytest.fixture
+def tracer():
+    provider = TracerProvider()
+    yield provider.get_tracer("test")
+    provider.shutdown()
+
+
+async def test_decision_and_what_came_of_it_are_attributes_of_the_requests_span(arena, preparers, worker, tracer):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with tracer.start_as_current_span("request") as span, open_scope():
+            await parts.answer(prompt(png(seed=1)))
+    told = {name.removeprefix("medialane.routing."): value for name, value in span.attributes.items()}
+    assert told["reason"] == "the only candidate"
+    assert told["policy"] == "cost"
+    assert (told["rank"], told["cached_tokens"]) == (0, 0)
+    assert told["num_tokens"] > 0
+    assert told["expected_ms"] > 0
+    assert worker.address in told["worker"]
