@@ -42,6 +42,7 @@ from medialane.core.media import Image, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
 from medialane.observability.metrics import Metrics
+from medialane.prepare.fake import FakeAssembler
 from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello, RpcConfig
 from medialane.transfer import ShmTransport, TransferConfig
@@ -159,7 +160,7 @@ def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gatew
         transfer=TransferConfig(transport="shm"),
         features=nothing,
         handover=Handover(transports=[ShmTransport()], features=nothing, max_inline_bytes=0),
-        assembler=nothing,
+        assembler=FakeAssembler(),
         workers=workers,
         router=Router(),
         metrics=metrics,

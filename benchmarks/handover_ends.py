@@ -46,6 +46,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
+from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.rpc import RpcConfig, RpcServer
 from medialane.vllm_bridge import plugin
@@ -222,6 +223,9 @@ class FrontEnd:
 
     def load(self) -> WorkerLoad:
         return WorkerLoad()
+
+    def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
+        """It has no KV cache."""
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         return bool(await self._client.call_utility_async("medialane_attach", arena, self._directory, nonce.hex()))
