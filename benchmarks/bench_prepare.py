@@ -44,11 +44,12 @@ from medialane.cli.sample_images import sample_jpeg
 from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.gateway import FeatureSource, Gateway, GatewayConfig, open_scope
+from medialane.gateway import Aliases, FeatureSource, Gateway, GatewayConfig, WorkerPool, open_scope
 from medialane.gateway import Turns as LoopTurns
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.routing import Router
 from medialane.transfer import TransferConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
 from medialane.vllm_bridge.preparation import FactoryConfig, VllmAssembler
@@ -199,7 +200,13 @@ def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any,
     """The gateway's own parts, but those behind preparation."""
     nothing: Any = None
     features = FeatureSource(
-        arena=arena, pool=pool, fetcher=fetcher, media=MediaConfig(), processor_digest="", turns=loop_turns
+        arena=arena,
+        pool=pool,
+        fetcher=fetcher,
+        media=MediaConfig(),
+        processor_digest="",
+        turns=loop_turns,
+        aliases=Aliases(max_aliases=1, ttl_s=60),
     )
     return Gateway(
         config=GatewayConfig(stage="features"),
@@ -207,8 +214,8 @@ def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any,
         features=features,
         handover=nothing,
         assembler=VllmAssembler(processor),
-        workers=nothing,
-        router=nothing,
+        workers=WorkerPool([]),
+        router=Router(),
         metrics=Metrics(CollectorRegistry()),
     )
 
