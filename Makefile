@@ -61,8 +61,9 @@ clean:          ## remove .venv and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process for each kind of test: vLLM, once it is in a process, changes its logging and leaves children there.
-# With ARGS a kind may be left without any test (pytest's exit status 5).
-pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
+# Examples of property tests are the same in every run, so that a change is judged by its own faults; `make fuzz` seeks new
+# ones, as does pytest by itself. With ARGS a kind may be left without any test (pytest's exit status 5).
+pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
 # Only lines that tell how far pip has come are shown; everything is in the log, whose end is shown when it fails.
 $(STAMP): pyproject.toml $(wildcard src/startup/*)
