@@ -1,8 +1,10 @@
 """A real arena and real preparers with the fake processor."""
 
 import gc
+import tempfile
 
 import pytest
+from gateway_parts import FakeWorker
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.media import MediaConfig
@@ -32,3 +34,14 @@ async def preparers(arena):
     await pool.start()
     yield pool
     await pool.close()
+
+
+@pytest.fixture
+async def worker(arena):
+    """A worker over a fake engine, alone."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        worker = FakeWorker(f"{folder}/w.sock", directory=str(arena.path.parent))
+        await worker.start()
+        yield worker
+        await worker.close()
+    gc.collect()

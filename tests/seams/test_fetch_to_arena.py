@@ -27,7 +27,7 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
-from medialane.gateway import EncodedStore, FeatureSource, Turns, open_scope
+from medialane.gateway import Aliases, EncodedStore, FeatureSource, Turns, open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
@@ -67,7 +67,13 @@ async def source_of(arena, preparers=None, **limits):
     turns = Turns()
     async with fetching(arena, **limits) as fetcher:
         yield FeatureSource(
-            arena=arena, pool=preparers, fetcher=fetcher, media=MediaConfig(), processor_digest="d", turns=turns
+            arena=arena,
+            pool=preparers,
+            fetcher=fetcher,
+            media=MediaConfig(),
+            processor_digest="d",
+            turns=turns,
+            aliases=Aliases(max_aliases=8, ttl_s=60),
         )
     turns.close()
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import tempfile
-
 import pytest
-from gateway_parts import FakeWorker, Parts, png, prompt
+from gateway_parts import Parts, png, prompt
 from opentelemetry.sdk.trace import TracerProvider
 
 from medialane.gateway import open_scope
-
-
-@pytest.fixture
-async def worker(arena):
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        worker = FakeWorker(f"{folder}/w.sock", directory=str(arena.path.parent))
-        await worker.start()
-        yield worker
-        await worker.close()
-    gc.collect()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from gateway_parts import ScriptedFetcher, png, ref
 from PIL import Image as PILImage
 
 from medialane.core.media import MediaSize
-from medialane.gateway import FeatureSource, Turns
+from medialane.gateway import Aliases, FeatureSource, Turns
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PrepareConfig, PreparerPool
@@ -42,7 +42,13 @@ async def source_with(arena):
         pools.append(pool)
         await pool.start()
         return FeatureSource(
-            arena=arena, pool=pool, fetcher=ScriptedFetcher(), media=media, processor_digest="digest", turns=turns
+            arena=arena,
+            pool=pool,
+            fetcher=ScriptedFetcher(),
+            media=media,
+            processor_digest="digest",
+            turns=turns,
+            aliases=Aliases(max_aliases=8, ttl_s=60),
         )
 
     yield make

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import gc
 import io
 import json
-import tempfile
 from contextlib import aclosing
 
 import msgspec
 import numpy as np
 import pytest
-from gateway_parts import FakeWorker, Parts, eventually, png
+from gateway_parts import Parts, eventually, png
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
 from medialane.core.errors import UnknownMediaUuid, UnsupportedMediaType
@@ -26,16 +24,6 @@ from medialane.prepare.fake import PLACEHOLDER_TOKEN
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 FIRST, SECOND = png(seed=1), png(90, 60, seed=2)
-
-
-@pytest.fixture
-async def worker(arena):
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        worker = FakeWorker(f"{folder}/w.sock", directory=str(arena.path.parent))
-        await worker.start()
-        yield worker
-        await worker.close()
-    gc.collect()
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ for name in ("torch", "torchvision", "transformers"):
     try:
         module = __import__(name)
         found[name] = [True, module.__version__]
-    except Exception as error:
+    except Exception as error:  # whatever a broken build raises is the finding
         found[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
 print(json.dumps(found))
 """

@@ -59,9 +59,8 @@ class FeatureSource:
         media: MediaConfig,
         processor_digest: str,
         turns: Turns,
-        aliases: Aliases | None = None,
+        aliases: Aliases,
     ) -> None:
-        """Without `aliases` no names are remembered."""
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
@@ -76,7 +75,7 @@ class FeatureSource:
         """`ref`, its content and options known where it is an alias alone. Raises UnknownMediaUuid."""
         if not ref.is_alias or ref.alias is None:
             return ref
-        bound = None if self._aliases is None else self._aliases.find(ref.salt, ref.alias)
+        bound = self._aliases.find(ref.salt, ref.alias)
         if bound is None:
             raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
@@ -173,7 +172,7 @@ class FeatureSource:
 
     def _bind(self, ref: MediaRef, content: str) -> None:
         """Only content that could be used is worth a name."""
-        if self._aliases is not None and ref.alias is not None and not ref.is_alias:
+        if ref.alias is not None and not ref.is_alias:
             self._aliases.bind(ref.salt, ref.alias, content)
 
     async def _prepare(

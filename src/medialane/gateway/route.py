@@ -73,7 +73,16 @@ class Routes:
         endpoints = link.endpoints()
         self._slots[link.address] = [self._router.join(endpoint) for endpoint in endpoints]
         card = endpoints[0].card
-        self._block_size = card.block_size if card is not None else self._block_size
+        if card is None:
+            return
+        if len(self._slots) > 1 and card.block_size != self._block_size:
+            logger.warning(
+                "worker %s has KV blocks of %d tokens, others of %d: caches of the other size are not found",
+                link.address,
+                card.block_size,
+                self._block_size,
+            )
+        self._block_size = card.block_size
 
     def left(self, link: WorkerLink) -> None:
         self._event_lag_s.pop(link.address, None)
@@ -204,6 +213,3 @@ def _record(found: DecisionRecord) -> dict[str, object]:
         **told,
         "first_token_ms": None if found.first_token_ms is None else round(found.first_token_ms, 2),
     }
-
-
-__all__ = ["Known", "Route", "Routes", "RoutingStats"]

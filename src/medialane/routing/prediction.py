@@ -195,8 +195,8 @@ class PredictionWatch:
         self.counts.num_warnings += 1
         logger.warning(
             "worker %s does not cache as predicted: %d of the last %d looks at it failed (fewer cached tokens than its "
-            "events promise, or blocks of prompts that it never told of). Requests are routed to it by load rather "
-            "than by cache until its KV events match; is prefix caching on there?",
+            "events promise, or blocks of prompts that it never told of). What the "
+            "router takes for cached there is not to be relied on; is prefix caching on there?",
             watched.name,
             num_bad,
             len(outcomes),

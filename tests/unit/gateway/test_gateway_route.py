@@ -1,0 +1,67 @@
+"""What the router is told of workers and of requests."""
+
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from medialane.core.errors import InvalidRequest
+from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.media import MediaRef
+from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.gateway.route import Routes
+from medialane.observability.metrics import Metrics
+from medialane.routing import Router
+
+
+def link_to(name, *, block_size=16):
+    card = ModelCard("m", 4096, block_size, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
+    endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=True, card=card)
+    client = SimpleNamespace(num_block_gaps=0)
+    return SimpleNamespace(address=name, client=client, endpoints=lambda: [endpoint])
+
+
+@pytest.fixture
+def make_routes():
+    def make(*links):
+        workers = SimpleNamespace(links={link.address: link for link in links}, listen=lambda listener: None)
+        routes = Routes(Router(seed=1), workers, Metrics(CollectorRegistry()))
+        for link in links:
+            routes.joined(link)
+        return routes
+
+    return make
+
+
+def left_to_worker(number):
+    """A request whose one image the worker expands, and that nobody has seen before."""
+    item = MediaRef("image", "messages[0].content[0].image_url", data=b"")
+    prepared = PreparedPrompt([1, 2, 3], (), ("f" * 64,), MediaPrompt([1, 2, 3], (item,)))
+    return EngineRequest(f"r{number}", ExpandedPrompt([1, 2, 3]), b""), prepared
+
+
+def test_new_images_arriving_together_meet_though_their_place_in_the_prompt_is_unknown(make_routes):
+    routes = make_routes(link_to("w0"), link_to("w1"))
+    chosen = [routes.choose(*left_to_worker(number)).link.address for number in range(2)]
+    assert chosen[0] == chosen[1]
+
+
+def test_worker_whose_connection_has_just_ended_is_left_out(make_routes):
+    first, second = link_to("w0"), link_to("w1")
+    routes = make_routes(first, second)
+    first.client = None
+    assert {routes.choose(*left_to_worker(n)).link.address for n in range(4)} == {"w1"}
+
+
+def test_workers_of_different_block_sizes_are_told_of(make_routes, caplog):
+    make_routes(link_to("w0", block_size=16), link_to("w1", block_size=16))
+    assert not caplog.records
+    make_routes(link_to("w0", block_size=16), link_to("w1", block_size=32))
+    assert "worker w1 has KV blocks of 32 tokens, others of 16" in caplog.text
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
+def test_limit_of_decisions_that_is_no_number_is_refused_by_name(make_routes, limit):
+    with pytest.raises(InvalidRequest) as raised:
+        make_routes(link_to("w0")).decisions({"limit": limit})
+    assert raised.value.param == "limit"
