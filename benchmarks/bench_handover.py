@@ -47,8 +47,9 @@ from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello, RpcConfig
 from medialane.transfer import ShmTransport, TransferConfig
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
+from medialane.vllm_bridge.assembler import VllmAssembler
 from medialane.vllm_bridge.features import decode_item, encode_item
-from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor
+from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.validation import FeatureChecker
 

@@ -52,7 +52,8 @@ from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.routing import Router
 from medialane.transfer import TransferConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
-from medialane.vllm_bridge.preparation import FactoryConfig, VllmAssembler
+from medialane.vllm_bridge.assembler import VllmAssembler
+from medialane.vllm_bridge.preparation import FactoryConfig
 from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
 ABOUT = "images a second of 1, 2, ... preparers, against vLLM's renderer in one process"

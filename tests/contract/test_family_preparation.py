@@ -13,8 +13,9 @@ from medialane.core.feature import Feature, HandedMedia
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
 from medialane.core.request import ExpandedPrompt
+from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, engine_media, modality_of, supports_split
+from medialane.vllm_bridge.preparation import VllmProcessor, engine_media, modality_of
 from medialane.vllm_bridge.tiny_model import cache_folder
 from medialane.vllm_bridge.validation import FeatureChecker
 

@@ -8,8 +8,10 @@ from PIL import Image as PILImage
 from medialane.core.errors import InvalidImage, PromptRejected
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
+from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, stand_in, supports_split
+from medialane.vllm_bridge.placing import stand_in
+from medialane.vllm_bridge.preparation import VllmProcessor
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 

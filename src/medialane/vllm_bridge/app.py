@@ -28,9 +28,10 @@ from medialane.core.feature import Feature
 from medialane.prepare.processor import AssembledPrompt, Assembler
 from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
 from medialane.vllm_bridge.media_options import check_model_io
-from medialane.vllm_bridge.preparation import VllmAssembler, VllmProcessor, supports_split
+from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.settings import processor_settings
 from medialane.vllm_bridge.story import Story
 

@@ -110,30 +110,12 @@ def encode_item(item: MultiModalKwargsItem) -> tuple[bytes, tuple[TensorSpec, ..
 
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:
     """Rebuild an item over the bytes given, without a copy. Raises InvalidFeature when they do not fit the header."""
-    return _rebuild(header, lambda large: tensor_over(large.spec, _at(tensors, large.index)))
+    return _rebuild(header, lambda large: _large_over(large, tensors))
 
 
 def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
     """Rebuild an item for prompt assembly: large tensors are zero-stride stand-ins of the right dtype and shape."""
     return _rebuild(header, lambda large: torch.zeros((), dtype=_DTYPES[large.spec.dtype]).expand(large.spec.shape))
-
-
-def large_specs(header: bytes) -> list[TensorSpec]:
-    """The specs of the tensors that travel outside the header, by index. Raises InvalidFeature."""
-    found: dict[int, TensorSpec] = {}
-
-    def visit(value: Value) -> None:
-        if isinstance(value, LargeTensor):
-            found[value.index] = value.spec
-        elif isinstance(value, Nested):
-            for inner in value.items:
-                visit(inner)
-
-    for field in _decode(header).fields:
-        visit(field.value)
-    if sorted(found) != list(range(len(found))):
-        raise InvalidFeature("a feature's header skips a tensor")
-    return [found[i] for i in range(len(found))]
 
 
 def _decode(header: bytes) -> Header:
@@ -164,10 +146,13 @@ def _nested(value: Value, large: Callable[[LargeTensor], torch.Tensor]) -> Any:
     return [_nested(inner, large) for inner in value.items]
 
 
-def _at(tensors: Sequence[memoryview], index: int) -> memoryview:
-    if not 0 <= index < len(tensors):
-        raise InvalidFeature(f"a feature's header names tensor {index} of {len(tensors)}")
-    return tensors[index]
+def _large_over(large: LargeTensor, tensors: Sequence[memoryview]) -> torch.Tensor:
+    if not 0 <= large.index < len(tensors):
+        raise InvalidFeature(f"a feature's header names tensor {large.index} of {len(tensors)}")
+    if large.spec.nbytes <= INLINE_BYTES:
+        # Equal headers must mean equal small tensors: `placing` and `validation` go by that.
+        raise InvalidFeature(f"a tensor of {large.spec.nbytes} bytes stands outside its feature's header")
+    return tensor_over(large.spec, tensors[large.index])
 
 
 def tensor_over(spec: TensorSpec, data: memoryview) -> torch.Tensor:

@@ -1,17 +1,14 @@
-"""vLLM's multimodal processor in two halves (fills `prepare.Processor` and `prepare.Assembler`).
+"""The heavy half of vLLM's multimodal processor (fills `prepare.Processor`).
 
 Theory of operation. vLLM's `BaseMultiModalProcessor.apply` does a heavy thing and a light thing: the Hugging Face
-processor over pixels, and the expansion of placeholders in the prompt. The heavy half does not depend on the prompt, so
-a preparer runs it for one item alone. The light half does not read pixels, so the gateway runs it over items whose
-large tensors are stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`)
-replaced: families that override `apply` stay right. Stand-ins carry the media's true size, on which several families'
-token counts depend. Both halves use private methods of vLLM 0.32; `tests/contract/test_preparation.py` pins them.
+processor over pixels, and the expansion of placeholders in the prompt (`assembler.py`). The heavy half does not depend
+on the prompt, so a preparer runs it for one item alone. It uses private methods of vLLM 0.32;
+`tests/contract/test_preparation.py` pins them.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,26 +18,24 @@ import torch
 from PIL import Image as PILImage
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
-from vllm.multimodal.processing.context import TimingContext
-from vllm.multimodal.processing.inputs import ProcessorInputs
-from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import (
     InvalidAudio,
     InvalidImage,
     InvalidRequest,
     InvalidVideo,
-    PromptRejected,
     UnsupportedMediaType,
 )
-from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.media.sampling import FrameSampler
-from medialane.prepare.processor import AssembledPrompt, ProcessedItem, Processor
+from medialane.prepare.processor import ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.features import decode_item_without_tensors, encode_item
+from medialane.vllm_bridge.assembler import supports_split
+from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 
 
@@ -205,93 +200,3 @@ def trial_audio(seconds: float = 1.0) -> AudioSamples:
     """A tone of 440 Hz at 16 kHz, which is the rate of most models."""
     times = np.arange(int(seconds * 16000), dtype=np.float32) / np.float32(16000)
     return AudioSamples(np.sin(np.float32(2 * np.pi * 440) * times), 16000)
-
-
-#: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
-#: (facts of vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL has a grid, too, and counts by size.
-#: By name, since importing the models of other families takes seconds.
-_TOKENS_BY_GRID = frozenset(
-    ("Qwen2VLMultiModalProcessor", "Qwen3VLMultiModalProcessor", "Qwen2_5OmniThinkerMultiModalProcessor")
-)
-
-
-class VllmAssembler:
-    """The light half: placeholders from headers and sizes. Not thread-safe: one executor thread calls it."""
-
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
-        self._processor = processor
-
-    @property
-    def takes_own_options(self) -> bool:
-        return any(cls.__name__ in _TOKENS_BY_GRID for cls in type(self._processor).__mro__)
-
-    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
-        kwargs = decode_options(options)
-        by_modality: dict[Modality, list[Feature]] = {}
-        for feature in features:
-            by_modality.setdefault(feature.modality, []).append(feature)
-        try:
-            applied = self._apply(token_ids, by_modality, kwargs)
-        except (ValueError, AssertionError, RuntimeError) as error:
-            # How vLLM says that an item does not have its placeholder in the prompt.
-            raise PromptRejected(str(error)) from error
-        ranges = {
-            modality: iter([_range(found) for found in applied["mm_placeholders"][modality]])
-            for modality in by_modality
-        }
-        return AssembledPrompt(
-            token_ids=applied["prompt_token_ids"], placeholders=tuple(next(ranges[f.modality]) for f in features)
-        )
-
-    def _apply(
-        self, token_ids: list[int], by_modality: Mapping[Modality, Sequence[Feature]], kwargs: Mapping[str, object]
-    ) -> Any:
-        items = self._processor.info.parse_mm_data(
-            {m: [stand_in(m, f.size) for f in fs] for m, fs in by_modality.items()}
-        )
-        prepared = MultiModalKwargsItems(
-            {m: [decode_item_without_tensors(f.header) for f in fs] for m, fs in by_modality.items()}
-        )
-        hashes = {m: [f.mm_hash for f in fs] for m, fs in by_modality.items()}
-        processor = copy.copy(self._processor)
-
-        def prepared_already(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
-            return MultiModalProcessingResult(
-                prompt_ids=processor._postprocess_prompt(inputs.prompt),
-                kwargs=prepared,
-                hashes=hashes,
-                prompt_updates=processor._get_mm_prompt_updates(items, kwargs, prepared),
-            )
-
-        processor._cached_apply_hf_processor = prepared_already
-        inputs = ProcessorInputs(prompt=token_ids, mm_data_items=items, hf_processor_mm_kwargs=kwargs)
-        return processor.apply(inputs, TimingContext(enabled=False))
-
-
-def stand_in(modality: Modality, size: MediaSize) -> Any:
-    """An item of the true size that has no content: every stride is zero."""
-    if modality == "audio":
-        return np.broadcast_to(np.zeros(1, np.float32), (size.num_samples,))
-    if modality == "image":
-        return np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size.height, size.width, 3))
-    frames = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (size.num_frames, size.height, size.width, 3))
-    return frames, msgspec.json.decode(size.metadata) if size.metadata else None
-
-
-def decode_options(options: bytes) -> dict[str, object]:
-    """Processor keyword arguments from canonical JSON."""
-    return msgspec.json.decode(options, type=dict[str, object])
-
-
-def supports_split(processor: BaseMultiModalProcessor) -> bool:
-    """Whether items of this model may be processed one by one.
-
-    Not where the family overrides the step that we replace: its results depend on the number of items in the request
-    (DeepSeek-VL2, H2OVL). Such models are served by stages `decoded` and `url`.
-    """
-    return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
-
-
-def _range(found: Any) -> PlaceholderRange:
-    is_embed = None if found.is_embed is None else bytes(found.is_embed.to(torch.uint8).numpy())
-    return PlaceholderRange(offset=found.offset, length=found.length, is_embed=is_embed)

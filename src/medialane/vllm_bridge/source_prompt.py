@@ -38,7 +38,8 @@ from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, Media
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.embeds import EmbedsReader
 from medialane.vllm_bridge.media_options import model_io
-from medialane.vllm_bridge.preparation import decode_options, engine_media
+from medialane.vllm_bridge.placing import decode_options
+from medialane.vllm_bridge.preparation import engine_media
 
 #: Threads that decode. vLLM's processor, which follows, has one thread: more would only wait for it.
 NUM_DECODERS = 2

@@ -10,8 +10,11 @@ ask the model's own processor what it would have made of the same items, which c
 * which tokens stand for an item and which of them take embeddings: `_get_mm_prompt_updates` over the items and
   stand-ins of the true size, compared with the prompt at each placeholder.
 
-The methods of vLLM's processor used here are private; `tests/contract/test_vllm_engine_validation.py` pins them. One
-request costs about 0.3 ms an image on the machine of facts/vllm.md.
+What is asked about is the features' headers, sizes and options, so what the answers were is kept: an image of a size
+that was seen before is only compared with its prompt. That holds since nothing small, which the checks look into, may
+travel outside the header.
+
+The methods of vLLM's processor used here are private; `tests/contract/test_vllm_engine_validation.py` pins them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from vllm.multimodal.inputs import (
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalKwargsItem,
-    MultiModalKwargsItems,
 )
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
@@ -38,14 +40,8 @@ from medialane.core.feature import HandedMedia, PlaceholderRange
 from medialane.core.media import Decoded, Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import (
-    VllmProcessor,
-    decode_options,
-    stand_in,
-    trial_audio,
-    trial_image,
-    trial_video,
-)
+from medialane.vllm_bridge.placing import Placing, Placings, decode_options
+from medialane.vllm_bridge.preparation import VllmProcessor, trial_audio, trial_image, trial_video
 
 #: What fields are learned from: what differs between these may differ between requests.
 SAMPLES: dict[Modality, tuple[Decoded, ...]] = {
@@ -77,6 +73,7 @@ class FeatureChecker:
         self._limits = dict(processor.info.allowed_mm_limits)
         self._fields = learn(processor)
         self._merge = merge_size(processor)
+        self._placings = Placings(processor)
 
     def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
         """Raise InvalidFeature unless `items`, the prompt's decoded features in order, fit themselves and the prompt.
@@ -88,19 +85,27 @@ class FeatureChecker:
         check_ranges(len(prompt.token_ids), places)
         check_order([f.modality for f in features], places)
         self._check_counts(features)
-        kwargs = decode_options(prompt.options)
-        for feature, item in zip(features, items, strict=True):
-            if not 0 < len(feature.mm_hash) <= MAX_HASH_CHARS:
-                raise InvalidFeature("a feature has no usable mm_hash")
-            self._check_fields(feature.modality, item)
-            self._check_rows(feature.modality, item, kwargs)
-        self._check_placeholders(prompt, items, kwargs)
+        if not all(0 < len(feature.mm_hash) <= MAX_HASH_CHARS for feature in features):
+            raise InvalidFeature("a feature has no usable mm_hash")
+        self._check_placeholders(prompt, self._placing(prompt, items))
 
     def _check_counts(self, features: Sequence[HandedMedia]) -> None:
         for modality, count in Counter(f.modality for f in features).items():
             limit = self._limits.get(modality, 0)
             if count > limit:
                 raise PromptRejected(f"At most {limit} {modality}(s) may be provided in one prompt.")
+
+    def _placing(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> Placing:
+        def check_items() -> None:
+            kwargs = decode_options(prompt.options)
+            for feature, item in zip(prompt.features, items, strict=True):
+                self._check_fields(feature.modality, item)
+                self._check_rows(feature.modality, item, kwargs)
+
+        try:
+            return self._placings.find(prompt.features, prompt.options, check=check_items)
+        except _UNFIT as error:
+            raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
 
     def _check_fields(self, modality: str, item: MultiModalKwargsItem) -> None:
         wanted = self._fields.get(modality)
@@ -127,27 +132,14 @@ class FeatureChecker:
             if isinstance(field, MultiModalFlatField):
                 _check_flat(f"{modality} {name}", elem, field)
 
-    def _check_placeholders(
-        self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem], kwargs: Mapping[str, object]
-    ) -> None:
+    def _check_placeholders(self, prompt: ExpandedPrompt, placing: Placing) -> None:
         """The prompt must have, at each placeholder, the tokens that the model's own processor would put there."""
-        sizes: dict[str, list[Any]] = {}
-        by_modality: dict[str, list[MultiModalKwargsItem]] = {}
-        for feature, item in zip(prompt.features, items, strict=True):
-            sizes.setdefault(feature.modality, []).append(stand_in(feature.modality, feature.size))
-            by_modality.setdefault(feature.modality, []).append(item)
-        try:
-            data = self._processor.info.parse_mm_data(sizes)
-            updates = self._processor._get_mm_prompt_updates(data, kwargs, MultiModalKwargsItems(by_modality))
-            expected = {m: iter([[u.content for u in item] for item in found]) for m, found in updates.items()}
-        except _UNFIT as error:
-            raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
-        places = map(placeholder_of, prompt.features)
+        expected = {modality: iter(items) for modality, items in placing.updates.items()}
         fit = [
-            any(_fits(prompt.token_ids, place, content) for content in next(expected[feature.modality]))
-            for feature, place in zip(prompt.features, places, strict=True)
+            any(_fits(prompt.token_ids, placeholder_of(feature), u.content) for u in next(expected[feature.modality]))
+            for feature in prompt.features
         ]
-        if not all(fit) and not self._found_there(prompt, updates):
+        if not all(fit) and not self._found_there(prompt, placing.updates):
             first = prompt.features[fit.index(False)]
             place = placeholder_of(first)
             raise InvalidFeature(

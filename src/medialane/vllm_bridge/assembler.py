@@ -1,0 +1,95 @@
+"""The light half of vLLM's multimodal processor: prompts are expanded (fills `prepare.Assembler`).
+
+Theory of operation. The expansion of placeholders reads no pixels. So the gateway runs it over items whose large
+tensors are stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`) replaced:
+families that override `apply` stay right. Stand-ins carry the media's true size, on which several families' token
+counts depend. Private methods of vLLM 0.32 are used; `tests/contract/test_preparation.py` pins them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
+
+from medialane.core.errors import PromptRejected
+from medialane.core.feature import Feature, PlaceholderRange
+from medialane.prepare.processor import AssembledPrompt
+from medialane.vllm_bridge.placing import Placing, Placings, decode_options
+
+#: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
+#: (facts of vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL has a grid, too, and counts by size.
+#: By name, since importing the models of other families takes seconds.
+_TOKENS_BY_GRID = frozenset(
+    ("Qwen2VLMultiModalProcessor", "Qwen3VLMultiModalProcessor", "Qwen2_5OmniThinkerMultiModalProcessor")
+)
+
+
+class VllmAssembler:
+    """Placeholders from headers and sizes. Not thread-safe: one thread at a time calls it."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._processor = processor
+        self._placings = Placings(processor)
+
+    @property
+    def takes_own_options(self) -> bool:
+        return any(cls.__name__ in _TOKENS_BY_GRID for cls in type(self._processor).__mro__)
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        try:
+            applied = self._apply(token_ids, features, options)
+        except (ValueError, AssertionError, RuntimeError) as error:
+            # How vLLM says that an item does not have its placeholder in the prompt.
+            raise PromptRejected(str(error)) from error
+        ranges = {
+            modality: iter([_range(found) for found in places])
+            for modality, places in applied["mm_placeholders"].items()
+        }
+        return AssembledPrompt(
+            token_ids=applied["prompt_token_ids"], placeholders=tuple(next(ranges[f.modality]) for f in features)
+        )
+
+    def _apply(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> Any:
+        placing = self._placings.find(features, options)
+        hashes: dict[str, list[str]] = {}
+        for feature in features:
+            hashes.setdefault(feature.modality, []).append(feature.mm_hash)
+        processor = copy.copy(self._processor)
+
+        def prepared_already(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
+            return MultiModalProcessingResult(
+                prompt_ids=processor._postprocess_prompt(inputs.prompt),
+                kwargs=placing.kwargs,
+                hashes=hashes,
+                prompt_updates=_copied(placing),
+            )
+
+        processor._cached_apply_hf_processor = prepared_already
+        inputs = ProcessorInputs(
+            prompt=token_ids, mm_data_items=placing.data, hf_processor_mm_kwargs=decode_options(options)
+        )
+        return processor.apply(inputs, TimingContext(enabled=False))
+
+
+def supports_split(processor: BaseMultiModalProcessor) -> bool:
+    """Whether items of this model may be processed one by one.
+
+    Not where the family overrides the step that we replace: its results depend on the number of items in the request
+    (DeepSeek-VL2, H2OVL). Such models are served by stages `decoded` and `url`.
+    """
+    return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
+
+
+def _copied(placing: Placing) -> dict[str, list[list[Any]]]:
+    """Lists that a family may change (Qwen-Omni does, where a video is heard); the updates themselves are frozen."""
+    return {modality: [list(updates) for updates in items] for modality, items in placing.updates.items()}
+
+
+def _range(found: Any) -> PlaceholderRange:
+    is_embed = None if found.is_embed is None else bytes(found.is_embed.to(torch.uint8).numpy())
+    return PlaceholderRange(offset=found.offset, length=found.length, is_embed=is_embed)
