@@ -21,7 +21,8 @@ import numpy as np
 from decision_rows import decision_rows
 from harness import Bar, Options, Report, median, percentile
 from indexed_prompts import IndexedPrompts
-from medialane.core.block_hash import MediaSpan, prompt_block_ids, token_array
+from medialane.core.block_hash import prompt_block_ids, token_array
+from medialane.core.media_span import MediaSpan
 from medialane.routing.block_index import BlockIndex
 from medialane.rpc.block_feed import PIECE_BLOCKS
 

@@ -11,7 +11,7 @@ from collections import deque
 
 from harness import median, percentile
 from indexed_prompts import SYSTEM_BLOCKS, IndexedPrompts
-from medialane.core.block_hash import MediaSpan
+from medialane.core.media_span import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Routed, Router, RoutingRequest
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from prompt_maker import bytes_of, encoded
 
-from medialane.core.block_hash import MediaSpan, prompt_block_ids
+from medialane.core.block_hash import prompt_block_ids
 from medialane.core.feature import HandedMedia
 from medialane.core.media import Image
+from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
 

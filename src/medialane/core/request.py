@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.block_hash import MediaSpan
 from medialane.core.feature import HandedMedia
+from medialane.core.media_span import MediaSpan
 
 Stage = Literal["features", "decoded", "url"]
 TransportName = Literal["shm", "inline"]

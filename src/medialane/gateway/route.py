@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.core.block_hash import MediaSpan, prompt_block_ids
+from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import KvChange
+from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report

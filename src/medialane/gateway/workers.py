@@ -53,6 +53,7 @@ class WorkerLink:
         self._holds: dict[str, Sequence[Releasable]] = {}
         self._unsent: dict[str, Sequence[Releasable]] = {}
         self._joined = False
+        self._agrees = False  # of the live connection's worker, whose settings do not change
         self.listener: WorkerListener | None = None
         self.refusal: MedialaneError | None = None
 
@@ -72,7 +73,7 @@ class WorkerLink:
 
     @property
     def same_processor(self) -> bool:
-        return self._client is not None and not self.disagreements()
+        return self._client is not None and self._agrees
 
     def disagreements(self) -> dict[str, tuple[str | None, str | None]]:
         """Processor settings in which the worker differs from us: name -> (ours, the worker's)."""
@@ -157,7 +158,9 @@ class WorkerLink:
         return True
 
     def _tell(self) -> None:
-        for name, (ours, theirs) in self.disagreements().items():
+        disagreements = self.disagreements()
+        self._agrees = not disagreements
+        for name, (ours, theirs) in disagreements.items():
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
         logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if self.same_host else "no")
 

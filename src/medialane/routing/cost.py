@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from medialane.core.block_hash import MediaSpan
+from medialane.core.media_span import MediaSpan
 from medialane.core.request import CostParts
 from medialane.routing.config import RoutingConfig
 from medialane.routing.prefix_match import Prefixes

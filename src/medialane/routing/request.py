@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from medialane.core.block_hash import MediaSpan
+from medialane.core.media_span import MediaSpan
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):

@@ -276,7 +276,7 @@ class RpcClient:
         request_id = request.request_id
         message, tensors = split(request)
         if not tensors:
-            self._connection.send(Submit(request))
+            self._connection.send(Submit(request), at_once=True)
             on_sent(request_id)
             return
 

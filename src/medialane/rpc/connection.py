@@ -86,15 +86,19 @@ class Connection(asyncio.Protocol):
         """Wait until the peer has read enough, or the connection is gone."""
         await self._can_write.wait()
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue one message. Raises ProtocolViolation, with nothing queued, if it is larger than a frame may be."""
+    def send(self, message: msgspec.Struct, *, at_once: bool = False) -> None:
+        """Queue one message. Raises ProtocolViolation, with nothing queued, if it is larger than a frame may be.
+
+        `at_once` gives it to the transport now, with what is queued before it: a request that a worker waits for is
+        rarely one of many.
+        """
         if self._error is not None or self.closed.is_set():
             return
         append_frame(self._buffer, message, self._config.max_frame_bytes)
-        if self._flushing is None:
-            self._flushing = self._loop.call_soon(self._flush)
-        if len(self._buffer) > FLUSH_BYTES:
+        if at_once or len(self._buffer) > FLUSH_BYTES:
             self._write()
+        elif self._flushing is None:
+            self._flushing = self._loop.call_soon(self._flush)
 
     def send_in_pieces(self, source: PieceSource) -> None:
         """Send what `source` gives, after the sources before it, as fast as the peer reads and a piece in each round of

@@ -14,8 +14,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from medialane.core.block_hash import MediaSpan
 from medialane.core.errors import PromptRejected
+from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.renderer_hook import to_vllm_range

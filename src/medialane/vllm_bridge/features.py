@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ from medialane.core.tensor import ITEM_BYTES, TensorSpec
 
 #: Tensors up to here travel in the header. An audio mask of 30 s is 12 kB.
 INLINE_BYTES = 16 * 1024
+
+#: Headers up to here are decoded once while they come again and again.
+_KEPT_BYTES = 4096
 
 #: A header is bounded on both sides: it travels in control messages.
 MAX_HEADER_BYTES = 4 * 1024 * 1024
@@ -119,12 +123,21 @@ def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
 
 
 def _decode(header: bytes) -> Header:
+    return _decode_kept(header) if len(header) <= _KEPT_BYTES else _decode_new(header)
+
+
+def _decode_new(header: bytes) -> Header:
     if len(header) > MAX_HEADER_BYTES:
         raise InvalidFeature(f"a feature's header has {len(header)} bytes, more than {MAX_HEADER_BYTES}")
     try:
         return _DECODER.decode(header)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidFeature("a feature's header cannot be read") from error
+
+
+@lru_cache(maxsize=512)  # images of one size have one header
+def _decode_kept(header: bytes) -> Header:
+    return _decode_new(header)
 
 
 def _rebuild(header: bytes, large: Callable[[LargeTensor], torch.Tensor]) -> MultiModalKwargsItem:

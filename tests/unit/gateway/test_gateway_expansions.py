@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.core.block_hash import MediaSpan
+from medialane.core.media_span import MediaSpan
 from medialane.gateway.expansions import Expansions, Item
 
 IMAGE, VIDEO = 900, 901

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.core.block_hash import MediaSpan
+from medialane.core.media_span import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items, flags, numbers

@@ -1,0 +1,79 @@
+"""How native functions, which stand in files named native_*.py, are compiled: by numba.
+
+Compiling takes seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file of that
+function changes, and does not see that another file changed whose functions were compiled into it. So it is kept in a
+folder named by the digest of all native files of a room: what any of them says is part of where the code is.
+
+Where no such folder can be written, numba looks for another by its own rules, and where there is none, functions are
+compiled anew in each process: a slow start, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar
+
+import numba
+
+logger = logging.getLogger(__name__)
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def compiled(function: _F) -> _F:
+    """The function, compiled on its first call. Its arrays must be contiguous and writable: each other kind of array
+    would be compiled for anew, and take a request's time for that."""
+    return _compiled(function)
+
+
+def compiled_for(signature: object) -> Callable[[_F], _F]:
+    """The function, compiled for arguments of one kind when its module is imported."""
+    return lambda function: _compiled(function, signature)
+
+
+def _compiled(function: _F, *signature: object) -> _F:
+    own, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _folder(function)
+    try:
+        found: _F = numba.njit(*signature, cache=True)(function)
+    except RuntimeError:  # numba's way to say that it can write nowhere
+        _tell_once()
+        found = numba.njit(*signature)(function)
+    finally:
+        numba.config.CACHE_DIR = own
+    return found
+
+
+@lru_cache(maxsize=1)
+def _tell_once() -> None:
+    logger.warning("no folder for machine code can be written (NUMBA_CACHE_DIR names one): each start compiles it anew")
+
+
+def _folder(function: Callable[..., object]) -> str:
+    return _folder_of(Path(function.__code__.co_filename).parent)
+
+
+@lru_cache
+def _folder_of(room: Path) -> str:
+    """Beside the bytecode, or in the user's cache; empty if neither can be written."""
+    digest = blake2b(digest_size=8)
+    for path in sorted(room.glob("native_*.py")):
+        digest.update(path.read_bytes())
+    name = f"native-{digest.hexdigest()}"
+    for parent in (room / "__pycache__", Path("~/.cache/medialane").expanduser()):
+        if _is_writable(parent / name):
+            return str(parent / name)
+    return ""
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""Native functions come from disk where they can be kept, and are compiled anew where they cannot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import medialane.core.native_hash
+from medialane.core.block_hash import prompt_block_ids
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import room.native_sum as found
+print(found.total(3), sum(found.total.stats.cache_hits.values()))
+"""
+NATIVE = """
+from medialane.core.compiled import compiled
+from room.native_part import part
+@compiled
+def total(n):
+    return part(n) + 1
+"""
+PART = """
+from medialane.core.compiled import compiled
+@compiled
+def part(n):
+    return n * FACTOR
+"""
+
+
+def write(folder, factor):
+    (folder / "room").mkdir(exist_ok=True)
+    (folder / "room" / "native_sum.py").write_text(NATIVE)
+    (folder / "room" / "native_part.py").write_text(PART.replace("FACTOR", str(factor)))
+
+
+def run(folder):
+    """What the function says, and how often its machine code came from disk."""
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ))
+    total, hits = map(int, done.stdout.split())
+    return total, hits
+
+
+def test_machine_code_is_kept_until_any_native_file_of_its_room_changes(tmp_path):
+    write(tmp_path, factor=10)
+    assert run(tmp_path) == (31, 0)
+    assert run(tmp_path) == (31, 1)
+    (tmp_path / "room" / "native_part.py").write_text(PART.replace("FACTOR", "20"))
+    assert run(tmp_path) == (61, 0)  # numba alone would go on with what the other file said before
+
+
+def test_functions_are_compiled_anew_where_nothing_can_be_written(tmp_path):
+    program = (
+        "import tempfile\n"
+        "def refuse(*args, **kwargs): raise OSError(30, 'read-only file system')\n"
+        "tempfile.TemporaryFile = refuse\n"
+        "from numba.core.caching import CacheImpl\n"
+        "CacheImpl._locator_classes = []\n"
+        "from medialane.core.block_hash import prompt_block_ids\n"
+        "print(prompt_block_ids([1, 2, 3, 4], block_size=2).tolist())\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == str(prompt_block_ids([1, 2, 3, 4], block_size=2).tolist())
+    assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_processes_that_hash_nothing_do_not_load_numba():
+    program = "import sys, medialane.prepare, medialane.core.request; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+    assert Path(medialane.core.native_hash.__file__).name.startswith("native_")
