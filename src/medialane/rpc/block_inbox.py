@@ -36,12 +36,12 @@ class BlockInbox:
         self._expected[change.rank] = change.sequence + 1
         if change.snapshot:
             self._lost.discard(change.rank)
-        elif change.rank in self._lost:
-            return True  # asked for already
-        elif change.sequence != expected:
+        elif change.sequence != expected:  # among what is missing may be the snapshot that was asked for
             self._lost.add(change.rank)
             self.num_gaps += 1
             return False
+        elif change.rank in self._lost:
+            return True  # asked for already
         self._waiting.append(change)
         self._num_waiting_bytes += len(change.stored) + len(change.removed)
         return self._num_waiting_bytes <= self._max_waiting_bytes or self._overflow()

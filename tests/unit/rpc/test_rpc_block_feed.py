@@ -177,6 +177,22 @@ def test_gap_is_noticed_asked_about_once_and_mended_by_the_next_snapshot():
     assert view.settle() == {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}
 
 
+def test_lost_snapshot_is_asked_for_again():
+    cache, view = Cache(), View()
+    view.receive(*cache.pieces())
+    cache.change([1])
+    cache.pieces()  # lost
+    cache.change([2])
+    assert view.receive(*cache.pieces())
+    cache.feed.resync()
+    cache.pieces()  # lost, too
+    cache.change([3])
+    assert view.receive(*cache.pieces())
+    cache.feed.resync()
+    assert not view.receive(*cache.pieces())
+    assert view.settle() == {0: {1, 2, 3}}
+
+
 def test_inbox_that_nobody_empties_is_bounded_and_asks_again():
     view = View(num_blocks=10)
     piece = KvChange(0, 0, bytes(1 << 20), b"", snapshot=True)
