@@ -484,6 +484,14 @@ def test_body_of_many_small_values_is_refused(content):
         lift(b'{"messages": [{"role": "user", "content": %b}]}' % content, CONFIG)
 
 
+def test_parts_are_counted_however_deep_they_stand():
+    """The most elements that so few commas can stand between."""
+    conversation = b'[{"content":[[0]]}]'
+    with pytest.raises(InvalidBody):
+        lift(b'{"messages":[%b]}' % b",".join([conversation] * 5001), CONFIG)
+    assert lift(b'{"messages":[%b]}' % b",".join([conversation] * 5000), CONFIG).refs == ()
+
+
 URLS = st.one_of(
     st.binary(min_size=1, max_size=2000).map(lambda data: "data:image/png;base64," + b64encode(data).decode()),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
