@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import astuple
 
+from medialane.core.embeds import UNNAMED
 from medialane.core.media import Modality
 from medialane.gateway.intake.base64_place import Base64Place
 from medialane.gateway.intake.embeds_place import EmbedsPlace
@@ -22,6 +23,8 @@ from medialane.gateway.intake.request_body import (
     NULL,
     QUOTE,
     Part,
+    decode_members,
+    decode_string,
     first_byte,
     is_filled,
     string_or_none,
@@ -99,7 +102,8 @@ def uuid_place(param: str, part: Part) -> Place | None:
         value = _decode_audio_object(value).data
     if value not in (ABSENT, NULL, EMPTY_STRING):
         return None
-    return UuidPlace(kind.modality, f"{param}.{kind.name}", part.uuid, options, is_embeds=kind.is_embeds)
+    uuid = decode_string(part.uuid)
+    return UuidPlace(kind.modality, f"{param}.{kind.name}", part.uuid, uuid, options, is_embeds=kind.is_embeds)
 
 
 def _present(part: Part) -> list[tuple[_Kind, msgspec.Raw]]:
@@ -132,7 +136,8 @@ def _read_embeds(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Pla
     is_said = string_or_none(part.type) in (None, kind.name) or first_byte(part.uuid) == QUOTE
     if not is_said or not (is_filled(value) or first_byte(value) == BRACE):
         return None
-    return EmbedsPlace(kind.modality, param, value, part.uuid)
+    fields = {UNNAMED: value} if first_byte(value) == QUOTE else decode_members(value)
+    return EmbedsPlace(kind.modality, param, value, fields, part.uuid, string_or_none(part.uuid))
 
 
 #: In the order of the members of Part, which is the order of places in a part that has several.

@@ -32,6 +32,6 @@ def _in_part(param: str, part: Part) -> list[Place]:
     if isinstance(part.content, list) and string_or_none(part.type) == "tool_result":
         for j, inner in parts_with_media(part.content):
             found += _in_part(f"{param}.content[{j}]", inner)
-    if not found and (named := uuid_place(param, part)) is not None:
+    if not found and part.uuid is not ABSENT and (named := uuid_place(param, part)) is not None:
         found.append(named)
     return found

@@ -10,18 +10,18 @@ import msgspec
 
 from medialane.core.media import Alias, MediaRef, Modality
 from medialane.gateway.intake.edits import Edit, reference
-from medialane.gateway.intake.request_body import decode_string
 from medialane.gateway.intake.skeleton import Skeleton
 from medialane.gateway.item_options import ItemOptions, read_options
 from medialane.media import MediaConfig
 
 
 class UuidPlace(msgspec.Struct, frozen=True, gc=False):
-    """`uuid` is a string; `options` stand where the URL would be."""
+    """`uuid` is the string that `uuid_value` is; `options` stand where the URL would be."""
 
     modality: Modality
     param: str
-    uuid: msgspec.Raw
+    uuid_value: msgspec.Raw
+    uuid: str
     options: ItemOptions | None
     is_embeds: bool
 
@@ -34,8 +34,8 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
             salt=salt,
             io=io,
             options=options,
-            alias=Alias(decode_string(self.uuid), kind, io, options),
+            alias=Alias(self.uuid, kind, io, options),
             is_embeds=self.is_embeds,
         )
-        located = skeleton.locate(self.uuid)
+        located = skeleton.locate(self.uuid_value)
         return ref, [(located.start, located.end, reference(number))]
