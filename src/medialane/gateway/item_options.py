@@ -7,6 +7,7 @@ nothing for the item's modality are ignored, as vLLM ignores them.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidRequest, TooManyFrames
 from medialane.core.hashing import canonical_options
@@ -29,8 +30,17 @@ class ItemOptions(msgspec.Struct):
     max_pixels: msgspec.Raw = msgspec.Raw()
 
 
-def read_io(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
-    """The decode options of the item, for `MediaRef.io`. Raises InvalidRequest naming the key."""
+_NONE_GIVEN = astuple(ItemOptions())
+
+
+def read_options(found: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:
+    """The item's `MediaRef.io` and `MediaRef.options`. Raises InvalidRequest naming the key."""
+    if found is None or astuple(found)[: len(_NONE_GIVEN)] == _NONE_GIVEN:
+        return b"{}", b"{}"
+    return _read_io(found, modality, param, config), _read_processor_options(found, modality, param, config)
+
+
+def _read_io(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
     if modality != "video":
         return b"{}"
     fps = _read(found.fps, f"{param}.fps")
@@ -46,8 +56,7 @@ def read_io(found: ItemOptions, modality: Modality, param: str, config: MediaCon
     return _given(fps=fps, num_frames=num_frames, max_frames=max_frames)
 
 
-def read_processor_options(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
-    """The processor options of the item, for `MediaRef.options`. Raises InvalidRequest naming the key."""
+def _read_processor_options(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
     if modality == "audio":
         return b"{}"
     limit = config.max_image_pixels if modality == "image" else config.max_video_pixels

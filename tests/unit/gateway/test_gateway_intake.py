@@ -412,6 +412,34 @@ def test_last_of_equal_keys_counts():
     assert found.refs[0].data == PIXELS
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        b'{"image_url":"https://a","uuid":"\xff"}',
+        b'{"image_url":null,"uuid":"\xff"}',
+        b'{"input_audio":{"data":"QUJD"},"uuid":"\xff"}',
+        b'{"image_embeds":"QUJD","uuid":"\xff"}',
+        b'{"image_embeds":{"\xff":"QUJD"}}',
+    ],
+)
+def test_names_that_are_no_text_are_no_json_and_pass_untouched(part):
+    body = b'{"messages":[{"content":[%b]}]}' % part
+    assert lift(body, CONFIG) == Intake(body)
+
+
+def test_embeddings_that_are_no_text_are_refused_by_name():
+    with pytest.raises(InvalidMediaUrl) as raised:
+        lift(b'{"messages":[{"content":[{"image_embeds":"\\n\xff"}]}]}', CONFIG)
+    assert raised.value.param == "messages[0].content[0].image_embeds"
+
+
+@pytest.mark.parametrize("num_fields", [0, 9, 50_000])
+def test_embeddings_of_more_fields_than_a_family_has_are_refused(num_fields):
+    with pytest.raises(InvalidEmbeds) as raised:
+        lifted(chat({"type": "image_embeds", "image_embeds": {f"f{n}": "" for n in range(num_fields)}}))
+    assert raised.value.param == "messages[0].content[0].image_embeds"
+
+
 @pytest.mark.parametrize("salt", [None, 5, ["x"], {}])
 def test_salt_that_is_no_string_is_left_to_the_application(salt):
     found = lifted(chat(image(PNG), cache_salt=salt))
@@ -482,6 +510,14 @@ def test_more_strings_than_are_looked_at_are_lifted_all_the_same():
 def test_body_of_many_small_values_is_refused(content):
     with pytest.raises(InvalidBody):
         lift(b'{"messages": [{"role": "user", "content": %b}]}' % content, CONFIG)
+
+
+def test_parts_are_counted_however_deep_they_stand():
+    """The most elements that so few commas can stand between."""
+    conversation = b'[{"content":[[0]]}]'
+    with pytest.raises(InvalidBody):
+        lift(b'{"messages":[%b]}' % b",".join([conversation] * 5001), CONFIG)
+    assert lift(b'{"messages":[%b]}' % b",".join([conversation] * 5000), CONFIG).refs == ()
 
 
 URLS = st.one_of(

@@ -1,0 +1,41 @@
+"""The body's member `medialane`: what a client asks of us beside the answer. vLLM's app does not see it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from medialane.core.errors import InvalidRequest
+from medialane.gateway.intake.request_body import ABSENT, NULL, UNREADABLE, decode_members
+from medialane.gateway.intake.skeleton import Located
+
+_decode_bool = msgspec.json.Decoder(bool).decode
+
+
+def wants_report(own: msgspec.Raw) -> bool:
+    """Whether the client asks what was used of the media. Raises InvalidRequest for what we do not know."""
+    if own in (ABSENT, NULL):
+        return False
+    try:
+        asked = decode_members(own)
+    except UNREADABLE as error:
+        raise InvalidRequest("medialane must be an object", param="medialane") from error
+    for name in asked:
+        if name != "report":
+            raise InvalidRequest("the only key of medialane is report", param=f"medialane.{name[:64]}")
+    try:
+        return "report" in asked and _decode_bool(asked["report"])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("report must be true or false", param="medialane.report") from error
+
+
+def member_range(body: bytes | bytearray, value: Located) -> tuple[int, int]:
+    """Where a member of an object stands in the body, its key and one of the commas around it included."""
+    start = body.rindex(b'"', 0, body.rindex(b'"', 0, body.rindex(b":", 0, value.start)))
+    while body[start - 1 : start].isspace():
+        start -= 1
+    if body[start - 1 : start] == b",":
+        return start - 1, value.end
+    end = value.end
+    while body[end : end + 1].isspace():
+        end += 1
+    return start, end + 1 if body[end : end + 1] == b"," else end

@@ -1,0 +1,152 @@
+"""The kinds of parts that stand for media, and what is read of each.
+
+A kind is told by the member that a part has. Where vLLM asks for the part's `type` as well, so do we.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import astuple
+
+from medialane.core.embeds import UNNAMED
+from medialane.core.media import Modality
+from medialane.gateway.intake.base64_place import Base64Place
+from medialane.gateway.intake.embeds_place import EmbedsPlace
+from medialane.gateway.intake.place import Place
+from medialane.gateway.intake.request_body import (
+    ABSENT,
+    BRACE,
+    EMPTY_STRING,
+    NULL,
+    QUOTE,
+    Part,
+    decode_members,
+    decode_string,
+    first_byte,
+    is_filled,
+    string_or_none,
+)
+from medialane.gateway.intake.url_place import UrlPlace
+from medialane.gateway.intake.uuid_place import UuidPlace
+from medialane.gateway.item_options import ItemOptions
+
+
+class _UrlObject(ItemOptions):
+    url: msgspec.Raw = ABSENT
+
+
+class _AudioObject(msgspec.Struct):
+    data: msgspec.Raw = ABSENT
+    format: msgspec.Raw = ABSENT
+
+
+class _Source(msgspec.Struct):
+    """Where an Anthropic image is: at a URL, or here."""
+
+    type: msgspec.Raw = ABSENT
+    url: msgspec.Raw = ABSENT
+    data: msgspec.Raw = ABSENT
+    media_type: msgspec.Raw = ABSENT
+
+
+_decode_url_object = msgspec.json.Decoder(_UrlObject).decode
+_decode_audio_object = msgspec.json.Decoder(_AudioObject).decode
+_decode_source = msgspec.json.Decoder(_Source).decode
+
+
+class _Kind(NamedTuple):
+    """Parts with a member of that name. `read` makes a place of its value where that is media."""
+
+    name: str
+    modality: Modality
+    read: Callable[[_Kind, str, Part, msgspec.Raw], Place | None]
+    is_embeds: bool = False
+
+
+def given_places(param: str, part: Part) -> list[Place]:
+    """What the part gives under the names of its kinds: more than one only where it has several URLs."""
+    present = _present(part)
+    if len(present) == 1:
+        ((kind, value),) = present
+        place = kind.read(kind, f"{param}.{kind.name}", part, value)
+        return [] if place is None else [place]
+    found = (kind.read(kind, f"{param}.{kind.name}", part, value) for kind, value in present if not kind.is_embeds)
+    return [place for place in found if place is not None]
+
+
+def source_place(param: str, part: Part) -> Place | None:
+    """An Anthropic image. As vLLM reads it: what is not said to be a URL is base64, of a JPEG unless said otherwise."""
+    if first_byte(part.source) != BRACE or string_or_none(part.type) != "image":
+        return None
+    source = _decode_source(part.source)
+    if string_or_none(source.type) == "url":
+        return UrlPlace("image", f"{param}.source", source.url) if is_filled(source.url) else None
+    media_type = string_or_none(source.media_type) or "image/jpeg"
+    return Base64Place("image", f"{param}.source", source.data, media_type) if is_filled(source.data) else None
+
+
+def uuid_place(param: str, part: Part) -> Place | None:
+    """An item given by its uuid alone, where there is no doubt what it is."""
+    present = _present(part)
+    if len(present) != 1 or first_byte(part.uuid) != QUOTE:
+        return None
+    ((kind, value),) = present
+    options = None
+    if first_byte(value) == BRACE and kind.read is _read_url:
+        options = _decode_url_object(value)
+        value = options.url
+    elif first_byte(value) == BRACE and kind.read is _read_audio:
+        value = _decode_audio_object(value).data
+    if value not in (ABSENT, NULL, EMPTY_STRING):
+        return None
+    uuid = decode_string(part.uuid)
+    return UuidPlace(kind.modality, f"{param}.{kind.name}", part.uuid, uuid, options, is_embeds=kind.is_embeds)
+
+
+def _present(part: Part) -> list[tuple[_Kind, msgspec.Raw]]:
+    values = zip(_KINDS, astuple(part)[: len(_KINDS)], strict=True)
+    return [(kind, value) for kind, value in values if value is not ABSENT]
+
+
+def _read_url(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+    options = None
+    if first_byte(value) == BRACE:
+        options = _decode_url_object(value)
+        value = options.url
+    if not is_filled(value):
+        return None
+    return UrlPlace(kind.modality, param, value, options, string_or_none(part.uuid))
+
+
+def _read_audio(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+    if first_byte(value) != BRACE:
+        return None
+    audio = _decode_audio_object(value)
+    media_type = f"audio/{string_or_none(audio.format) or ''}"
+    if not is_filled(audio.data):
+        return None
+    return Base64Place(kind.modality, param, audio.data, media_type, string_or_none(part.uuid))
+
+
+def _read_embeds(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+    """Embeddings, where vLLM takes the part for such with a uuid as well as without."""
+    is_said = string_or_none(part.type) in (None, kind.name) or first_byte(part.uuid) == QUOTE
+    if not is_said or not (is_filled(value) or first_byte(value) == BRACE):
+        return None
+    fields = {UNNAMED: value} if first_byte(value) == QUOTE else decode_members(value)
+    return EmbedsPlace(kind.modality, param, value, fields, part.uuid, string_or_none(part.uuid))
+
+
+#: In the order of the members of Part, which is the order of places in a part that has several.
+_KINDS = (
+    _Kind("image_url", "image", _read_url),
+    _Kind("video_url", "video", _read_url),
+    _Kind("audio_url", "audio", _read_url),
+    _Kind("input_audio", "audio", _read_audio),
+    _Kind("image_embeds", "image", _read_embeds, is_embeds=True),
+    _Kind("audio_embeds", "audio", _read_embeds, is_embeds=True),
+    _Kind("video_embeds", "video", _read_embeds, is_embeds=True),
+)

@@ -1,0 +1,98 @@
+"""A body without the payloads that are in its strings, and the way back from a string of it to the body."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from medialane.core.errors import InvalidMediaUrl
+from medialane.gateway.intake.request_body import UNREADABLE, decode_string
+
+NOT_TEXT = "the media URL is not valid text"
+
+_MARK = b";base64,"
+#: Shorter payloads are not worth a cut. No more than so many strings are looked at, whatever a body is made of.
+_MIN_CUT_BYTES = 1024
+_MAX_LOOKS = 256
+
+
+class Located(msgspec.Struct, frozen=True, gc=False):
+    """A JSON value: where it stands in the body, quotes included, and itself.
+
+    Of a string, `payload` is what was cut off.
+    """
+
+    start: int
+    end: int
+    raw: memoryview
+    payload: memoryview
+    escaped: bool
+
+    def head(self) -> bytes | memoryview:
+        """The string's UTF-8, payload aside. Raises InvalidMediaUrl."""
+        if not self.escaped:
+            return self.raw[1:-1]
+        try:
+            return decode_string(self.raw).encode()
+        except UNREADABLE as error:
+            raise InvalidMediaUrl(NOT_TEXT) from error
+
+    def text(self) -> bytes | memoryview:
+        """The whole string's UTF-8. Raises InvalidMediaUrl."""
+        return bytes(self.head()) + bytes(self.payload) if self.payload else self.head()
+
+
+class Skeleton:
+    """A body without its payloads, and where they were."""
+
+    def __init__(self, body: bytes | bytearray) -> None:
+        self._body = memoryview(body)
+        self._cuts = list(_find_payloads(body))
+        #: Positions in the skeleton at which a payload is missing, and how many bytes are missing before each.
+        self._positions: list[int] = []
+        self._missing = [0]
+        kept, at = [], 0
+        for start, end in self._cuts:
+            kept.append(self._body[at:start])
+            self._positions.append(start - self._missing[-1])
+            self._missing.append(self._missing[-1] + end - start)
+            at = end
+        self.data = b"".join([*kept, self._body[at:]]) if self._cuts else bytes(body)
+        self._address: int | None = None
+
+    def locate(self, value: msgspec.Raw) -> Located:
+        """Where in the body a value of the skeleton stands, and the payload that was cut from it, if any."""
+        if self._address is None:
+            self._address = _address(self.data)
+        raw = memoryview(value)
+        start = _address(value) - self._address
+        end = start + len(raw)
+        first, after = bisect_left(self._positions, start), bisect_left(self._positions, end)
+        payload = self._body[slice(*self._cuts[first])] if first < after else self._body[:0]
+        escaped = self.data.find(b"\\", start, end) >= 0
+        return Located(start + self._missing[first], end + self._missing[after], raw, payload, escaped)
+
+
+def _find_payloads(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
+    """Ranges of the body to leave out: at most one in any string. Every byte is looked at once."""
+    at = 0
+    for _ in range(_MAX_LOOKS):
+        mark = body.find(_MARK, at)
+        if mark < 0:
+            return
+        start = mark + len(_MARK)
+        end = body.find(b'"', start)
+        if end < 0:
+            return
+        if end - start >= _MIN_CUT_BYTES and body.find(b"\\", start, end) < 0:
+            yield start, end
+        at = end
+
+
+def _address(data: bytes | msgspec.Raw) -> int:
+    """Where in memory the bytes lie: msgspec.Raw is a view, and this is how it tells of what."""
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address

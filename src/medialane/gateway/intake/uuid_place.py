@@ -1,0 +1,41 @@
+"""Media by their uuid alone.
+
+vLLM's app takes them for no media that its connector fetches: it hands on their uuid, so that is where the reference
+stands.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from medialane.core.media import Alias, MediaRef, Modality
+from medialane.gateway.intake.edits import Edit, reference
+from medialane.gateway.intake.skeleton import Skeleton
+from medialane.gateway.item_options import ItemOptions, read_options
+from medialane.media import MediaConfig
+
+
+class UuidPlace(msgspec.Struct, frozen=True, gc=False):
+    """`uuid` is the string that `uuid_value` is; `options` stand where the URL would be."""
+
+    modality: Modality
+    param: str
+    uuid_value: msgspec.Raw
+    uuid: str
+    options: ItemOptions | None
+    is_embeds: bool
+
+    def lift(self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig) -> tuple[MediaRef, list[Edit]]:
+        io, options = read_options(self.options, self.modality, self.param, config)
+        kind = f"{self.modality}_embeds" if self.is_embeds else self.modality
+        ref = MediaRef(
+            self.modality,
+            self.param,
+            salt=salt,
+            io=io,
+            options=options,
+            alias=Alias(self.uuid, kind, io, options),
+            is_embeds=self.is_embeds,
+        )
+        located = skeleton.locate(self.uuid_value)
+        return ref, [(located.start, located.end, reference(number))]
