@@ -285,5 +285,5 @@ def _report(times: dict[tuple[str, str], Times], checks: list[float]) -> Report:
         ),
         Bar("handover: times faster than vLLM's better way at 18.8 MB", better / p50["18.8 MB", OURS], 10, "at least"),
     ]
-    check = {"n": len(checks), "p50 ms": median(checks), "p90 ms": percentile(checks, 0.9)}
+    check: dict[str, object] = {"n": len(checks), "p50 ms": median(checks), "p90 ms": percentile(checks, 0.9)}
     return Report("handover", {"from ready to usable": rows, "checks of a 4.7 MB feature": [check]}, bars)

@@ -257,7 +257,7 @@ def _parsed(body: bytes) -> str:
 # Fetch
 
 
-class _Bytes(MediaIO[bytes]):
+class _Bytes(MediaIO[bytes]):  # type: ignore[misc]  # vllm is not typed
     """Media that are left as they came."""
 
     def load_bytes(self, data: bytes) -> bytes:

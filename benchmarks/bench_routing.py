@@ -250,7 +250,7 @@ def compare(
     turns = list(session_turns(trace._replace(rate_per_s=rate)))
     best = oracle(turns)
     rows: list[dict[str, object]] = []
-    outcomes = {}
+    outcomes: dict[str, Outcome] = {}
     for name in policies:
         started = time.monotonic()
         found = outcomes[name] = SimulatedCluster(num_workers, RoutingConfig(router=name)).run(turns)

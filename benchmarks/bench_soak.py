@@ -280,7 +280,7 @@ def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
         name: 1000 * slope([(look.num_requests, float(getattr(look, name))) for look in warm])
         for name in ("anon_mib", "gateway_mib", "rss_mib", "num_fds", "shm_mib", "num_leases", "num_processes")
     }
-    rows = [
+    rows: list[dict[str, object]] = [
         {
             "requests": look.num_requests,
             "s": look.seconds,
@@ -319,7 +319,7 @@ def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
         Bar("soak: wrong answers", sum(soak.wrong.values()), 0, "at most"),
     ]
     notes = [f"wrong: {name}, {number} times" for name, number in soak.wrong.most_common(10)]
-    slopes = [{"of": name, "growth in 1000 requests": value} for name, value in grown.items()]
+    slopes: list[dict[str, object]] = [{"of": name, "growth in 1000 requests": value} for name, value in grown.items()]
     return Report("soak", {"at rest": rows, "answers": outcomes, "slopes after the warm-up": slopes}, bars, notes)
 
 

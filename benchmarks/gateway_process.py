@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,7 +40,7 @@ class AgreeingWorker(FakeHandler):
         card = msgspec.structs.replace(welcome.card, processor=hello.processor)
         return msgspec.structs.replace(welcome, card=card)
 
-    async def run(self, request: EngineRequest) -> AsyncIterator[OutputDelta]:
+    async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         deltas = super().run(request)
         try:
             async for delta in deltas:

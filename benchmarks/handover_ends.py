@@ -47,12 +47,14 @@ from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.tensor import TensorDescriptor
 from medialane.rpc import RpcConfig, RpcServer
 from medialane.vllm_bridge import plugin
 from medialane.vllm_bridge.arena_encoder import ArenaConsumer
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.renderer_hook import to_vllm_range
+from medialane.vllm_bridge.validation import placeholder_of
 from medialane.worker import Worker, WorkerConfig
 
 #: Rows of patches: 1176 bytes each as uint8, four times that as float32 (Qwen2.5-VL; 3996 rows are a 1024x768 image).
@@ -234,18 +236,23 @@ class FrontEnd:
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
     ) -> AsyncGenerator[OutputDelta, None]:
         """What `VllmEngine.generate` does with tensors, around the same encoder."""
-        features = request.prompt.features
+        prompt = request.prompt
+        assert isinstance(prompt, ExpandedPrompt)
+        features = prompt.features
         items = [decode_item(f.header, datas) for f, datas in zip(features, tensors, strict=True)]
         offered = [
-            (t, d) for f, datas in zip(features, tensors, strict=True) for t, d in zip(f.tensors, datas, strict=True)
+            (t, d)
+            for f, datas in zip(features, tensors, strict=True)
+            for t, d in zip(f.tensors, datas, strict=True)
+            if isinstance(t, TensorDescriptor)
         ]
         specs = [
-            MultiModalFeatureSpec(item, f.modality, f.mm_hash, to_vllm_range(f.placeholder), f.mm_hash)
+            MultiModalFeatureSpec(item, f.modality, f.mm_hash, to_vllm_range(placeholder_of(f)), f.mm_hash)
             for f, item in zip(features, items, strict=True)
         ]
         self._client.encoder.oob_tensor_consumer = self._consumer
         with self._consumer.offering(offered):
-            await self._exchange(_request(request.request_id, request.prompt.token_ids, specs))
+            await self._exchange(_request(request.request_id, prompt.token_ids, specs))
         yield OutputDelta(request.request_id, [CompletionDelta(0, "", [1], finish_reason="stop")], finished=True)
 
     async def send_heap(
@@ -306,7 +313,8 @@ async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) 
             fresh = _on_fresh_heap(specs[wish.item])
             wishes.send(await front_end.send_heap(wish.way, wish.request_id, token_ids(), fresh))
         else:
-            wishes.send(await front_end.forget_pages())
+            await front_end.forget_pages()
+            wishes.send(None)
 
 
 def _on_fresh_heap(spec: MultiModalFeatureSpec) -> MultiModalFeatureSpec:

@@ -94,9 +94,12 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The commit measured, marked when files differ from it."""
-    run = lambda *args: subprocess.run(["git", *args], cwd=REPOSITORY, capture_output=True, text=True)  # noqa: E731
-    head = run("rev-parse", "--short", "HEAD").stdout.strip()
-    return head + ("+changes" if run("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
+    head = _git("rev-parse", "--short", "HEAD")
+    return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
 
 
 def percentile(values: Iterable[float], share: float) -> float:
