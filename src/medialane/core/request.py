@@ -105,8 +105,8 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a request's answer. The prompt's token ids come with the first one only, and with them `placed`:
-    where the items stand in a prompt that the worker expanded itself (stages `decoded` and `url`)."""
+    """One step of a request's answer. With the first one come the token ids of a prompt that the worker expanded
+    itself (stages `decoded` and `url`), and `placed`: where its items stand."""
 
     request_id: str
     completions: list[CompletionDelta]

@@ -159,13 +159,14 @@ class VllmEngine:
         offered = self._offered(request, tensors)
         with mapped_errors(), self._consumer.offering(offered):
             engine_input = await self._reader.engine_input(request, tensors)
-            placed = placed_media(engine_input) if isinstance(request.prompt, SourcePrompt) else []
+            expanded_here = isinstance(request.prompt, SourcePrompt)
+            placed = placed_media(engine_input) if expanded_here else []
             async with aclosing(self._outputs(request, engine_input)) as outputs:
                 first = True
                 async for output in outputs:
                     if offered and _has_error(output):
                         await self._check_refused(request.request_id)
-                    yield to_delta(output, with_prompt=first, placed=placed)
+                    yield to_delta(output, first=first, expanded_here=expanded_here, placed=placed)
                     first = False
 
     async def ping(self, timeout_s: float) -> None:

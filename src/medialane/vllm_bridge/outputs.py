@@ -17,19 +17,21 @@ from medialane.core.media_span import MediaSpan
 from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, TokenLogprob
 
 
-def to_delta(output: RequestOutput, *, with_prompt: bool, placed: Sequence[MediaSpan] = ()) -> OutputDelta:
-    """One step of an answer as it travels. `with_prompt` marks the first: the prompt's token ids go with it alone, and
-    `placed`, where its items stand."""
+def to_delta(
+    output: RequestOutput, *, first: bool, expanded_here: bool = False, placed: Sequence[MediaSpan] = ()
+) -> OutputDelta:
+    """One step of an answer as it travels. With the first go its times; and what the sender of a prompt that was
+    `expanded_here` does not know: its token ids, and `placed`, where its items stand."""
     return OutputDelta(
         request_id=output.request_id,
         completions=[_completion(completion) for completion in output.outputs],
         finished=output.finished,
-        prompt_token_ids=list(output.prompt_token_ids) if with_prompt and output.prompt_token_ids else None,
+        prompt_token_ids=list(output.prompt_token_ids or ()) if first and expanded_here else None,
         prompt_logprobs=_logprobs(output.prompt_logprobs),
         num_cached_tokens=output.num_cached_tokens,
         num_cache_creation_tokens=output.num_cache_creation_tokens,
-        times=_times(output.metrics) if with_prompt else None,
-        placed=tuple(placed) if with_prompt else (),
+        times=_times(output.metrics) if first else None,
+        placed=tuple(placed) if first else (),
     )
 
 

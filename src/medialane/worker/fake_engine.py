@@ -132,12 +132,12 @@ def _seen(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], numbe
 def _delta(request: EngineRequest, number: int, token: int, num_cached: int, *, finished: bool) -> OutputDelta:
     first = number == 0
     completion = CompletionDelta(0, f"<{token}>", [token], finish_reason="length" if finished else None)
-    cached = num_cached if isinstance(request.prompt, ExpandedPrompt) else None
+    is_expanded = isinstance(request.prompt, ExpandedPrompt)
     return OutputDelta(
         request.request_id,
         [completion],
         finished=finished,
-        prompt_token_ids=request.prompt.token_ids if first else None,
-        num_cached_tokens=cached,
+        prompt_token_ids=request.prompt.token_ids if first and not is_expanded else None,
+        num_cached_tokens=num_cached if is_expanded else None,
         times=EngineTimes() if first else None,
     )

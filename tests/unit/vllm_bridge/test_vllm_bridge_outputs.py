@@ -37,7 +37,7 @@ def output(*completions, **changes):
 
 def travelled(found):
     """The output after both conversions, with the wire in between."""
-    wire = msgspec.msgpack.encode(to_delta(found, with_prompt=True))
+    wire = msgspec.msgpack.encode(to_delta(found, first=True, expanded_here=True))
     delta = msgspec.msgpack.decode(wire, type=OutputDelta)
     return to_request_output(delta, request_id="ours", prompt="hi", prompt_token_ids=delta.prompt_token_ids)
 
@@ -79,16 +79,17 @@ def test_output_without_logprobs_has_none():
 
 
 def test_prompt_goes_with_the_first_step_only():
-    assert to_delta(output(completion()), with_prompt=True).prompt_token_ids == [1, 2]
-    assert to_delta(output(completion()), with_prompt=False).prompt_token_ids is None
+    assert to_delta(output(completion()), first=True, expanded_here=True).prompt_token_ids == [1, 2]
+    assert to_delta(output(completion()), first=False, expanded_here=True).prompt_token_ids is None
+    assert to_delta(output(completion()), first=True).prompt_token_ids is None  # the gateway has them
 
 
 def test_engine_times_are_taken_from_its_own_clock():
     stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5)
-    times = to_delta(output(completion(), metrics=stats), with_prompt=True).times
+    times = to_delta(output(completion(), metrics=stats), first=True).times
     assert (times.queue_s, times.prefill_s) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])
 def test_unknown_times_are_left_out(metrics):
-    assert to_delta(output(completion(), metrics=metrics), with_prompt=True).times is None
+    assert to_delta(output(completion(), metrics=metrics), first=True).times is None

@@ -40,8 +40,7 @@ async def test_answer_comes_token_by_token_and_says_what_was_cached(engine):
     assert [len(d.completions[0].token_ids) for d in first] == [1, 1, 1, 1]
     assert [d.finished for d in first] == [False, False, False, True]
     assert first[-1].completions[0].finish_reason == "length"
-    assert first[0].prompt_token_ids == list(range(40))
-    assert first[1].prompt_token_ids is None
+    assert all(d.prompt_token_ids is None for d in first)  # the gateway has them
     assert (first[0].num_cached_tokens, again[0].num_cached_tokens) == (0, 32)
     assert first[0].completions[0].token_ids == again[0].completions[0].token_ids
 

@@ -120,7 +120,6 @@ class _Answer:
             sequence.request_id,
             [CompletionDelta(0, text, tokens, finish_reason=reason)],
             finished=sequence.finished,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens] if first else None,
             num_cached_tokens=sequence.num_cached_tokens,
             times=self._times() if first else None,
         )
