@@ -1,0 +1,79 @@
+"""How this room's native functions are compiled: by numba, when they are first called with arguments of some types.
+
+Compiling takes a dozen seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file of that
+function changes, and does not see that another file changed whose functions were compiled into it. So it is kept in a
+folder named by the digest of all files here: what any of them says is part of where the code is.
+
+Where no such folder can be written, numba looks for another by its own rules, and where there is none, functions are
+compiled anew in each process: a slow start, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numba
+
+logger = logging.getLogger(__name__)
+
+_HERE: Final = Path(__file__).parent
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def compiled(function: _F) -> _F:
+    """The function, compiled on its first call. Its arrays must be contiguous and writable: each other kind of array
+    would be compiled for anew, and take a request's time for that."""
+    own, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _folder()
+    try:
+        return _cached(function)
+    finally:
+        numba.config.CACHE_DIR = own
+
+
+def compiled_part(function: _F) -> _F:
+    """A function that compiled ones call: it becomes part of them. From Python it must not be called, it has no entry for
+    that (a segmentation fault)."""
+    found: _F = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return found
+
+
+def _cached(function: _F) -> _F:
+    try:
+        found: _F = numba.njit(cache=True)(function)
+    except RuntimeError:  # numba's way to say that it can write nowhere
+        _tell_once()
+        found = numba.njit(function)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _tell_once() -> None:
+    logger.warning("no folder for machine code can be written (NUMBA_CACHE_DIR names one): each start compiles it anew")
+
+
+@lru_cache(maxsize=1)
+def _folder() -> str:
+    """Beside the bytecode, or in the user's cache; empty if neither can be written."""
+    digest = blake2b(digest_size=8)
+    for path in sorted(_HERE.glob("native_*.py")):
+        digest.update(path.read_bytes())
+    name = f"native-{digest.hexdigest()}"
+    for parent in (_HERE / "__pycache__", Path.home() / ".cache" / "medialane"):
+        if _is_writable(parent / name):
+            return str(parent / name)
+    return ""
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
