@@ -108,9 +108,10 @@ class SimulatedCluster:
 
     def _arrive(self, turn: Turn) -> None:
         block_size = self._simulated.block_size
-        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
+        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
         request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
         routed = self._router.pick(request)
+        routed.begin()
         self._workers[routed.slot].submit(turn, routed)
 
 

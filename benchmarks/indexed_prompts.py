@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 #: Blocks of 16 tokens.
 SYSTEM_BLOCKS, IMAGE_BLOCKS = 32, 64
@@ -20,8 +21,9 @@ NUM_SYSTEMS, NUM_IMAGES = 16, 256
 SESSION_BLOCKS = (32, 128, 256, 512, 1024, 8192)
 SESSION_WEIGHTS = (30, 30, 20, 12, 6, 2)
 
+Blocks = NDArray[np.uint64]
 #: Tells that a slot holds blocks.
-Store = Callable[[int, list[int]], None]
+Store = Callable[[int, Blocks], None]
 
 
 @dataclass
@@ -32,17 +34,16 @@ class IndexedPrompts:
     num_blocks: int
     seed: int = 1
     #: (slot, the blocks of a session as stored there)
-    sessions: list[tuple[int, list[int]]] = field(default_factory=list)
+    sessions: list[tuple[int, Blocks]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._systems = [self.new_blocks(SYSTEM_BLOCKS) for _ in range(NUM_SYSTEMS)]
         self._images = [[self.new_blocks(IMAGE_BLOCKS) for _ in range(NUM_IMAGES)] for _ in range(NUM_SYSTEMS)]
 
-    def new_blocks(self, count: int) -> list[int]:
+    def new_blocks(self, count: int) -> Blocks:
         """Ids that nobody holds."""
-        ids: list[int] = np.frombuffer(self._random.randbytes(8 * count), np.uint64).tolist()
-        return ids
+        return np.frombuffer(bytearray(self._random.randbytes(8 * count)), np.uint64)
 
     def store(self, store: Store) -> None:
         held = NUM_SYSTEMS * SYSTEM_BLOCKS
@@ -56,16 +57,16 @@ class IndexedPrompts:
             self.sessions.append((slots[0], ids))
             held += num_new
 
-    def arriving(self, num_blocks: int) -> list[int]:
+    def arriving(self, num_blocks: int) -> Blocks:
         """A prompt of this length, of which a session's part is held."""
         _, ids = self._random.choice(self.sessions)
         known = ids[: self._random.randint(SYSTEM_BLOCKS, len(ids))][:num_blocks]
-        return known + self.new_blocks(num_blocks - len(known))
+        return np.concatenate([known, self.new_blocks(num_blocks - len(known))])
 
-    def _session(self) -> tuple[Sequence[int], list[int], int]:
+    def _session(self) -> tuple[Sequence[int], Blocks, int]:
         draw = self._random
         system = draw.randrange(NUM_SYSTEMS)
-        image: list[int] = []
+        image = self.new_blocks(0)
         slot = draw.randrange(self.num_slots)
         if draw.random() < 0.5:
             number = min(NUM_IMAGES - 1, int(draw.paretovariate(1.0)) - 1)
@@ -77,4 +78,4 @@ class IndexedPrompts:
         slots = [slot]
         if self.num_slots > 1 and draw.random() < 0.1:
             slots.append((slot + 1) % self.num_slots)
-        return slots, self._systems[system] + image + own, len(own)
+        return slots, np.concatenate([self._systems[system], image, own]), len(own)

@@ -24,10 +24,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from medialane.core.kv_events import BlockIds
 from medialane.core.media_span import MediaSpan
 from medialane.core.native_hash import add_media, add_overlaps, chain, token_sums
-
-BlockIds = NDArray[np.uint64]
 
 _U64 = np.dtype("<u8")
 

@@ -1,6 +1,6 @@
 """How native functions, which stand in files named native_*.py, are compiled: by numba.
 
-Compiling takes seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file of that
+Compiling takes a dozen seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file of that
 function changes, and does not see that another file changed whose functions were compiled into it. So it is kept in a
 folder named by the digest of all native files of a room: what any of them says is part of where the code is.
 
@@ -29,6 +29,13 @@ def compiled(function: _F) -> _F:
     """The function, compiled on its first call. Its arrays must be contiguous and writable: each other kind of array
     would be compiled for anew, and take a request's time for that."""
     return _compiled(function)
+
+
+def compiled_part(function: _F) -> _F:
+    """A function that compiled ones call: it becomes part of them. From Python it must not be called, it has no entry
+    for that (a segmentation fault)."""
+    found: _F = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return found
 
 
 def compiled_for(signature: object) -> Callable[[_F], _F]:

@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+#: The house's ids of KV blocks, one dimension.
+BlockIds = NDArray[np.uint64]
 
 #: An engine's own hash of a block. It identifies, and says nothing else: engines differ in how they make it.
 EngineHash = int | bytes

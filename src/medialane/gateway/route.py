@@ -113,7 +113,7 @@ class Routes:
             cache_salt=request.cache_salt,
         )
         wanted = RoutingRequest(
-            block_ids=ids.tolist(),
+            block_ids=ids,
             block_size=block_size,
             num_tokens=len(known.token_ids) + len(known.unplaced),  # each has at least one
             media=known.media + known.unplaced,
@@ -125,6 +125,7 @@ class Routes:
         )
         started = time.perf_counter()
         routed = self._router.pick(wanted, exclude=self._lost())
+        routed.begin()
         self._metrics.observe_routing(time.perf_counter() - started)
         decision = routed.decision
         logger.debug("%s goes to %s (rank %d): %s", request.request_id, decision.worker_id, decision.rank, decision)

@@ -1,11 +1,18 @@
-"""Which worker a request goes to."""
+"""Which worker a request goes to.
+
+The router loads when first used: it brings numba, and who only reads its settings needs none.
+"""
+
+from typing import TYPE_CHECKING
 
 from medialane.routing.config import RoutingConfig
 from medialane.routing.decisions import DecisionRecord
 from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
-from medialane.routing.routed import Routed
-from medialane.routing.router import Router
+
+if TYPE_CHECKING:
+    from medialane.routing.routed import Routed
+    from medialane.routing.router import Router
 
 __all__ = [
     "DecisionRecord",
@@ -15,3 +22,12 @@ __all__ = [
     "RoutingConfig",
     "RoutingRequest",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Load the router on first use (PEP 562)."""
+    if name not in ("Routed", "Router"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from medialane.routing import router
+
+    return getattr(router, name)

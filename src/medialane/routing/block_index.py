@@ -1,36 +1,34 @@
 """Which slots hold which KV blocks: what workers report, and what they will have soon by the requests sent to them.
 
-A block maps to the mask of its holders; a slot has the set of its blocks, so that losing it costs its blocks and not
-everyone's. Consecutive blocks of a prompt mostly have the same holders, whose mask they share.
-
-A slot may hold a hundred thousand blocks, and to take it from all their masks would hold the event loop for 100 ms. So
-what a slot loses at once is swept away in small steps, one with each call. Until that is done, no prefix of the slot's
-is found: what it stores meanwhile counts from then on.
+A block maps to the set of its holders (`native_table.py`), in which a slot has a bit. A slot may hold a hundred thousand
+blocks, and to take it from all their sets would hold the event loop for 10 ms. So a slot that loses all at once gives up
+its bit and goes on with another; the bit is swept away in small steps, one with each call that changes something.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from medialane.core.kv_events import BlockIds
+from medialane.routing.block_holders import BlockHolders
 from medialane.routing.cached_soon import CachedSoon, Note
-from medialane.routing.prefix_match import Level, Prefixes, Search, prefixes, search, shorten
+from medialane.routing.native_match import MAX_WAITING, NUM_WORK_ROWS, Prefixes, match_held
+from medialane.routing.slot_words import slot_words
 
-#: Bounds a match's time (a probe takes up to half a microsecond): a dozen of different lengths are found exactly.
+#: Bounds a match's time: a dozen of different lengths are found exactly.
 MAX_PROBES: Final = 128
-#: Masks kept to be shared. Past it they are dropped: equal masks then are several objects, which costs memory only.
-_MAX_SHARED: Final = 1 << 16
-#: Blocks swept with a call: below a millisecond.
-_SWEEP: Final = 512
-#: A step that reaches all parts of an interval evenly: 2^32 over the golden ratio.
-_STRIDE: Final = 0x9E3779B1
+#: A step of sweeping, in places looked at and in blocks changed: a tenth of a millisecond.
+_SWEPT_PLACES: Final = 1 << 14
+_SWEPT_BLOCKS: Final = 512
+_FIRST_SLOTS: Final = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class MatchCounts:
     """Of all matches so far. `num_holes`: slots that lacked a block inside the prefix that they seemed to hold, where a
     probe happened to see it; `num_bounded`: matches that ran out of probes, some of their lengths are lower bounds."""
@@ -43,14 +41,15 @@ class MatchCounts:
 
 class Matches(NamedTuple):
     """Longest prefixes by slot, in blocks; slots that were not asked for have 0. `held`: by what workers report.
-    `blocks`: with what they will hold soon, too. May be one array: write to neither."""
+    `blocks`: with what they will hold soon, too. They are written anew by the next match, and may be one array."""
 
     blocks: Prefixes
     held: Prefixes
 
 
 class BlockIndex:
-    """One index for all workers of one model. Slots are small ints; a data-parallel rank of a worker is a slot.
+    """One index for all workers of one model. Slots are small ints; a data-parallel rank of a worker is a slot. Ids are
+    contiguous, writable arrays.
 
     Pure: one thread, no I/O, `clock` in seconds. `ttl_s` is how long a note counts at most.
     """
@@ -58,26 +57,33 @@ class BlockIndex:
     def __init__(
         self, *, ttl_s: float = 60.0, clock: Callable[[], float] = time.monotonic, max_probes: int = MAX_PROBES
     ) -> None:
-        self.counts = MatchCounts()
         self._ttl_s = ttl_s
         self._clock = clock
         self._max_probes = max_probes
-        self._holders: dict[int, int] = {}
-        self._blocks: dict[int, set[int]] = {}
-        self._lost: dict[int, set[int]] = {}  # slot -> blocks whose masks still have it
-        self._lost_slots = 0
-        self._shared: dict[int, int] = {}
+        self._holders = BlockHolders()
         self._soon = CachedSoon()
+        self._free = list(range(self._holders.num_bits - 1, -1, -1))
+        self._retired: list[int] = []
+        self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
+        self._counts = np.zeros(4, np.int64)
+        self._spans = np.zeros((MAX_WAITING, 2), np.int64)
+        self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
+        self._bit_of = np.empty(0, np.int64)
+        self._have_slots(_FIRST_SLOTS)
+
+    @property
+    def counts(self) -> MatchCounts:
+        return MatchCounts(*self._counts.tolist())
 
     @property
     def num_blocks(self) -> int:
         """Different blocks that some slot holds, or held and that are not swept away yet."""
-        return len(self._holders)
+        return self._holders.num_blocks
 
     @property
     def num_entries(self) -> int:
         """Blocks held, summed over slots."""
-        return sum(map(len, self._blocks.values()))
+        return self._holders.num_entries
 
     @property
     def num_notes(self) -> int:
@@ -85,56 +91,47 @@ class BlockIndex:
 
     def num_held(self, slot: int) -> int:
         """Blocks that the slot holds."""
-        return len(self._blocks.get(slot, ()))
+        bit = self._bit(slot)
+        return self._holders.num_held(bit) if bit >= 0 else 0
 
     def holds(self, slot: int, block: int) -> bool:
         """Whether the slot has reported this block."""
-        return block in self._blocks.get(slot, ())
+        bit = self._bit(slot)
+        return bit >= 0 and self._holders.holds(bit, block)
 
-    def store(self, slot: int, ids: Collection[int]) -> None:
+    def store(self, slot: int, ids: BlockIds) -> None:
         """The slot holds these blocks from now on. Those that it holds already make no difference."""
-        self._blocks.setdefault(slot, set()).update(ids)
-        if self._lost:
-            self._lost.get(slot, set()).difference_update(ids)
-            self.sweep()
-        holders, bit = self._holders, 1 << slot
-        before, after = 0, self._share(bit)
-        for block in ids:
-            mask = holders.get(block, 0)
-            if mask is not before:
-                if mask & bit:
-                    continue
-                before, after = mask, self._share(mask | bit)
-            holders[block] = after
+        self.sweep()
+        bit = self._bit(slot)
+        self._holders.store(bit if bit >= 0 else self._give_bit(slot), ids)
 
-    def remove(self, slot: int, ids: Collection[int]) -> None:
+    def remove(self, slot: int, ids: BlockIds) -> None:
         """The slot holds these blocks no more. Those that it does not hold make no difference."""
-        self._blocks.get(slot, set()).difference_update(ids)
-        self._take(slot, ids)
+        bit = self._bit(slot)
+        if bit >= 0:
+            self._holders.remove(bit, ids)
 
     def clear(self, slot: int) -> None:
         """The slot is gone, or begins anew: neither blocks nor notes of it are left."""
         self._lose(slot)
         self._soon.clear(slot)
 
-    def replace(self, slot: int, ids: Collection[int]) -> None:
+    def replace(self, slot: int, ids: BlockIds) -> None:
         """The slot holds exactly these blocks. Notes stay: what was sent there is still on its way."""
         self._lose(slot)
         self.store(slot, ids)
 
     def sweep(self) -> bool:
-        """One step of sweeping away what slots have lost; `store`, `note` and `match` take one each. Tells whether
-        there is nothing left to sweep."""
-        if not self._lost:
+        """One step of sweeping away what slots have lost; `store` and `note` take one each. Tells whether there is
+        nothing left to sweep."""
+        if not self._retired:
             return True
-        slot, blocks = next(iter(self._lost.items()))
-        self._take(slot, [blocks.pop() for _ in range(min(_SWEEP, len(blocks)))])
-        if not blocks:
-            del self._lost[slot]
-            self._lost_slots ^= 1 << slot
-        return not self._lost
+        self._holders.sweep(_SWEPT_PLACES, _SWEPT_BLOCKS)
+        if not self._holders.num_stale:
+            self._collect()
+        return not self._retired
 
-    def note(self, slot: int, ids: Sequence[int]) -> Note:
+    def note(self, slot: int, ids: BlockIds) -> Note:
         """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
 
         The note counts until `forget`, the slot's `clear`, or `ttl_s` later. A running request's blocks are not freed,
@@ -150,79 +147,84 @@ class BlockIndex:
         """The note counts no more; it may have ended before."""
         self._soon.forget(note)
 
-    def match(self, ids: Sequence[int], slots: int) -> Matches:
-        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
+    def match(self, ids: BlockIds, slots: int, *, max_length: int | None = None) -> Matches:
+        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon; up to `max_length`.
 
         The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
         """
         width = slots.bit_length()
-        known = slots if self.sweep() else slots & ~self._lost_slots
-        found = search(self._holders.get, ids, known, max_probes=self._max_probes)
-        holes = found.holes + self._sample(found.levels, ids)
-        self._count(found, holes)
-        held = prefixes(found.levels, width)
-        shorten(held, holes)
-        soon = [level for level in self._match_soon(ids, slots) if not _is_among(level, found.levels)]
-        return Matches(np.maximum(held, prefixes(soon, width)) if soon else held, held)
-
-    def _match_soon(self, ids: Sequence[int], slots: int) -> list[Level]:
+        max_length = len(ids) if max_length is None else max_length
+        self._have_slots(width)
+        candidates = slot_words(slots, len(self._known))
+        match_held(
+            ids,
+            candidates,
+            self._lengths_held,
+            self._bit_of,
+            self._slot_of,
+            *self._holders.searched,
+            self._work,
+            self._spans,
+            self._counts,
+            self._max_probes,
+            max_length,
+        )
+        held = self._lengths_held[:width]
+        if len(self._soon):
+            self._soon.expire(self._clock())
         if not len(self._soon):
-            return []
-        self._soon.expire(self._clock())
-        return self._soon.match(ids, slots)
+            return Matches(held, held)
+        np.copyto(self._lengths, self._lengths_held)
+        self._soon.raise_to(self._lengths, ids, candidates, self._known, self._spans, max_length)
+        return Matches(self._lengths[:width], held)
 
-    def _sample(self, levels: Sequence[Level], ids: Sequence[int]) -> list[Level]:
-        """Look at one block inside the longest prefix: engines that free blocks from the middle would be seen."""
-        if not levels:
-            return []
-        length, mask = levels[-1]
-        place = self.counts.num_matches * _STRIDE % length
-        missing = mask & ~self._holders.get(ids[place], 0)
-        return [(place + 1, missing)] if missing else []
+    def _bit(self, slot: int) -> int:
+        """-1 if the slot has never held anything."""
+        return self._bit_of.item(slot) if slot < len(self._bit_of) else -1
 
-    def _count(self, found: Search, holes: Sequence[Level]) -> None:
-        counts = self.counts
-        counts.num_matches += 1
-        counts.num_probes += found.num_probes
-        counts.num_bounded += not found.is_exact
-        for _, mask in holes:
-            counts.num_holes += mask.bit_count()
-
-    def _take(self, slot: int, ids: Collection[int]) -> None:
-        holders, bit = self._holders, 1 << slot
-        before, after = bit, 0
-        for block in ids:
-            mask = holders.get(block, 0)
-            if mask is not before:
-                if not mask & bit:
-                    continue
-                before, after = mask, self._share(mask ^ bit)
-            if after:
-                holders[block] = after
-            else:
-                del holders[block]
+    def _give_bit(self, slot: int) -> int:
+        if not self._free:
+            self._collect()
+        if not self._free:
+            self._widen()
+        self._have_slots(slot + 1)
+        bit = self._free.pop()
+        self._bit_of[slot] = bit
+        self._slot_of[bit] = slot
+        return bit
 
     def _lose(self, slot: int) -> None:
-        blocks = self._blocks.pop(slot, None)
-        if not blocks:
+        bit = self._bit(slot)
+        if bit < 0 or not self._holders.num_held(bit):
             return
-        if slot in self._lost:
-            self._lost[slot] |= blocks
-        else:
-            self._lost[slot] = blocks  # not copied: there may be many
-            self._lost_slots |= 1 << slot
+        self._holders.retire(bit)
+        self._retired.append(bit)
+        self._bit_of[slot] = self._slot_of[bit] = -1
 
-    def _share(self, mask: int) -> int:
-        """An int equal to `mask`, the same object for as many blocks as possible."""
-        if len(self._shared) >= _MAX_SHARED:
-            self._shared.clear()
-        return self._shared.setdefault(mask, mask)
+    def _collect(self) -> None:
+        """Let bits that are swept away be used again."""
+        swept = {bit for bit in self._retired if not self._holders.num_held(bit)}
+        for bit in swept:
+            self._holders.reuse(bit)
+        self._retired = [bit for bit in self._retired if bit not in swept]
+        self._free += swept
 
+    def _widen(self) -> None:
+        """64 bits more."""
+        old = self._holders.num_bits
+        self._holders.widen(old + 1)
+        new = self._holders.num_bits
+        self._free += range(new - 1, old - 1, -1)
+        self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
+        self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
 
-def _is_among(level: Level, levels: Sequence[Level]) -> bool:
-    """Whether all slots of a level are in one that is as long, or longer."""
-    length, mask = level
-    for longer, held in levels:
-        if longer >= length:  # the first of these is the widest
-            return mask & held == mask
-    return False
+    def _have_slots(self, count: int) -> None:
+        """Let the arrays over slots be so long at least."""
+        old = len(self._bit_of)
+        if count <= old:
+            return
+        new = (count + 63) // 64 * 64
+        self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
+        self._known = np.zeros(new // 64, np.uint64)
+        self._lengths = np.zeros(new, np.int32)
+        self._lengths_held = np.zeros(new, np.int32)

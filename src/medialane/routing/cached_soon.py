@@ -7,22 +7,24 @@ lengths of another prompt. What it finds is short of the truth by a third at mos
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import islice
+from typing import Final
 
-from medialane.routing.prefix_match import Level
+import numpy as np
 
+from medialane.core.kv_events import BlockIds
+from medialane.routing import native_match as native
+from medialane.routing.block_holders import BlockHolders
+from medialane.routing.native_match import Prefixes
+from medialane.routing.native_table import Ints, Words, is_full
 
-def _ladder(limit: int) -> list[int]:
-    rungs = [1]
-    while rungs[-1] < limit:
-        rungs.append(rungs[-1] + max(1, rungs[-1] // 2))
-    return rungs
-
-
-#: Lengths that are noted. The last one is more than any prompt has, in blocks.
-_RUNGS = _ladder(1 << 24)
+#: Ids of a note at most: half as much again each time is beyond any prompt by then.
+_MAX_NOTED: Final = 64
+_FIRST_LENGTH: Final = 64
+#: Notes are counted by block and slot, under the sum of the block's id and a multiple of the slot's number. Two such
+#: pairs have the same sum by chance only (2^-64), as two blocks have the same id.
+_APART: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
 
 
 class Note:
@@ -30,7 +32,7 @@ class Note:
 
     __slots__ = ("deadline", "ids", "slot")
 
-    def __init__(self, slot: int, ids: list[int], deadline: float) -> None:
+    def __init__(self, slot: int, ids: BlockIds, deadline: float) -> None:
         self.slot = slot
         self.ids = ids
         self.deadline = deadline
@@ -42,23 +44,31 @@ class CachedSoon:
 
     def __init__(self) -> None:
         self._notes: dict[Note, None] = {}  # in order of making, which is that of their deadlines
-        self._holders: dict[int, int] = {}
-        self._counts: dict[int, dict[int, int]] = {}  # slot -> block -> notes that name it
+        self._holders = BlockHolders()
+        self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
+        self._num_counts = 0
+        self._noted = np.empty(_MAX_NOTED, np.uint64)
+        self._changed = np.empty(_MAX_NOTED, np.uint64)
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def note(self, slot: int, ids: Sequence[int], *, deadline: float) -> Note:
+    @property
+    def num_counts(self) -> int:
+        """Blocks of notes, each counted once for each slot."""
+        return self._num_counts
+
+    def note(self, slot: int, ids: BlockIds, *, deadline: float) -> Note:
         """The slot was sent a prompt with these blocks, which begin at the prompt's start. Deadlines never go back."""
-        note = Note(slot, [ids[length - 1] for length in _lengths(len(ids))], deadline)
+        noted = self._noted[: native.noted_ids(ids, self._noted)].copy()
+        note = Note(slot, noted, deadline)
         self._notes[note] = None
-        counts = self._counts.setdefault(slot, {})
-        holders, bit = self._holders, 1 << slot
-        for block in note.ids:
-            count = counts.get(block, 0)
-            counts[block] = count + 1
-            if not count:
-                holders[block] = holders.get(block, 0) | bit
+        self._holders.widen(slot + 1)
+        if is_full(self._num_counts + len(noted), len(self._counts)):
+            self._grow()
+        count = native.count_up(self._counts, noted, _offset(slot), self._changed)
+        self._num_counts += count
+        self._holders.store(slot, self._changed[:count])
         return note
 
     def forget(self, note: Note) -> None:
@@ -66,13 +76,9 @@ class CachedSoon:
         if note not in self._notes:
             return
         del self._notes[note]
-        counts = self._counts[note.slot]
-        for block in note.ids:
-            count = counts.pop(block)
-            if count > 1:
-                counts[block] = count - 1
-            else:
-                self._take(note.slot, block)
+        count = native.count_down(self._counts, note.ids, _offset(note.slot), self._changed)
+        self._num_counts -= count
+        self._holders.remove(note.slot, self._changed[:count])
 
     def expire(self, now: float) -> None:
         """Forget the notes whose deadline has come."""
@@ -84,34 +90,22 @@ class CachedSoon:
 
     def clear(self, slot: int) -> None:
         """Forget every note of the slot."""
-        for block in self._counts.pop(slot, ()):
-            self._take(slot, block)
-        self._notes = {note: None for note in self._notes if note.slot != slot}
+        for note in [note for note in self._notes if note.slot == slot]:
+            self.forget(note)
 
-    def match(self, ids: Sequence[int], slots: int) -> list[Level]:
-        """Levels (as `Search` has them) of what slots will hold soon; lengths are short of the truth by a third at
-        most."""
-        levels: list[Level] = []
-        for length in _lengths(len(ids)):
-            held = self._holders.get(ids[length - 1], 0) & slots
-            if not held:
-                break
-            if levels and levels[-1][1] == held:
-                levels.pop()
-            levels.append((length, held))
-        return levels
+    def raise_to(
+        self, lengths: Prefixes, ids: BlockIds, candidates: Words, known: Words, spans: Ints, max_length: int
+    ) -> None:
+        """Raise the lengths of candidates that will hold more soon; short of the truth by a third at most."""
+        native.match_soon(ids, candidates, lengths, *self._holders.searched, known, spans, max_length)
 
-    def _take(self, slot: int, block: int) -> None:
-        left = self._holders[block] ^ 1 << slot
-        if left:
-            self._holders[block] = left
-        else:
-            del self._holders[block]
+    def _grow(self) -> None:
+        counts = np.zeros((2 * len(self._counts), 2), np.uint64)
+        while is_full(self._num_counts + _MAX_NOTED, len(counts)):
+            counts = np.zeros((2 * len(counts), 2), np.uint64)
+        native.copy_entries(self._counts, counts)
+        self._counts = counts
 
 
-def _lengths(num_blocks: int) -> list[int]:
-    """The lengths of a prompt that are noted."""
-    lengths = _RUNGS[: bisect_right(_RUNGS, num_blocks)]
-    if lengths and lengths[-1] != num_blocks:
-        lengths.append(num_blocks)
-    return lengths
+def _offset(slot: int) -> np.uint64:
+    return np.uint64(_APART * slot & _MASK)

@@ -1,123 +1,142 @@
-"""Policies: a score for every slot (lower is better, infinite for who is no candidate), and how one is picked by it."""
+"""Policies: what slots are scored by (lower is better), and how one is picked by it."""
 
 from __future__ import annotations
 
 import random
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from medialane.routing.block_index import Matches
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Offer, flags
-from medialane.routing.slots import Scores, SlotTable
+from medialane.routing.cost import CostModel, Offer, Weights
+from medialane.routing.native_choice import (
+    BLOCKS,
+    NUM_BEST,
+    NUM_COLUMNS,
+    SCORE,
+    SLOT,
+    TOLD,
+    Scores,
+    choose,
+)
+from medialane.routing.native_table import Words
+from medialane.routing.slot_words import slot_rows, slot_words
+from medialane.routing.slots import SlotTable
 
-#: Scores are sums of floats in different orders: so close is equal (ms).
-_EQUAL: Final = 1e-6
-_NUM_ALTERNATIVES: Final = 3
-
-
-class Scorer(Protocol):
-    def __call__(self, offer: Offer, out: Scores) -> None:
-        """Write the score of each slot to `out`. Slots that take no requests are infinite; whether the others are
-        candidates does not matter here."""
-        ...
-
-
-class Picker(Protocol):
-    def __call__(self, scores: Scores) -> int:
-        """One slot whose score is finite; at least one is."""
-        ...
+_NO_ITEMS: Scores = np.empty((0, 2))
+_NO_HOLDERS: Words = np.empty((0, 1), np.uint64)
 
 
-class Choice(NamedTuple):
-    """The slot picked, and the next best (slot, score), best first."""
+class Alternative(NamedTuple):
+    """A slot that was not picked."""
 
     slot: int
     score: float
-    alternatives: tuple[tuple[int, float], ...]
+    blocks: int
+
+
+class Choice(NamedTuple):
+    """The slot picked; `longest` is the greatest of all candidates' prefixes, in blocks. `best` is as `native_choice`
+    has it."""
+
+    slot: int
+    longest: int
+    best: Scores
+
+    @property
+    def score(self) -> float:
+        return self.best.item(0, SCORE)
+
+    @property
+    def blocks(self) -> int:
+        """The picked slot's prefix."""
+        return int(self.best.item(0, BLOCKS))
+
+    @property
+    def is_told(self) -> bool:
+        """Whether all of that is held by what the worker told, none by what was sent there."""
+        return self.best.item(0, BLOCKS) == self.best.item(0, TOLD)
+
+    @property
+    def alternatives(self) -> list[Alternative]:
+        """The next best, best first."""
+        rows = self.best[1:].tolist()
+        return [Alternative(int(row[SLOT]), row[SCORE], int(row[BLOCKS])) for row in rows if row[SLOT] >= 0]
 
 
 class Policy:
-    """A scorer and a picker. The array of scores is used again for each choice."""
+    """Scores and picks. `standing` are the scores that depend on the slot alone, `weights` tells what else counts;
+    with a temperature (of the scores' unit) a slot is drawn, without, the least is taken."""
 
-    def __init__(self, scorer: Scorer, picker: Picker, slots: SlotTable) -> None:
-        self._scorer = scorer
-        self._picker = picker
+    def __init__(
+        self,
+        slots: SlotTable,
+        standing: Callable[[], Scores],
+        weights: Callable[[Offer], Weights],
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+    ) -> None:
         self._slots = slots
-        self._scores = np.empty(0)
+        self._standing = standing
+        self._weights = weights
+        self._temperature = temperature
+        self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
+        self._last = -1
+        self.scores: Scores = np.empty(0)  # of the last choice; infinite for who was no candidate
 
-    def choose(self, offer: Offer) -> Choice:
-        """Pick one of the offer's candidates, of which there is at least one."""
-        num_slots = len(offer.prefixes)
-        if len(self._scores) != num_slots:
-            self._scores = np.empty(num_slots)
-        scores = self._scores
-        self._scorer(offer, scores)
-        if offer.candidates != self._slots.open:
-            scores[~flags(offer.candidates, num_slots)] = np.inf
-        slot = self._picker(scores)
-        score = float(scores[slot])
-        scores[slot] = np.inf
-        return Choice(slot, score, _next_best(scores))
+    def choose(self, offer: Offer, matches: Matches) -> Choice:
+        """Pick one of the offer's candidates, of which there is at least one. The arrays of `matches` are as long as
+        the highest candidate needs."""
+        num_slots = len(matches.blocks)
+        num_words = (num_slots + 63) // 64
+        if len(self.scores) != num_slots:
+            self.scores = np.empty(num_slots)
+        weights = self._weights(offer)
+        items, holders = _items(offer, weights.embed, num_words) if weights.embed else (_NO_ITEMS, _NO_HOLDERS)
+        best = np.empty((NUM_BEST, NUM_COLUMNS))
+        longest = choose(
+            self._standing(),
+            self._slots.is_remote,
+            slot_words(offer.candidates, num_words),
+            matches.blocks,
+            matches.held,
+            items,
+            holders,
+            len(items),
+            weights.alone,
+            weights.block,
+            weights.remote,
+            -1 if offer.session_slot is None else offer.session_slot,
+            weights.session,
+            self._last,
+            self._temperature,
+            self._random.random() if self._temperature else 0.0,
+            self.scores,
+            best,
+        )
+        self._last = int(best.item(0, SLOT))
+        return Choice(self._last, longest, best)
 
 
 def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, temperature_ms: float, seed: int | None) -> Policy:
     """The policy of this name. `temperature_ms` is for `cost`; `seed` for what draws."""
-
-    def flat(offer: Offer, out: Scores) -> None:
-        out[:] = slots.flat[: len(out)]
-
-    def sequences(offer: Offer, out: Scores) -> None:
-        out[:] = slots.sequences[: len(out)]
-
-    def uncached(offer: Offer, out: Scores) -> None:
-        np.subtract(slots.flat[: len(out)], offer.prefixes, out=out)
-
     if name == "cost":
-        return Policy(costs.costs, Draw(temperature_ms, seed) if temperature_ms else Least(), slots)
+        return Policy(slots, lambda: slots.standing_ms, costs.weights, temperature=temperature_ms, seed=seed)
     if name == "prefix-only":
-        return Policy(uncached, Least(), slots)
+        return Policy(slots, lambda: slots.flat, lambda _: Weights(block=1.0))
     if name == "least-loaded":
-        return Policy(sequences, Least(), slots)
-    return Policy(flat, Least() if name == "round-robin" else Draw(1.0, seed), slots)
+        return Policy(slots, lambda: slots.sequences, lambda _: Weights())
+    return Policy(
+        slots, lambda: slots.flat, lambda _: Weights(), temperature=0.0 if name == "round-robin" else 1.0, seed=seed
+    )
 
 
-class Least:
-    """The least score; between equals, the next after the last that was picked."""
-
-    def __init__(self) -> None:
-        self._last = -1
-
-    def __call__(self, scores: Scores) -> int:
-        least = scores.argmin()
-        equals = (scores <= scores[least] + _EQUAL).nonzero()[0]
-        if len(equals) > 1:
-            least = equals[equals.searchsorted(self._last, side="right") % len(equals)]
-        self._last = int(least)
-        return self._last
-
-
-class Draw:
-    """One drawn with weight exp(-score / temperature)."""
-
-    def __init__(self, temperature: float, seed: int | None) -> None:
-        self._temperature = temperature
-        self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
-
-    def __call__(self, scores: Scores) -> int:
-        weights = np.exp((scores.min() - scores) / self._temperature)
-        sums = np.cumsum(weights)
-        drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
-        return min(drawn, int(np.flatnonzero(weights)[-1]))
-
-
-def _next_best(scores: Scores) -> tuple[tuple[int, float], ...]:
-    found = []
-    for _ in range(min(_NUM_ALTERNATIVES, len(scores))):
-        slot = int(scores.argmin())
-        score = float(scores[slot])
-        if score == np.inf:
-            break
-        found.append((slot, score))
-        scores[slot] = np.inf
-    return tuple(found)
+def _items(offer: Offer, embed: float, num_words: int) -> tuple[Scores, Words]:
+    """The items and their holders, as the native choice takes them."""
+    if not offer.items:
+        return _NO_ITEMS, _NO_HOLDERS
+    items = np.array([(item.num_blocks, item.num_embeds * embed) for item in offer.items], np.float64)
+    return items, slot_rows([holders & offer.candidates for holders in offer.holders], num_words)

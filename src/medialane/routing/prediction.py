@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
+
+from medialane.core.kv_events import BlockIds
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class PredictionWatch:
         del self._slots[slot]
 
     def sent(
-        self, slot: int, block_ids: list[int], *, block_size: int, num_usable: int, num_held: int, is_told: bool
+        self, slot: int, block_ids: BlockIds, *, block_size: int, num_usable: int, num_held: int, is_told: bool
     ) -> Expectation:
         """A prompt with these full blocks goes to `slot`. The engine may take the first `num_usable` from its cache and
         is predicted to take `num_held`; `is_told`: by what the worker told, not by what was sent to it a moment ago."""
@@ -107,26 +109,26 @@ class PredictionWatch:
             block_size=block_size,
             usable_tokens=num_usable * block_size,
             predicted_tokens=num_held * block_size,
-            last_id=block_ids[-1] if num_held < num_usable else None,
+            last_id=block_ids.item(-1) if num_held < num_usable else None,
         )
         if expected.last_id is not None:
             watched.by_last.setdefault(expected.last_id, []).append(expected)
         if num_held and is_told:
-            expected.prefix_id = block_ids[num_held - 1]
+            expected.prefix_id = block_ids.item(num_held - 1)
             watched.by_prefix.setdefault(expected.prefix_id, []).append(expected)
         return expected
 
-    def stored(self, slot: int, ids: Iterable[int]) -> None:
+    def stored(self, slot: int, ids: BlockIds) -> None:
         """The worker tells that it holds these."""
         awaited = self._slots[slot].by_last
-        for block_id in awaited.keys() & ids if awaited else ():
+        for block_id in awaited.keys() & ids.tolist() if awaited else ():
             for expected in awaited[block_id]:
                 expected.was_stored = True
 
-    def removed(self, slot: int, ids: Iterable[int]) -> None:
+    def removed(self, slot: int, ids: BlockIds) -> None:
         """The worker tells that it holds these no more."""
         predicted = self._slots[slot].by_prefix
-        for block_id in predicted.keys() & ids if predicted else ():
+        for block_id in predicted.keys() & ids.tolist() if predicted else ():
             for expected in predicted[block_id]:
                 expected.was_evicted = True
 

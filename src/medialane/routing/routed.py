@@ -2,70 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from medialane.core.request import RoutingDecision
 from medialane.routing.block_index import BlockIndex
-from medialane.routing.cost import EncoderItem
+from medialane.routing.config import PolicyName
+from medialane.routing.cost import CostModel, Offer, Terms
 from medialane.routing.decisions import Decisions
 from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.explanation import explain
+from medialane.routing.policies import Choice
 from medialane.routing.prediction import PredictionWatch
-from medialane.routing.request import RoutingRequest
+from medialane.routing.sessions import Sessions
 from medialane.routing.slots import Slot, SlotTable
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the router knows. `clock` is monotonic, in seconds."""
+    """What the router knows. `clock` is monotonic, `wall_clock` since the epoch, in seconds."""
 
+    policy: PolicyName
     slots: SlotTable
     index: BlockIndex
     caches: EncoderCaches
     predictions: PredictionWatch
     decisions: Decisions
+    sessions: Sessions
+    costs: CostModel
     clock: Callable[[], float]
+    wall_clock: Callable[[], float]
 
 
 class Routed:
-    """Until its first token the request counts in its slot's queue, and pins its items in the encoder cache there;
-    until its release it is in flight, and blocks that the worker has not told of yet count as cached soon.
+    """Where a request goes, known at once: `slot`, and the `worker_id`, `rank` and `num_ranks` of its worker.
 
-    `release` is owed by the request's scope. Both methods may be called again, and after the slot has left.
+    `begin` does what a choice entails: to be called right after the request was sent, before the router is told or
+    asked anything else. From then on there is a `decision`; until its first token the request counts in its slot's
+    queue, and pins its items in the encoder cache there; until its release it is in flight, and blocks that the worker
+    has not told of yet count as cached soon.
+
+    `release` is owed by the request's scope. All three may be called again, and after the slot has left; without
+    `begin`, or after `release`, nothing happens.
     """
 
-    def __init__(
-        self,
-        known: Knowledge,
-        request: RoutingRequest,
-        decision: RoutingDecision,
-        slot: Slot,
-        *,
-        needed: Iterable[EncoderItem],
-        is_told: bool,
-        record: int,
-    ) -> None:
-        self.decision = decision
+    def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot) -> None:
         self.slot = slot.number
+        self.worker_id, self.rank = slot.place
+        self.num_ranks = slot.num_ranks
         self._known = known
+        self._offer = offer
+        self._choice = choice
         self._slot = slot
-        self._record = record
         self._picked_at = known.clock()
-        self._work_ms = decision.parts.prefill + decision.parts.encoder
-        self._is_queued = True
+        self._decision: RoutingDecision | None = None
+        self._is_queued = False
         self._is_released = False
-        num_held = decision.cached_tokens // request.block_size
-        self._expected = known.predictions.sent(
-            slot.number,
-            request.block_ids,
-            block_size=request.block_size,
-            num_usable=request.max_cached_blocks,
-            num_held=num_held,
-            is_told=is_told,
-        )
-        self._note = known.index.note(slot.number, request.block_ids)
-        self._pinned = known.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in needed])
-        known.slots.queue(slot, self._work_ms)
+
+    @property
+    def decision(self) -> RoutingDecision:
+        """The choice and its reasons. Raises RuntimeError before `begin`."""
+        if self._decision is None:
+            raise RuntimeError("the request has not begun")
+        return self._decision
+
+    def begin(self) -> None:
+        """Record the choice, and count the request at its slot."""
+        if self._decision is not None or self._is_released:
+            return
+        known, offer, slot = self._known, self._offer, self._slot
+        terms = known.costs.terms(offer, slot, self._choice.blocks)
+        self._decision = explain(offer, self._choice, slot, terms, slots=known.slots, policy=known.policy)
+        self._record = known.decisions.add(offer.request.request_id, self._decision, time_s=known.wall_clock())
+        if offer.request.session_id is not None:
+            known.sessions.note(offer.request.session_id, slot.place)
+        if known.slots.is_current(slot):
+            self._take(terms)
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
         """The first token has come; the engine took so many tokens from its KV cache (None: it does not tell)."""
@@ -85,6 +97,8 @@ class Routed:
         if self._is_released:
             return
         self._is_released = True
+        if self._decision is None:
+            return
         known = self._known
         if self._is_queued:
             self._unqueue(computed=False)
@@ -93,6 +107,22 @@ class Routed:
             known.index.forget(self._note)
             self._slot.num_in_flight -= 1
             known.slots.update(self._slot)
+
+    def _take(self, terms: Terms) -> None:
+        known, request = self._known, self._offer.request
+        self._work_ms = terms.parts.prefill + terms.parts.encoder
+        self._expected = known.predictions.sent(
+            self.slot,
+            request.block_ids,
+            block_size=request.block_size,
+            num_usable=request.max_cached_blocks,
+            num_held=terms.cached_blocks,
+            is_told=self._choice.is_told,
+        )
+        self._note = known.index.note(self.slot, request.block_ids)
+        self._pinned = known.caches.pin(self.slot, [(item.mm_hash, item.num_embeds) for item in terms.needed])
+        known.slots.queue(self._slot, self._work_ms)
+        self._is_queued = True
 
     def _unqueue(self, *, computed: bool) -> None:
         self._is_queued = False

@@ -1,7 +1,7 @@
 """The workers as the router knows them: one slot for each data-parallel rank of a worker.
 
 What depends on a slot alone is kept in arrays over slots, brought up to date when the slot changes, so that a choice
-between a thousand of them is a few operations of numpy.
+between a thousand of them is one call of native code.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
+from medialane.routing.native_choice import Scores
 from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import Place
-
-Scores = npt.NDArray[np.float64]
 
 _FIRST_CAPACITY: Final = 16
 #: Weight of the newest request in the mean work of requests: the last fifty or so count.
@@ -83,7 +81,6 @@ class SlotTable:
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
         self.open = 0  # bit mask of the slots that take requests
-        self.num_remote = 0
         self.standing_ms = np.full(_FIRST_CAPACITY, np.inf)  # the costs that depend on the slot alone
         self.sequences = np.full(_FIRST_CAPACITY, np.inf)
         self.is_remote = np.zeros(_FIRST_CAPACITY)
@@ -118,7 +115,6 @@ class SlotTable:
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
         self.is_remote[number] = not slot.same_host
-        self.num_remote += not slot.same_host
         self.update(slot)
         return slot
 
@@ -130,7 +126,6 @@ class SlotTable:
         if not ranks:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
-        self.num_remote -= not slot.same_host
         self.is_remote[slot.number] = 0
         self._close(slot.number)
 

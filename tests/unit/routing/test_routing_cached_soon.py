@@ -1,28 +1,37 @@
 """Notes of what was sent: seen by other prompts, counted, gone when they shall."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.routing.cached_soon import CachedSoon
-from medialane.routing.prefix_match import prefixes
+from medialane.routing.native_match import MAX_WAITING
 
 ALL = (1 << 8) - 1
 
 
+def blocks(found):
+    return np.array(list(found), np.uint64)
+
+
 def soon(notes, ids, slots=ALL):
-    return prefixes(notes.match(ids, slots), 8).tolist()
+    lengths, candidates = np.zeros(64, np.int32), np.array([slots], np.uint64)
+    spans = np.zeros((MAX_WAITING, 2), np.int64)
+    notes.raise_to(lengths, blocks(ids), candidates, np.zeros(1, np.uint64), spans, 1 << 30)
+    assert not lengths[8:].any()
+    return lengths[:8].tolist()
 
 
 def chain(name, length):
     """Ids of one prompt: `name` may be a prefix of another's, then they share those blocks."""
-    return [hash((name[: n + 1] if n < len(name) else name, n)) for n in range(length)]
+    return [hash((name[: n + 1] if n < len(name) else name, n)) % 2**64 for n in range(length)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 100, 511, 8192])
 def test_same_prompt_is_found_whole(length):
     notes = CachedSoon()
-    notes.note(3, range(length), deadline=1)
+    notes.note(3, blocks(range(length)), deadline=1)
     assert soon(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
 
 
@@ -30,22 +39,22 @@ def test_same_prompt_is_found_whole(length):
 def test_shared_prefix_is_found_but_for_a_third_and_never_too_long(one, other, shared):
     shared = min(one, other, shared)
     notes = CachedSoon()
-    notes.note(0, range(one), deadline=1)
+    notes.note(0, blocks(range(one)), deadline=1)
     found = soon(notes, [*range(shared), *range(1000, 1000 + other - shared)])[0]
     assert shared * 2 / 3 - 1 < found <= shared
 
 
 def test_slots_are_told_apart_and_others_left_out():
     notes = CachedSoon()
-    notes.note(1, range(100), deadline=1)
-    notes.note(2, [*range(9), *range(500, 550)], deadline=1)
+    notes.note(1, blocks(range(100)), deadline=1)
+    notes.note(2, blocks([*range(9), *range(500, 550)]), deadline=1)
     assert soon(notes, range(100)) == [0, 100, 9, 0, 0, 0, 0, 0]
     assert soon(notes, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
 
 
 def test_blocks_of_two_notes_count_until_both_are_gone():
     notes = CachedSoon()
-    first, second = (notes.note(0, range(20), deadline=1) for _ in range(2))
+    first, second = (notes.note(0, blocks(range(20)), deadline=1) for _ in range(2))
     notes.forget(first)
     notes.forget(first)
     assert soon(notes, range(20))[0] == 20
@@ -56,8 +65,8 @@ def test_blocks_of_two_notes_count_until_both_are_gone():
 
 def test_notes_expire_at_their_deadline():
     notes = CachedSoon()
-    notes.note(0, range(20), deadline=5)
-    later = notes.note(1, range(20), deadline=6)
+    notes.note(0, blocks(range(20)), deadline=5)
+    later = notes.note(1, blocks(range(20)), deadline=6)
     notes.expire(4.9)
     assert len(notes) == 2
     notes.expire(5)
@@ -69,10 +78,10 @@ def test_notes_expire_at_their_deadline():
 
 def test_clear_forgets_one_slots_notes_and_their_owners_may_still_forget_them():
     notes = CachedSoon()
-    gone, stays = notes.note(0, range(20), deadline=5), notes.note(1, range(20), deadline=5)
+    gone, stays = notes.note(0, blocks(range(20)), deadline=5), notes.note(1, blocks(range(20)), deadline=5)
     notes.clear(0)
     assert soon(notes, range(20))[:2] == [0, 20]
-    again = notes.note(0, range(20), deadline=5)  # whoever has the slot's number next
+    again = notes.note(0, blocks(range(20)), deadline=5)  # whoever has the slot's number next
     notes.forget(gone)
     assert soon(notes, range(20))[:2] == [20, 20]
     notes.forget(again)
@@ -82,7 +91,7 @@ def test_clear_forgets_one_slots_notes_and_their_owners_may_still_forget_them():
 
 def test_prompt_without_full_blocks_is_noted_as_nothing():
     notes = CachedSoon()
-    notes.forget(notes.note(0, [], deadline=1))
+    notes.forget(notes.note(0, blocks([]), deadline=1))
     assert soon(notes, []) == [0] * 8
     assert len(notes) == 0
 
@@ -104,7 +113,7 @@ def test_nothing_is_left_of_notes_that_are_gone(steps):
     for step in steps:
         match step:
             case "note", slot, name, length:
-                note = notes.note(slot, chain(name, length), deadline=1)
+                note = notes.note(slot, blocks(chain(name, length)), deadline=1)
                 made.append(note)
                 alive[note] = (slot, chain(name, length))
             case "forget", number if made:
@@ -116,11 +125,22 @@ def test_nothing_is_left_of_notes_that_are_gone(steps):
                 alive = {note: sent for note, sent in alive.items() if sent[0] != slot}
     fresh = CachedSoon()
     for slot, ids in alive.values():
-        fresh.note(slot, ids, deadline=1)
+        fresh.note(slot, blocks(ids), deadline=1)
     assert len(notes) == len(fresh)
     for name in ("", "a", "ab", "b"):
         assert soon(notes, chain(name, 9)) == soon(fresh, chain(name, 9))
     for note in list(alive):
         notes.forget(note)
-    assert not notes._holders
-    assert not any(notes._counts.values())
+    assert (notes.num_counts, notes._holders.num_blocks, notes._holders.num_sets) == (0, 0, 0)
+    assert not notes._counts[:, 1].any()
+
+
+def test_notes_of_many_requests_are_kept_and_all_gone_in_the_end():
+    notes = CachedSoon()
+    made = [
+        notes.note(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)]), deadline=1) for n in range(400)
+    ]
+    assert soon(notes, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
+    for note in made:
+        notes.forget(note)
+    assert (len(notes), notes.num_counts, notes._holders.num_blocks) == (0, 0, 0)

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing.block_index import Matches
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items, flags, numbers
+from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
@@ -29,6 +31,7 @@ class World:
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
         self.model = CostModel(self.config, self.slots)
+        self.policy = policy("cost", costs=self.model, slots=self.slots, temperature_ms=0.0, seed=None)
         for number in range(num_slots):
             endpoint = Endpoint(
                 f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=CARD
@@ -36,16 +39,15 @@ class World:
             self.caches.join(self.slots.join(endpoint).number, CARD.encoder_cache_tokens)
 
     def offer(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
-        request = RoutingRequest([], BLOCK, num_tokens, tuple(media), handover_bytes)
-        held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
+        request = RoutingRequest(np.empty(0, np.uint64), BLOCK, num_tokens, tuple(media), handover_bytes)
+        self.prefixes = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
         items = encoder_items(media, BLOCK)
         holders = tuple(self.caches.holders(item.mm_hash) for item in items)
-        return Offer(request, items, holders, self.slots.open, held, int(held.max()), held, session_slot)
+        return Offer(request, items, holders, self.slots.open, session_slot)
 
     def costs(self, offer):
-        out = np.empty(len(self.slots))
-        self.model.costs(offer, out)
-        return out
+        self.choice = self.policy.choose(offer, Matches(self.prefixes, self.prefixes))
+        return self.policy.scores
 
     def hold(self, slot, name, num_embeds):
         self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)
@@ -65,13 +67,6 @@ def test_item_of_unknown_place_is_behind_all_blocks_that_are_known(known):
     ((_, num_embeds, num_blocks),) = encoder_items([span("a", known, 0)], BLOCK)
     assert num_embeds > 0
     assert num_blocks > known // BLOCK
-
-
-@pytest.mark.parametrize("mask", [0, 1, 0b1010, 1 << 99, (1 << 100) - 1])
-def test_mask_as_numbers_and_as_flags(mask):
-    expected = [number for number in range(100) if mask >> number & 1]
-    assert list(numbers(mask)) == expected
-    assert np.flatnonzero(flags(mask, 100)).tolist() == expected
 
 
 def test_cached_tokens_are_not_prefilled():
@@ -145,12 +140,15 @@ def build(facts, spans, handover_bytes, session_slot):
     )
 
 
-@given(st.lists(slot_facts, min_size=1, max_size=24), items, st.integers(0, 1 << 24), st.sampled_from([None, 0]))
+@given(st.lists(slot_facts, min_size=1, max_size=80), items, st.integers(0, 1 << 24), st.sampled_from([None, 0]))
 def test_parts_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, session_slot):
     world, offer = build(facts, spans, handover_bytes, session_slot)
     costs = world.costs(offer)
     for slot in world.slots:
-        assert world.model.terms(offer, slot).parts.total == pytest.approx(costs[slot.number])
+        cached_blocks = world.prefixes.item(slot.number)
+        assert world.model.terms(offer, slot, cached_blocks).parts.total == pytest.approx(costs[slot.number])
+    assert world.choice.longest == world.prefixes.max()
+    assert world.choice.blocks == world.prefixes[world.choice.slot]
 
 
 WORSE = [

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.request import Endpoint, WorkerLoad
+from medialane.routing.block_index import Matches
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, Offer
-from medialane.routing.policies import Draw, Least, policy
+from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
@@ -28,7 +29,8 @@ class World:
         held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
         mask = self.slots.open if candidates is None else candidates
         seen = held[: mask.bit_length()]
-        return self.policy.choose(Offer(RoutingRequest([], 16, 1000), (), (), mask, seen, int(seen.max()), held, None))
+        request = RoutingRequest(np.empty(0, np.uint64), 16, 1000)
+        return self.policy.choose(Offer(request, (), (), mask, None), Matches(seen, seen))
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))
@@ -78,11 +80,11 @@ def test_temperature_spreads_by_weight():
 def test_alternatives_are_the_next_best_in_order():
     choice = World("least-loaded", [4, 1, 3, 2, 0, 9]).choose()
     assert (choice.slot, choice.score) == (4, 0.0)
-    assert choice.alternatives == ((1, 1.0), (3, 2.0), (2, 3.0))
+    assert choice.alternatives == [(1, 1.0, 0), (3, 2.0, 0), (2, 3.0, 0)]
 
 
 def test_only_candidate_has_no_alternatives():
-    assert World("cost", [0, 0]).choose(candidates=0b10).alternatives == ()
+    assert World("cost", [0, 0]).choose(candidates=0b10).alternatives == []
 
 
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
@@ -92,14 +94,29 @@ def test_only_candidates_are_chosen(name, loads, data):
     prefixes = data.draw(st.lists(st.integers(0, 60), min_size=len(loads), max_size=len(loads)))
     choice = world.choose(prefixes=prefixes, candidates=mask)
     assert mask >> choice.slot & 1
-    others = [slot for slot, _ in choice.alternatives]
+    others = [other.slot for other in choice.alternatives]
     assert all(mask >> slot & 1 for slot in others)
     assert choice.slot not in others
-    scores = [score for _, score in choice.alternatives]
+    scores = [other.score for other in choice.alternatives]
     assert scores == sorted(scores)
 
 
-@pytest.mark.parametrize("pick", [Least(), Draw(0.001, 1), Draw(1e6, 1)])
-def test_infinite_scores_are_never_picked(pick):
-    scores = np.array([np.inf, 1e9, np.inf])
-    assert {pick(scores) for _ in range(50)} == {1}
+@pytest.mark.parametrize("temperature_ms", [0.0, 0.001, 1e6])
+def test_who_is_no_candidate_is_never_picked(temperature_ms):
+    world = World("cost", [0, 200, 0], temperature_ms=temperature_ms)
+    assert set(world.picks(50, candidates=0b010)) == {1}
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=150), st.data())
+def test_least_goes_round_and_the_next_best_follow_as_sorted(loads, data):
+    """Against sorting, over more slots than a word has bits."""
+    world, last = World("least-loaded", loads), -1
+    for _ in range(5):
+        mask = data.draw(st.integers(1, (1 << len(loads)) - 1))
+        candidates = [slot for slot in range(len(loads)) if mask >> slot & 1]
+        choice = world.choose(candidates=mask)
+        least = [slot for slot in candidates if loads[slot] == min(loads[s] for s in candidates)]
+        last = next((slot for slot in least if slot > last), least[0])
+        assert choice.slot == last
+        others = sorted((loads[slot], slot) for slot in candidates if slot != last)
+        assert [(other.score, other.slot) for other in choice.alternatives] == others[:3]

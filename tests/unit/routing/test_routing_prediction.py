@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 
 from medialane.routing.prediction import PredictionWatch
@@ -27,7 +28,7 @@ class World:
 
     def send(self, *, held=0, is_told=True):
         self.num_sent += 1
-        ids = [1000 * self.num_sent + number for number in range(4)]
+        ids = np.arange(4, dtype=np.uint64) + np.uint64(1000 * self.num_sent)
         return ids, self.watch.sent(0, ids, block_size=BLOCK, num_usable=4, num_held=held, is_told=is_told)
 
     def serve(self, *, held=0, reported=None, stores=True, is_told=True):
@@ -108,7 +109,7 @@ def test_a_bad_outcome_now_and_then_is_no_warning(world):
 def test_eviction_before_the_prefill_does_not_cry_wolf(world):
     for _ in range(20):
         ids, expected = world.send(held=3)
-        world.watch.removed(0, [ids[2], 77])
+        world.watch.removed(0, np.array([ids[2], 77], np.uint64))
         world.watch.prefilled(expected, 0)
         world.watch.stored(0, ids)
         world.wait(11)
@@ -171,7 +172,7 @@ def test_snapshot_ends_what_is_under_way(world):
 
 
 def test_same_prompt_twice_is_confirmed_twice(world):
-    ids = [1, 2, 3]
+    ids = np.array([1, 2, 3], np.uint64)
     both = [world.watch.sent(0, ids, block_size=BLOCK, num_usable=3, num_held=0, is_told=False) for _ in range(2)]
     world.watch.stored(0, ids)
     for expected in both:
@@ -181,7 +182,7 @@ def test_same_prompt_twice_is_confirmed_twice(world):
 
 
 def test_prompt_without_a_full_block_is_not_awaited(world):
-    expected = world.watch.sent(0, [], block_size=BLOCK, num_usable=0, num_held=0, is_told=False)
+    expected = world.watch.sent(0, np.empty(0, np.uint64), block_size=BLOCK, num_usable=0, num_held=0, is_told=False)
     world.watch.prefilled(expected, 0)
     world.wait(11)
     assert (world.counts.num_stored, world.counts.num_never_stored) == (0, 0)

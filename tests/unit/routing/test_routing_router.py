@@ -39,8 +39,14 @@ def change(*, stored=(), removed=(), snapshot=False):
 
 
 def request(tokens, *, media=(), **kwargs):
-    ids = prompt_block_ids(tokens, block_size=BLOCK, media=media).tolist()
+    ids = prompt_block_ids(tokens, block_size=BLOCK, media=media)
     return RoutingRequest(ids, BLOCK, len(tokens), tuple(media), **kwargs)
+
+
+def begin(router, asked, **kwargs):
+    routed = router.pick(asked, **kwargs)
+    routed.begin()
+    return routed
 
 
 def text(seed, length=100):
@@ -65,7 +71,7 @@ def make(clock):
 
 def serve(router, asked):
     """A whole request: its worker tells of its blocks."""
-    routed = router.pick(asked)
+    routed = begin(router, asked)
     routed.prefilled(routed.decision.cached_tokens)
     router.change(routed.slot, change(stored=asked.block_ids))
     routed.release()
@@ -75,7 +81,7 @@ def serve(router, asked):
 def test_prompt_goes_where_its_prefix_is(make):
     router = make(4)
     first = serve(router, request(text(1)))
-    again = router.pick(request(text(1) + text(2)))
+    again = begin(router, request(text(1) + text(2)))
     assert again.slot == first.slot
     assert again.decision.cached_tokens == 96
     assert again.decision.reason == "no other holds more of it"
@@ -84,7 +90,7 @@ def test_prompt_goes_where_its_prefix_is(make):
 def test_engine_computes_at_least_the_last_token(make):
     router = make()
     serve(router, request(text(1, 96)))
-    assert router.pick(request(text(1, 96))).decision.cached_tokens == 80
+    assert begin(router, request(text(1, 96))).decision.cached_tokens == 80
 
 
 def test_removed_blocks_are_not_counted_on(make):
@@ -92,7 +98,7 @@ def test_removed_blocks_are_not_counted_on(make):
     asked = request(text(1))
     serve(router, asked)
     router.change(0, change(removed=asked.block_ids[2:]))
-    assert router.pick(request(text(1))).decision.cached_tokens == 32
+    assert begin(router, request(text(1))).decision.cached_tokens == 32
 
 
 def test_snapshot_replaces_what_was_known(make):
@@ -100,36 +106,36 @@ def test_snapshot_replaces_what_was_known(make):
     old, new = request(text(1)), request(text(2))
     serve(router, old)
     router.change(0, change(stored=new.block_ids, snapshot=True))
-    assert router.pick(new).decision.cached_tokens == 96
-    assert router.pick(old).decision.cached_tokens == 0
+    assert begin(router, new).decision.cached_tokens == 96
+    assert begin(router, old).decision.cached_tokens == 0
 
 
 def test_same_prompts_arriving_together_go_to_one_worker(make):
     router = make(4)
-    both = [router.pick(request(text(1, 2000))) for _ in range(2)]
+    both = [begin(router, request(text(1, 2000))) for _ in range(2)]
     assert both[0].slot == both[1].slot
     assert both[1].decision.cached_tokens == 1984
 
 
 def test_what_was_only_sent_is_forgotten_with_its_request(make):
     router = make(1)
-    router.pick(request(text(1))).release()
-    assert router.pick(request(text(1))).decision.cached_tokens == 0
+    begin(router, request(text(1))).release()
+    assert begin(router, request(text(1))).decision.cached_tokens == 0
 
 
 def test_what_was_only_sent_expires(make, clock):
     router = make(1, soon_ttl_s=30)
-    router.pick(request(text(1)))
+    begin(router, request(text(1)))
     clock.now += 31
-    assert router.pick(request(text(1))).decision.cached_tokens == 0
+    assert begin(router, request(text(1))).decision.cached_tokens == 0
 
 
 def test_same_images_arriving_together_go_to_one_worker(make):
     router = make(4)
     image = MediaSpan("cat", 0, 400)
     shared = text(1, 400)
-    first = router.pick(request(shared + text(2, 40), media=[image]))
-    other = router.pick(request(shared + text(3, 40), media=[image]))
+    first = begin(router, request(shared + text(2, 40), media=[image]))
+    other = begin(router, request(shared + text(3, 40), media=[image]))
     assert other.slot == first.slot
     assert (other.decision.num_items, other.decision.encoder_items_cached) == (1, 1)
     assert other.decision.cached_tokens > 200  # of what was only sent, a part is noted
@@ -139,7 +145,7 @@ def test_image_elsewhere_in_a_prompt_need_not_be_encoded_again(make):
     router = make(4)
     image = MediaSpan("cat", 40, 400)
     first = serve(router, request(text(1, 500), media=[image]))
-    other = router.pick(request(text(2, 500), media=[image]))
+    other = begin(router, request(text(2, 500), media=[image]))
     assert other.slot == first.slot
     assert (other.decision.cached_tokens, other.decision.encoder_items_cached) == (0, 1)
 
@@ -147,35 +153,35 @@ def test_image_elsewhere_in_a_prompt_need_not_be_encoded_again(make):
 def test_image_of_a_request_that_was_given_up_is_not_counted_on(make):
     router = make(1)
     image = MediaSpan("cat", 40, 400)
-    router.pick(request(text(1, 500), media=[image])).release()
-    assert router.pick(request(text(2, 500), media=[image])).decision.encoder_items_cached == 0
+    begin(router, request(text(1, 500), media=[image])).release()
+    assert begin(router, request(text(2, 500), media=[image])).decision.encoder_items_cached == 0
 
 
 def test_item_whose_length_nobody_knows_yet_draws_others_to_its_worker(make):
     router = make(4)
     unknown = MediaSpan("cat", 30, 0)
-    first = router.pick(request(text(1, 30), media=[unknown]))
-    assert router.pick(request(text(2, 30), media=[unknown])).slot == first.slot
+    first = begin(router, request(text(1, 30), media=[unknown]))
+    assert begin(router, request(text(2, 30), media=[unknown])).slot == first.slot
 
 
 def test_item_within_the_cached_prefix_counts_as_cached(make):
     router = make(1)
     asked = request(text(1, 500), media=[MediaSpan("cat", 40, 400)])
     router.change(0, change(stored=asked.block_ids))
-    assert router.pick(asked).decision.encoder_items_cached == 1
+    assert begin(router, asked).decision.encoder_items_cached == 1
 
 
 def test_queue_sends_the_next_elsewhere(make):
     router = make(2)
-    first = router.pick(request(text(1, 1000)))
-    assert router.pick(request(text(2))).slot != first.slot
+    first = begin(router, request(text(1, 1000)))
+    assert begin(router, request(text(2))).slot != first.slot
 
 
 def test_past_a_difference_in_load_another_worker_learns_a_hot_prompt(make):
     router = make(2)
     hot = text(1, 1000)
     serve(router, request(hot))
-    slots = [router.pick(request(hot + text(number, 400))).slot for number in range(2, 12)]
+    slots = [begin(router, request(hot + text(number, 400))).slot for number in range(2, 12)]
     assert set(slots) == {0, 1}
     assert router.decisions(10)[-1].decision.reason == "no other holds more of it"
     assert "others hold more of it, and are busier" in {r.decision.reason for r in router.decisions()}
@@ -183,20 +189,20 @@ def test_past_a_difference_in_load_another_worker_learns_a_hot_prompt(make):
 
 def test_full_worker_is_left_out_and_returns(make):
     router = make(1, max_in_flight=1)
-    routed = router.pick(request(text(1)))
+    routed = begin(router, request(text(1)))
     with pytest.raises(NoWorkerReady, match="no worker has room") as caught:
-        router.pick(request(text(2)))
+        begin(router, request(text(2)))
     assert caught.value.retry_after_s == 1
     routed.release()
-    assert router.pick(request(text(2))).slot == 0
+    assert begin(router, request(text(2))).slot == 0
 
 
 def test_draining_and_excluded_workers_are_left_out(make):
     router = make(3)
     router.drain(0)
-    assert {router.pick(request(text(n)), exclude=[1]).slot for n in range(5)} == {2}
+    assert {begin(router, request(text(n)), exclude=[1]).slot for n in range(5)} == {2}
     with pytest.raises(NoWorkerReady, match="no worker has room"):
-        router.pick(request(text(1)), exclude=[1, 2])
+        begin(router, request(text(1)), exclude=[1, 2])
 
 
 def test_no_worker_at_all_is_unavailable(make):
@@ -214,7 +220,7 @@ def test_rank_that_the_client_asks_for_is_taken():
     router = Router()
     for rank in range(3):
         router.join(endpoint("w", rank=rank, num_ranks=3))
-    decision = router.pick(request(text(1), rank=2)).decision
+    decision = begin(router, request(text(1), rank=2)).decision
     assert (decision.worker_id, decision.rank, decision.num_ranks) == ("w", 2, 3)
 
 
@@ -224,7 +230,7 @@ def test_worker_that_left_holds_nothing_when_it_is_back(make):
     serve(router, asked)
     router.leave(0)
     router.join(endpoint("w0"))
-    decision = router.pick(asked).decision
+    decision = begin(router, asked).decision
     assert (decision.cached_tokens, decision.encoder_items_cached) == (0, 0)
     with pytest.raises(KeyError):
         router.leave(3)
@@ -232,44 +238,44 @@ def test_worker_that_left_holds_nothing_when_it_is_back(make):
 
 def test_request_that_outlives_its_worker_ends_without_a_trace(make):
     router = make(1)
-    routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)]))
+    routed = begin(router, request(text(1), media=[MediaSpan("cat", 0, 64)]))
     router.leave(0)
     router.join(endpoint("new"))
     routed.prefilled(0)
     routed.release()
-    assert router.pick(request(text(2))).decision.parts.queue == 0
+    assert begin(router, request(text(2))).decision.parts.queue == 0
 
 
 def test_session_stays_with_its_worker_while_nothing_speaks_against(make):
     router = make(4, session_ms=5.0)
     for number in range(3):
-        routed = router.pick(request(text(number, 10), session_id="s"))
+        routed = begin(router, request(text(number, 10), session_id="s"))
         routed.release()
         assert routed.slot == 0
-        router.pick(request(text(9, 10))).release()
+        begin(router, request(text(9, 10))).release()
     assert router.decisions()[1].decision.reason == "the session's last"
 
 
 def test_session_comes_back_with_its_worker(make):
     router = make(3, session_ms=5.0)
-    router.pick(request(text(1, 10))).release()
-    assert router.pick(request(text(1, 10), session_id="s")).slot == 1
+    begin(router, request(text(1, 10))).release()
+    assert begin(router, request(text(1, 10), session_id="s")).slot == 1
     router.leave(1)
-    assert router.pick(request(text(1, 10), session_id="t")).slot != 1
+    assert begin(router, request(text(1, 10), session_id="t")).slot != 1
     router.join(endpoint("w1"))
-    router.pick(request(text(2, 10), session_id="s"))
+    begin(router, request(text(2, 10), session_id="s"))
     assert router.num_sessions == 2
 
 
 def test_report_of_load_sends_elsewhere(make):
     router = make(2)
     router.report(0, WorkerLoad(num_running=4, num_waiting=6, kv_usage=0.2))
-    assert {router.pick(request(text(n, 10))).slot for n in range(3)} == {1}
+    assert {begin(router, request(text(n, 10))).slot for n in range(3)} == {1}
 
 
 def test_decision_tells_its_reasons_and_what_came_of_it(make, clock):
     router = make(5)
-    routed = router.pick(request(text(1), request_id="r1"))
+    routed = begin(router, request(text(1), request_id="r1"))
     clock.now += 0.25
     routed.prefilled(48)
     (record,) = router.decisions()
@@ -286,7 +292,7 @@ def test_decision_tells_its_reasons_and_what_came_of_it(make, clock):
 def test_every_policy_predicts_and_records(make, policy):
     router = make(1, router=policy)
     serve(router, request(text(1)))
-    decision = router.pick(request(text(1))).decision
+    decision = begin(router, request(text(1))).decision
     assert (decision.policy, decision.cached_tokens) == (policy, 96)
 
 
@@ -294,7 +300,7 @@ def test_worker_that_does_not_cache_as_predicted_is_told_of(make, clock, caplog)
     caplog.set_level(logging.WARNING)
     router = make(1)
     for number in range(12):
-        routed = router.pick(request(text(number)))
+        routed = begin(router, request(text(number)))
         routed.prefilled(0)
         router.change(0, change(stored=[number]))  # ids made in some other way
         routed.release()
@@ -337,7 +343,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def pick(self, seed, image):
         media = [MediaSpan(image, 10, 300)] if image else []
         if self.joined:
-            self.routed.append(self.router.pick(request(text(seed, 400), media=media, session_id=str(seed))))
+            self.routed.append(begin(self.router, request(text(seed, 400), media=media, session_id=str(seed))))
 
     @rule(place=st.integers(0, 50), tokens=st.sampled_from([None, 0, 160]))
     def prefill(self, place, tokens):

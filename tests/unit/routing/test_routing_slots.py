@@ -23,7 +23,7 @@ def table(**kwargs):
 
 def anyone(slots, **kwargs):
     exclude = kwargs.pop("exclude", ())
-    return slots.candidates(RoutingRequest([], 16, 10, **kwargs), exclude)
+    return slots.candidates(RoutingRequest(np.empty(0, np.uint64), 16, 10, **kwargs), exclude)
 
 
 def test_numbers_are_used_again():

@@ -1,0 +1,134 @@
+"""The arrays of `native_table.py` and their growth: which bits hold which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medialane.core.kv_events import BlockIds
+from medialane.routing import native_table as native
+from medialane.routing.native_table import Holders, Words
+
+_FIRST_LENGTH: Final = 64
+
+
+class BlockHolders:
+    """Holders are bits, 0 to `num_bits`. Ids are contiguous, writable arrays. Pure."""
+
+    def __init__(self) -> None:
+        self._now = Holders(
+            table=np.zeros((_FIRST_LENGTH, 2), np.uint64),
+            old=_no_table(),
+            sets=np.zeros((_FIRST_LENGTH, 1), np.uint64),
+            rows=np.zeros((_FIRST_LENGTH, 4), np.int64),
+            places=np.zeros(2 * _FIRST_LENGTH, np.int64),
+            held=np.zeros(64, np.int64),
+            retired=np.zeros(1, np.uint64),
+            state=np.zeros(7, np.int64),
+        )
+        self._now.state[native.NUM_ROWS] = native.FIRST_ROW
+
+    @property
+    def num_bits(self) -> int:
+        return len(self._now.held)
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that some bit holds, retired ones included."""
+        return self._state(native.NUM_NEW) + self._state(native.NUM_OLD)
+
+    @property
+    def num_entries(self) -> int:
+        """Blocks held, summed over bits that are not retired."""
+        return int(self._now.held.sum()) - self.num_stale
+
+    @property
+    def num_stale(self) -> int:
+        """Blocks that retired bits still hold, summed over them."""
+        return self._state(native.NUM_STALE)
+
+    @property
+    def num_sets(self) -> int:
+        """Different sets of holders."""
+        return int(np.count_nonzero(self._now.places))
+
+    @property
+    def searched(self) -> tuple[Words, Words, Words, NDArray[np.int64]]:
+        """What a search looks at: as the first arguments of `native_table.set_of`, with the sets. Until the next change."""
+        return self._now.table, self._now.old, self._now.sets, self._now.state
+
+    def num_held(self, bit: int) -> int:
+        return self._now.held.item(bit)
+
+    def holds(self, bit: int, block: int) -> bool:
+        return native.holds(self._now, bit, np.uint64(block))
+
+    def store(self, bit: int, ids: BlockIds) -> None:
+        """The bit holds these blocks from now on."""
+        self._change(native.store, bit, ids)
+
+    def remove(self, bit: int, ids: BlockIds) -> None:
+        """The bit holds these blocks no more."""
+        self._change(native.remove, bit, ids)
+
+    def retire(self, bit: int) -> None:
+        """What the bit holds does not count any more, and is swept. It must not be used before it holds nothing."""
+        native.retire(self._now, bit)
+
+    def reuse(self, bit: int) -> None:
+        """The bit, which was retired and holds nothing, may be used again."""
+        self._now.retired[bit >> 6] &= ~np.uint64(1 << (bit & 63))
+
+    def sweep(self, num_places: int, num_blocks: int) -> None:
+        """One step: look at so many places, and take retired bits from so many blocks."""
+        while not native.sweep(self._now, num_places, num_blocks):
+            self._more_rows()
+
+    def widen(self, num_bits: int) -> None:
+        """Let there be so many bits at least."""
+        now = self._now
+        words = (num_bits + 63) // 64
+        more = words - now.sets.shape[1]
+        if more > 0:
+            self._now = now._replace(
+                sets=np.pad(now.sets, ((0, 0), (0, more))),
+                held=np.pad(now.held, (0, 64 * more)),
+                retired=np.pad(now.retired, (0, more)),
+            )
+
+    def _change(self, change: Callable[[Holders, int, BlockIds, int], int], bit: int, ids: BlockIds) -> None:
+        done = 0
+        while (done := change(self._now, bit, ids, done)) < len(ids):
+            self._grow()
+        if len(self._now.old) > 1 and not self._state(native.NUM_OLD):
+            self._now = self._now._replace(old=_no_table())
+
+    def _grow(self) -> None:
+        """Let there be room for another block, or another set. When a table is full, `old` is empty."""
+        now = self._now
+        if not native.is_full(self._state(native.NUM_NEW), len(now.table)):
+            self._more_rows()
+            return
+        now.state[native.NUM_OLD], now.state[native.NUM_NEW] = now.state[native.NUM_NEW], 0
+        now.state[native.MOVED] = 0
+        self._now = now._replace(old=now.table, table=np.zeros((2 * len(now.table), 2), np.uint64))
+
+    def _more_rows(self) -> None:
+        now = self._now
+        count = len(now.sets)
+        self._now = now._replace(
+            sets=np.pad(now.sets, ((0, count), (0, 0))),
+            rows=np.pad(now.rows, ((0, count), (0, 0))),
+            places=np.zeros(4 * count, np.int64),
+        )
+        native.intern_all(self._now)
+
+    def _state(self, place: int) -> int:
+        return self._now.state.item(place)
+
+
+def _no_table() -> Words:
+    return np.zeros((1, 2), np.uint64)

@@ -1,0 +1,45 @@
+"""A choice told with its reasons."""
+
+from __future__ import annotations
+
+from medialane.core.request import Alternative, RoutingDecision
+from medialane.routing.config import PolicyName
+from medialane.routing.cost import Offer, Terms
+from medialane.routing.policies import Choice
+from medialane.routing.slots import Slot, SlotTable
+
+
+def explain(
+    offer: Offer, choice: Choice, slot: Slot, terms: Terms, *, slots: SlotTable, policy: PolicyName
+) -> RoutingDecision:
+    """What was chosen, as the slots are now: before the request counts at its own."""
+    block_size = offer.request.block_size
+    alternatives = [
+        Alternative(*slots[other.slot].place, other.score, other.blocks * block_size) for other in choice.alternatives
+    ]
+    return RoutingDecision(
+        worker_id=slot.place[0],
+        rank=slot.place[1],
+        num_ranks=slot.num_ranks,
+        policy=policy,
+        reason=_reason(offer, choice, policy) if alternatives else "the only candidate",
+        num_tokens=offer.request.num_tokens,
+        cached_tokens=terms.cached_blocks * block_size,
+        num_items=len(offer.items),
+        encoder_items_cached=len(offer.items) - terms.num_to_encode,
+        expected_ms=terms.parts.expected_ms,
+        parts=terms.parts,
+        alternatives=tuple(alternatives),
+    )
+
+
+def _reason(offer: Offer, choice: Choice, policy: PolicyName) -> str:
+    if policy != "cost":
+        return policy
+    if choice.blocks < choice.longest:
+        return "others hold more of it, and are busier"
+    if choice.blocks:
+        return "no other holds more of it"
+    if choice.slot == offer.session_slot:
+        return "the session's last"
+    return "no other is less busy"

@@ -1,0 +1,339 @@
+"""Longest held prefix of one prompt, for all slots at once.
+
+A block's id stands for the whole prompt up to its end, and engines free a prompt's blocks from its tail. So the slots
+that hold block i hold those before it, too: along a prompt the sets of holders nest, and where they shrink is found by
+probing, not by walking: lengths 1, 4, 16, ... until nobody is left, then bisection wherever the set is smaller at an
+interval's end than at its start. That is some tens of look-ups for thousands of blocks and of slots.
+
+Slots that differ in thousands of lengths would take as many probes: the longest prefixes are found first, and when the
+probes are used up the rest get a lower bound. A slot that lacks a block inside the prefix that it seems to hold has a
+hole: where a probe sees it, its prefix ends there.
+
+What slots will hold soon is noted for some lengths only (`cached_soon.py`), which are looked up one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medialane.core.compiled import compiled, compiled_part
+from medialane.routing.native_table import Ints, Words, delete, find, set_of
+
+#: Prefix lengths in blocks; element i is slot i's.
+Prefixes = NDArray[np.int32]
+
+#: Places of `counts`, as in `MatchCounts`.
+NUM_MATCHES: Final = 0
+NUM_PROBES: Final = 1
+NUM_HOLES: Final = 2
+NUM_BOUNDED: Final = 3
+
+#: Intervals that wait: each is at most half as long as the one before, and prompts are shorter than 2^30 blocks; some
+#: fifteen are there from the start.
+MAX_WAITING: Final = 64
+#: Rows of `work`: those that are left or that a loop is at, those whose length is known, the holders of the longest
+#: prefix, and of the ends of the interval at hand; from then on two rows for each interval that waits.
+_FOUND: Final = 0
+_KNOWN: Final = 1
+_TOP: Final = 2
+_LOW: Final = 3
+_HIGH: Final = 4
+_WAITING: Final = 5
+NUM_WORK_ROWS: Final = _WAITING + 2 * MAX_WAITING
+#: A step that reaches all parts of an interval evenly: 2^32 over the golden ratio.
+_STRIDE: Final = 0x9E3779B1
+
+_ONE: Final = np.uint64(1)
+_NONE: Final = np.uint64(0)
+
+
+@compiled
+def match_held(
+    ids: Words,
+    candidates: Words,
+    lengths: Prefixes,
+    bit_of: Ints,
+    slot_of: Ints,
+    table: Words,
+    old: Words,
+    sets: Words,
+    state: Ints,
+    work: Words,
+    spans: Ints,
+    counts: Ints,
+    max_probes: int,
+    max_length: int,
+) -> None:
+    """Write the longest prefix of `ids` that each candidate holds to `lengths`, 0 for other slots, none
+    above `max_length`.
+
+    After `max_probes` of bisection no other interval is begun; to end the one at hand takes log2 of the number of
+    blocks at most, as does what comes before the bisection.
+    """
+    lengths[:] = 0
+    _clear(work, _KNOWN)
+    _clear(work, _TOP)
+    counts[NUM_MATCHES] += 1
+    if not len(ids) or not _take_candidates(candidates, bit_of, work):
+        return
+    probed = counts[NUM_PROBES]
+    num_waiting = _grow(ids, table, old, sets, state, work, spans, counts)
+    limit = counts[NUM_PROBES] + max_probes
+    is_exact = True
+    longest = 0
+    while num_waiting:
+        num_waiting -= 1
+        low, high = spans[num_waiting, 0], spans[num_waiting, 1]
+        _copy(work, _WAITING + 2 * num_waiting, _LOW)
+        _copy(work, _WAITING + 2 * num_waiting + 1, _HIGH)
+        if counts[NUM_PROBES] >= limit:
+            is_exact = is_exact and high - low == 1
+            high = low + 1
+        while high - low > 1:
+            counts[NUM_PROBES] += 1
+            middle = (low + high) >> 1
+            row = set_of(table, old, state, ids[middle])
+            _look(sets, row, middle, lengths, slot_of, work, counts)
+            if _equal(work, _FOUND, _HIGH):
+                high = middle
+                continue
+            if not _equal(work, _FOUND, _LOW):
+                num_waiting = _wait(work, spans, num_waiting, low, _LOW, middle)
+                _copy(work, _FOUND, _LOW)
+            low = middle
+        if low >= 0:
+            if not longest:
+                longest = low + 1
+                _copy(work, _LOW, _TOP)
+            _write(lengths, slot_of, work, _LOW, min(low + 1, max_length))
+    counts[NUM_BOUNDED] += not is_exact
+    if longest:
+        # One block inside the longest prefix: engines that free blocks from the middle would be seen.
+        place = (counts[NUM_MATCHES] - 1) * _STRIDE % longest
+        _note_holes(sets, set_of(table, old, state, ids[place]), _TOP, place, lengths, slot_of, work, counts)
+
+
+@compiled
+def match_soon(
+    ids: Words,
+    candidates: Words,
+    lengths: Prefixes,
+    table: Words,
+    old: Words,
+    sets: Words,
+    state: Ints,
+    known: Words,
+    spans: Ints,
+    max_length: int,
+) -> None:
+    """Raise the lengths of candidates that will hold more soon; bits are slots. Short by a third at most. `known` is as
+    long as `candidates`."""
+    num_found = 0
+    length = 1 if len(ids) else 0
+    while length:
+        row = set_of(table, old, state, ids[length - 1])
+        if not _meet(sets, row, candidates):
+            break
+        spans[num_found, 0], spans[num_found, 1] = length, row
+        num_found += 1
+        length = next_noted(length, len(ids))
+    known[:] = _NONE
+    for number in range(num_found - 1, -1, -1):
+        length, row = min(spans[number, 0], max_length), spans[number, 1]
+        for word in range(min(len(candidates), sets.shape[1])):
+            bits = sets[row, word] & candidates[word] & ~known[word]
+            known[word] |= bits
+            slot = 64 * word
+            while bits:
+                if bits & _ONE and lengths[slot] < length:
+                    lengths[slot] = length
+                bits >>= _ONE
+                slot += 1
+
+
+@compiled_part
+def next_noted(length: int, num_blocks: int) -> int:
+    """The next of a prompt's lengths that are noted: half as much again each time, and the whole. 0 after that."""
+    if length == num_blocks:
+        return 0
+    return min(length + max(1, length >> 1), num_blocks)
+
+
+@compiled
+def noted_ids(ids: Words, out: Words) -> int:
+    """Write the last block of each length that is noted to `out`; returns how many there are."""
+    count = 0
+    length = 1 if len(ids) else 0
+    while length:
+        out[count] = ids[length - 1]
+        count += 1
+        length = next_noted(length, len(ids))
+    return count
+
+
+@compiled
+def count_up(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
+    """One note more of each key, counted in `table` under key + offset; those that had none go to `out`. Returns how
+    many."""
+    count = 0
+    for key in keys:
+        place = find(table, key + offset)
+        if place >= 0:
+            table[place, 1] += _ONE
+        else:
+            table[~place, 0], table[~place, 1] = key + offset, _ONE
+            out[count] = key
+            count += 1
+    return count
+
+
+@compiled
+def count_down(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
+    """One note less of each key; those that have none any more go to `out`. Returns how many."""
+    count = 0
+    for key in keys:
+        place = find(table, key + offset)
+        if place < 0:
+            continue
+        table[place, 1] -= _ONE
+        if table[place, 1] == _NONE:
+            table[place, 1] = _ONE  # `delete` takes entries only
+            delete(table, place)
+            out[count] = key
+            count += 1
+    return count
+
+
+@compiled
+def copy_entries(source: Words, table: Words) -> None:
+    """Put what is in one table into another, which is empty."""
+    for place in range(len(source)):
+        if source[place, 1] != _NONE:
+            to = ~find(table, source[place, 0])
+            table[to, 0], table[to, 1] = source[place, 0], source[place, 1]
+
+
+@compiled_part
+def _take_candidates(candidates: Words, bit_of: Ints, work: Words) -> bool:
+    """Write the candidates, as bits instead of slots, to the first row; False if nobody holds anything."""
+    _clear(work, _FOUND)
+    is_any = False
+    for slot in range(min(len(bit_of), 64 * len(candidates))):
+        bit = bit_of[slot]
+        if bit >= 0 and candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
+            work[_FOUND, bit >> 6] |= _ONE << np.uint64(bit & 63)
+            is_any = True
+    return is_any
+
+
+@compiled_part
+def _grow(
+    ids: Words, table: Words, old: Words, sets: Words, state: Ints, work: Words, spans: Ints, counts: Ints
+) -> int:
+    """Probe prefixes of length 1, 4, 16, ... until nobody holds so much, or the whole is held. Returns how many
+    intervals wait in which the set of holders shrinks, the deepest last."""
+    num_waiting = 0
+    low, place, last = -1, 0, len(ids) - 1
+    is_any = True
+    while is_any and low < last:
+        counts[NUM_PROBES] += 1
+        row = set_of(table, old, state, ids[place])
+        _copy(work, _FOUND, _LOW)
+        is_any = is_other = False
+        for word in range(work.shape[1]):
+            bits = work[_LOW, word] & sets[row, word]
+            is_any |= bits != _NONE
+            is_other |= bits != work[_LOW, word]
+            work[_FOUND, word] = bits
+        if is_other:
+            num_waiting = _wait(work, spans, num_waiting, low, _LOW, place)
+        low, place = place, min(4 * place + 3, last)
+    if is_any:
+        _copy(work, _FOUND, _LOW)
+        _clear(work, _FOUND)
+        num_waiting = _wait(work, spans, num_waiting, low, _LOW, low + 1)
+    return num_waiting
+
+
+@compiled_part
+def _wait(work: Words, spans: Ints, num_waiting: int, low: int, at_low: int, high: int) -> int:
+    """An interval more: from `low`, whose holders are in a row of `work`, to `high`, whose holders were just found."""
+    spans[num_waiting, 0], spans[num_waiting, 1] = low, high
+    _copy(work, at_low, _WAITING + 2 * num_waiting)
+    _copy(work, _FOUND, _WAITING + 2 * num_waiting + 1)
+    return num_waiting + 1
+
+
+@compiled_part
+def _look(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints) -> None:
+    """Find a probe's holders, none but of the interval's start. Those of its end must be among them: else there is a
+    hole, and they count as if there were none."""
+    has_hole = False
+    for word in range(work.shape[1]):
+        bits = sets[row, word] & work[_LOW, word]
+        has_hole |= work[_HIGH, word] & ~bits != _NONE
+        work[_FOUND, word] = bits | work[_HIGH, word]
+    if has_hole:
+        _note_holes(sets, row, _HIGH, place, lengths, slot_of, work, counts)
+
+
+@compiled_part
+def _note_holes(
+    sets: Words, row: int, wanted: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints
+) -> None:
+    """End the prefixes of those wanted that lack the block at `place`. Their lengths are written already."""
+    for word in range(work.shape[1]):
+        bits = work[wanted, word] & ~sets[row, word]
+        bit = 64 * word
+        while bits:
+            if bits & _ONE:
+                counts[NUM_HOLES] += 1
+                slot = slot_of[bit]
+                lengths[slot] = min(lengths[slot], place)
+            bits >>= _ONE
+            bit += 1
+
+
+@compiled_part
+def _write(lengths: Prefixes, slot_of: Ints, work: Words, row: int, length: int) -> None:
+    """Set the length of those whose length is not known yet."""
+    for word in range(work.shape[1]):
+        bits = work[row, word] & ~work[_KNOWN, word]
+        work[_KNOWN, word] |= bits
+        bit = 64 * word
+        while bits:
+            if bits & _ONE:
+                lengths[slot_of[bit]] = length
+            bits >>= _ONE
+            bit += 1
+
+
+@compiled_part
+def _copy(work: Words, row: int, to: int) -> None:
+    for word in range(work.shape[1]):
+        work[to, word] = work[row, word]
+
+
+@compiled_part
+def _clear(work: Words, row: int) -> None:
+    for word in range(work.shape[1]):
+        work[row, word] = _NONE
+
+
+@compiled_part
+def _equal(work: Words, one: int, other: int) -> bool:
+    for word in range(work.shape[1]):
+        if work[one, word] != work[other, word]:
+            return False
+    return True
+
+
+@compiled_part
+def _meet(sets: Words, row: int, candidates: Words) -> bool:
+    for word in range(min(len(candidates), sets.shape[1])):
+        if sets[row, word] & candidates[word]:
+            return True
+    return False

@@ -1,0 +1,64 @@
+"""All native functions of this room, made ready before they are needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import lru_cache
+
+import numpy as np
+
+from medialane.core.media_span import MediaSpan
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.routing.block_index import BlockIndex
+from medialane.routing.config import RoutingConfig
+from medialane.routing.cost import CostModel, Offer, encoder_items
+from medialane.routing.policies import policy
+from medialane.routing.request import RoutingRequest
+from medialane.routing.slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+_SLOW_S = 1.0
+#: More than the first table has room for, so that growing is done once, too.
+_NUM_BLOCKS = 2000
+
+
+@lru_cache(maxsize=1)
+def warm_up() -> float:
+    """Call each native function once with what it is called with in service, so that a request never waits for the
+    compiler. Once a process; returns the seconds it took."""
+    started = time.monotonic()
+    request = RoutingRequest(np.arange(_NUM_BLOCKS, dtype=np.uint64), 16, 17 * _NUM_BLOCKS, (MediaSpan("", 0, 40),))
+    _choose(request, _use(BlockIndex(), request))
+    took = time.monotonic() - started
+    if took > _SLOW_S:
+        logger.info("native code of the router was made ready in %.1f s", took)
+    return took
+
+
+def _use(index: BlockIndex, request: RoutingRequest) -> BlockIndex:
+    ids = request.block_ids
+    for slot in range(2):
+        for first in range(0, len(ids), 100):
+            index.store(slot, ids[first : first + 100])
+    index.remove(0, ids[100:])
+    for slot in range(100, 200):  # more sets than there is room for at first
+        index.store(slot, ids[slot : slot + 1])
+    index.clear(1)
+    while not index.sweep():
+        pass
+    for _ in range(2):
+        note = index.note(0, ids)
+    index.forget(note)
+    index.holds(0, 0)
+    return index
+
+
+def _choose(request: RoutingRequest, index: BlockIndex) -> None:
+    config = RoutingConfig()
+    slots = SlotTable(config)
+    slots.join(Endpoint("", "", True, WorkerLoad(), 0, same_host=True))
+    offer = Offer(request, encoder_items(request.media, request.block_size), (1,), 1, None)
+    chosen = policy("cost", costs=CostModel(config, slots), slots=slots, temperature_ms=0.0, seed=None)
+    chosen.choose(offer, index.match(request.block_ids, 1))
