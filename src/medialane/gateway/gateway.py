@@ -129,7 +129,6 @@ class Gateway:
         with scope.timeline.measure("route"):
             route = self.routes.choose(request, prepared)
             scope.take(route.routed)
-            scope.note_route(route.routed.decision)
             tries = self._ways(route.link, prepared)
         for way in tries:
             started = False
@@ -146,6 +145,11 @@ class Gateway:
                 self._metrics.count_fallback(str(way), error.code)
             else:
                 return
+
+    def _begin(self, route: Route, request: EngineRequest, scope: RequestScope) -> None:
+        with scope.timeline.measure("route"):
+            self.routes.begin(route, request.request_id)
+            scope.note_route(route.routed.decision)
 
     def _source_stage(self, prompt: MediaPrompt) -> SourceStage | None:
         """The stage of a prompt whose items a worker shall process. Embeddings are what they are: there is nothing to
@@ -195,13 +199,17 @@ class Gateway:
         with timeline.measure("handover"):
             prompt: Prompt = request.prompt
             pins = Pins()
-            if prepared is not None:
-                prompt, pins = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope)
+            if prepared is not None and way.stage == "features":
+                prompt, pins = self._handover.expanded(way, request.prompt.token_ids, prepared, scope)
+            elif prepared is not None:
+                self._begin(route, request, scope)  # others may be routed while its media are found
+                prompt, pins = await self._handover.source(way, request.prompt.token_ids, prepared, scope)
             request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
             sent = msgspec.structs.replace(
                 request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
             )
             remote = route.link.submit(sent, pins.until_released, pins.until_sent)
+        self._begin(route, request, scope)
         # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
         scope.take(_Aborting(remote))
         sent_at = time.perf_counter()

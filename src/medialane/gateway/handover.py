@@ -9,7 +9,7 @@ from medialane.arena import Lease, describe
 from medialane.core.errors import HandoverFailed
 from medialane.core.feature import Feature, HandedMedia, MediaPrompt, PreparedPrompt
 from medialane.core.media import EncodedMedia, MediaRef, MediaSize
-from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
+from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.scope import RequestScope
@@ -36,19 +36,10 @@ class Handover:
         self._features = features
         self._max_inline_bytes = max_inline_bytes
 
-    async def prompt(
-        self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
-    ) -> tuple[Prompt, Pins]:
-        """The prompt for `way`, and leases on the entries that it refers to. Raises HandoverFailed."""
-        if way.stage == "features":
-            return self._expanded(way, token_ids, prepared, scope)
-        if prepared.features and len(token_ids) != len(prepared.token_ids):
-            raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
-        return await self._source(way, prepared, scope)
-
-    def _expanded(
+    def expanded(
         self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
     ) -> tuple[ExpandedPrompt, Pins]:
+        """The prompt for stage `features`, and leases on the entries that it refers to. Raises HandoverFailed."""
         features = [placed.feature for placed in prepared.features]
         tensors = [feature.tensors for feature in features]
         handed = tuple(
@@ -60,9 +51,14 @@ class Handover:
         pins = _pins(way, [scope.features[f.mm_hash] for f in features])
         return ExpandedPrompt(token_ids, handed, prepared.source.options), pins
 
-    async def _source(self, way: Way, prepared: PreparedPrompt, scope: RequestScope) -> tuple[SourcePrompt, Pins]:
-        """The items decoded or encoded. Each is known by what is sent: a URL may have other content than when it was
-        prepared."""
+    async def source(
+        self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
+    ) -> tuple[SourcePrompt, Pins]:
+        """The same for stages `decoded` and `url`; `token_ids` are the prompt's as vLLM's app left them.
+
+        Each item is known by what is sent: a URL may have other content than when it was prepared."""
+        if prepared.features and len(token_ids) != len(prepared.token_ids):
+            raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
         source = prepared.source
         if any(ref.options != b"{}" for ref in source.items):
             raise HandoverFailed("a worker processes all items of a request with the same options")

@@ -102,7 +102,7 @@ class Routes:
             self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
 
     def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
-        """Raises NoWorkerReady."""
+        """The worker for a request, which the router does not count there yet: see `begin`. Raises NoWorkerReady."""
         known = self._known(request, prepared)
         block_size = self._block_size
         ids = prompt_block_ids(
@@ -125,13 +125,19 @@ class Routes:
         )
         started = time.perf_counter()
         routed = self._router.pick(wanted, exclude=self._lost())
-        routed.begin()
         self._metrics.observe_routing(time.perf_counter() - started)
-        decision = routed.decision
-        logger.debug("%s goes to %s (rank %d): %s", request.request_id, decision.worker_id, decision.rank, decision)
+        rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
+        return Route(self._workers.links[routed.worker_id], routed, known, rank)
+
+    def begin(self, route: Route, request_id: str) -> None:
+        """Count the request at its worker and tell why it goes there. To be called as soon as it is sent, and before
+        anything else may be routed. Nothing happens if it was."""
+        if route.routed.has_begun:
+            return
+        route.routed.begin()
+        decision = route.routed.decision
+        logger.debug("%s goes to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
         annotate(_attributes(decision))
-        rank = decision.rank if decision.num_ranks > 1 else request.data_parallel_rank
-        return Route(self._workers.links[decision.worker_id], routed, known, rank)
 
     def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
         """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""

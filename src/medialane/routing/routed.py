@@ -66,6 +66,10 @@ class Routed:
             raise RuntimeError("the request has not begun")
         return self._decision
 
+    @property
+    def has_begun(self) -> bool:
+        return self._decision is not None
+
     def begin(self) -> None:
         """Record the choice, and count the request at its slot."""
         if self._decision is not None or self._is_released:

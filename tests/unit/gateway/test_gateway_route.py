@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -42,8 +43,20 @@ def left_to_worker(number):
 
 def test_new_images_arriving_together_meet_though_their_place_in_the_prompt_is_unknown(make_routes):
     routes = make_routes(link_to("w0"), link_to("w1"))
-    chosen = [routes.choose(*left_to_worker(number)).link.address for number in range(2)]
-    assert chosen[0] == chosen[1]
+    first = routes.choose(*left_to_worker(0))
+    routes.begin(first, "r0")
+    assert routes.choose(*left_to_worker(1)).link is first.link
+
+
+def test_request_counts_at_its_worker_once_from_when_it_is_sent(make_routes):
+    routes = make_routes(link_to("w0"))
+    route = routes.choose(*left_to_worker(0))
+    assert routes.decisions({}) == b'{"decisions":[]}'
+    for _ in range(2):
+        routes.begin(route, "r0")
+    (decision,) = msgspec.json.decode(routes.decisions({}))["decisions"]
+    assert (decision["worker"], decision["reason"]) == ("w0", "the only candidate")
+    assert routes.stats().num_encoder_items == 1
 
 
 def test_worker_whose_connection_has_just_ended_is_left_out(make_routes):
