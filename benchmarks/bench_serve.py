@@ -1,9 +1,11 @@
 """The whole thing against plain vLLM: same flags, same engine, one worker, in turns in one run.
 
-Both servers are up the whole time and idle while the other is asked. On a machine where engine and everything else
-share the cores the measure is cost: requests per second of a closed loop, and the CPU time of all of a server's
-processes per request. Each case is measured in turns, A B A B ...; a figure is the median over the turns, a ratio that
-of the medians. vLLM's engine process polls while it waits: its CPU time grows with wall time, on both sides.
+Both servers are up the whole time and idle while the other is asked. An engine's processes go on spinning for a second
+after its last step (vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores is half of what the other one has: so
+every turn begins when that is over. On a machine where engine and everything else share the cores the measure is cost:
+requests per second of a closed loop, and the CPU time of all of a server's processes per request. Each case is measured
+in turns, A B A B ...; a figure is the median over the turns, a ratio that of the medians. vLLM's engine process polls
+while it waits: its CPU time grows with wall time, on both sides.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ NAME = "serve"
 ABOUT = "requests with images through medialane and through plain vLLM: requests/s, TTFT, CPU per request"
 
 SIZES = ((512, 384), (1024, 768))
+
+#: More than the second for which vLLM's engine spins when it has nothing to do.
+SETTLE_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ async def _measure(report: Report, case: Case, servers: tuple[Server, Server], m
     for turn in range(options.rounds or (2 if options.quick else 5)):
         bodies = _bodies(case, model, quick=options.quick)
         for server in servers if turn % 2 == 0 else servers[::-1]:
+            await asyncio.sleep(SETTLE_S)
             if case.repeated:
                 await send(server.base_url, bodies[:2], concurrency=1, pids=server.pids)
             answered = await send(server.base_url, bodies, concurrency=case.concurrency, pids=server.pids)
