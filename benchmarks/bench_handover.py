@@ -6,6 +6,7 @@ vLLM's encoder with our consumer, EngineCore's ipc socket, EngineCore's input th
 element read. Theirs, two processes, one hop: the processed tensors lie in the front end's heap, as vLLM's processor
 leaves them; then vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through the socket) or
 `torch_shm` (moved into torch's shared memory). Whatever took the tensors to that heap is left out in their favour.
+`no feature` is the same hop for a request of text: what no way can be faster than.
 What is left out in all: tokenising, the feature checks of a worker (`checks`, apart), the scheduler, the model.
 
 The prompt has the same number of tokens at every size, since this is about features: longer ones cost all ways alike.
@@ -79,8 +80,8 @@ class Times:
 
 def run(options: Options) -> Report:
     with tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder, _processes(folder) as found:
-        times = uvloop.run(_measure(*found, rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)))
-    return _report(times, _check_times(200 if options.quick else 2000))
+        hop = uvloop.run(_measure(*found, rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)))
+    return _report(hop.times, hop.bare, _check_times(200 if options.quick else 2000))
 
 
 @contextmanager
@@ -111,9 +112,7 @@ def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connec
             process.join(10)
 
 
-async def _measure(
-    addresses: ends.Addresses, wishes: Connection, seen: Connection, *, rounds: int
-) -> dict[tuple[str, str], Times]:
+async def _measure(addresses: ends.Addresses, wishes: Connection, seen: Connection, *, rounds: int) -> Hop:
     arena = Arena.create(ArenaConfig(size_bytes=256 << 20))
     try:
         arena.prefault(threading.Event())
@@ -127,7 +126,7 @@ async def _measure(
             hop = Hop(gateway, leases, wishes, seen)
             await hop.run(rounds)
             await hop.run_whole(min(rounds, WHOLE_ROUNDS))
-            return hop.times
+            return hop
         finally:
             linked.cancel()
             await asyncio.wait([linked])
@@ -176,6 +175,7 @@ class Hop:
         self, gateway: Gateway, leases: dict[str, Lease[Feature]], wishes: Connection, seen: Connection
     ) -> None:
         self.times = {(size, way): Times() for size in ends.SIZES for way in (OURS, *PEERS)}
+        self.bare = Times()
         self._gateway = gateway
         self._leases = leases
         self._wishes = wishes
@@ -187,6 +187,7 @@ class Hop:
         """The ways in turns, `rounds` times, after one round that does not count."""
         await self._round()
         self.times = {key: Times() for key in self.times}
+        self.bare = Times()
         for _ in range(rounds):
             await self._round()
 
@@ -206,6 +207,10 @@ class Hop:
                 found, started, answered = await self._send(size, way)
                 times.usable.append((found.usable_ns - started) / 1e6)
                 times.answered.append((answered - started) / 1e6)
+        for _ in range(PEERS_A_TURN):
+            found, started, answered = await self._send(next(iter(ends.SIZES)), ends.NO_FEATURE)
+            self.bare.usable.append((found.usable_ns - started) / 1e6)
+            self.bare.answered.append((answered - started) / 1e6)
 
     async def _send(self, size: str, way: str, prefix: str = "") -> tuple[ends.Seen, int, int]:
         self._num_sent += 1
@@ -259,7 +264,7 @@ def _check_times(num_checks: int) -> list[float]:
     return times
 
 
-def _report(times: dict[tuple[str, str], Times], checks: list[float]) -> Report:
+def _report(times: dict[tuple[str, str], Times], bare: Times, checks: list[float]) -> Report:
     rows = [
         {
             "size": size,
@@ -272,6 +277,17 @@ def _report(times: dict[tuple[str, str], Times], checks: list[float]) -> Report:
         }
         for (size, way), found in times.items()
     ]
+    rows.append(
+        {
+            "size": "none",
+            "way": ends.NO_FEATURE,
+            "n": len(bare.usable),
+            "usable p50 ms": median(bare.usable),
+            "usable p90 ms": percentile(bare.usable, 0.9),
+            "answered p50 ms": median(bare.answered),
+            "read all p50 ms": 0.0,
+        }
+    )
     p50 = {key: median(found.usable) for key, found in times.items()}
     smallest, *_, largest = ends.SIZES
     better = min(p50["18.8 MB", way] for way in PEERS)

@@ -73,6 +73,9 @@ PIXELS = "pixel_values"
 CARD = ModelCard(model="none", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "none"})
 
 
+#: The way of a request without any feature: what vLLM's own hop takes by itself.
+NO_FEATURE = "no feature"
+
 #: Beginning of the ids of requests whose every byte EngineCore shall read.
 READ_WHOLE = "whole"
 
@@ -188,9 +191,10 @@ def run_engine_core(addresses: Addresses, tensors: Queue[Any], seen: Connection)
 
 
 def look(_engine: EngineCoreEnd, request: EngineCoreRequest) -> tuple[EngineCoreRequest, int]:
-    """Touch both ends of the tensor: from here on it is usable."""
-    pixels = pixels_of(request).view(-1)
-    assert pixels[0].item() >= 0 <= pixels[-1].item()
+    """Touch both ends of the tensor, if there is one: from here on it is usable."""
+    if request.mm_features:
+        pixels = pixels_of(request).view(-1)
+        assert pixels[0].item() >= 0 <= pixels[-1].item()
     return request, time.perf_counter_ns()
 
 
@@ -256,12 +260,12 @@ class FrontEnd:
         yield OutputDelta(request.request_id, [CompletionDelta(0, "", [1], finish_reason="stop")], finished=True)
 
     async def send_heap(
-        self, way: str, request_id: str, token_ids: list[int], spec: MultiModalFeatureSpec
+        self, way: str, request_id: str, token_ids: list[int], specs: list[MultiModalFeatureSpec]
     ) -> list[int]:
-        """Send a feature whose tensors lie in this process's heap by one of vLLM's own ways: (sent, answered) in ns."""
+        """Send features whose tensors lie in this process's heap by one of vLLM's own ways: (sent, answered) in ns."""
         self._client.encoder.oob_tensor_consumer = self._sender if way == "torch_shm" else None
         started = time.perf_counter_ns()
-        await self._exchange(_request(request_id, token_ids, [spec]))
+        await self._exchange(_request(request_id, token_ids, specs))
         return [started, time.perf_counter_ns()]
 
     async def forget_pages(self) -> None:
@@ -310,7 +314,7 @@ async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) 
         wish: HeapRequest = wishes.recv()
         waiting.clear()
         if wish.way:
-            fresh = _on_fresh_heap(specs[wish.item])
+            fresh = [] if wish.way == NO_FEATURE else [_on_fresh_heap(specs[wish.item])]
             wishes.send(await front_end.send_heap(wish.way, wish.request_id, token_ids(), fresh))
         else:
             await front_end.forget_pages()
