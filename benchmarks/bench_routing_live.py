@@ -5,7 +5,8 @@ One pair of workers, two gateways over it, asked in turns with pictures and word
 `repeated images`: the pictures of a turn fit in the KV caches of both workers together and not in that of one: sent in
 turn they push each other out, as the hot pictures of a larger fleet do. All are asked about several times, each time in
 another order. The first time is not counted; the second is that of a follow-up question, and stands by itself: later
-ones find a picture at both workers of a round-robin, if it was not pushed out.
+ones find a picture at both workers of a round-robin, if it was not pushed out. How often it was depends on how much
+more there is than one worker holds: a worker has room for seven, and there are ten, and twelve.
 
 `sessions`: a trace of `traces/` in small: hot images, follow-up questions, shared system prompts; its order, not its
 times. `cached` is the share of prompt tokens that the engines had in their caches, as they tell it.
@@ -38,7 +39,7 @@ ABOUT = "repeated images over two real workers: TTFT, routed by cache and round-
 
 OURS, PEER = "cost", "round-robin"
 SIZE = (1024, 768)
-NUM_PICTURES, ASKED_EACH = 10, 5
+NUMS_PICTURES, ASKED_EACH = (10, 12), 5
 CONCURRENCY = 2
 #: A picture takes 8 blocks of 128 tokens: seven pictures fit in a worker, with room for the requests that run.
 FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=4096", "--num-gpu-blocks-override=64")
@@ -64,17 +65,15 @@ def run(options: Options) -> Report:
 
 async def _run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
-    again: dict[str, list[float]] = {OURS: [], PEER: []}
-    later: dict[str, list[float]] = {OURS: [], PEER: []}
+    repeated = {number: Repeated() for number in NUMS_PICTURES}
     sessions: dict[str, list[float]] = {OURS: [], PEER: []}
     cached: dict[str, float] = {}
     rounds = options.rounds or (2 if options.quick else 6)
     async with _servers(model) as urls:
         for turn in range(rounds):
-            for name in _in_turns(turn):
-                second, *others = await _repeated_images(model, urls[name], seed=2 * turn + (name == PEER))
-                again[name] += second
-                later[name] += [ttft_s for found in others for ttft_s in found]
+            for number, times in repeated.items():
+                for name in _in_turns(turn):
+                    await times.measure(name, model, urls[name], number, turn)
         before = {name: await _prompt_tokens(url) for name, url in urls.items()}
         for turn in range(max(1, rounds // 2)):
             for name in _in_turns(turn):
@@ -84,16 +83,43 @@ async def _run(options: Options) -> Report:
             cached[name] = hits / tokens
     report = Report("routing_live")
     report.tables["repeated images"] = [
-        {"asked": asked, **_row(name, found[name])}
-        for asked, found in (("the second time", again), ("later", later))
-        for name in (OURS, PEER)
+        {"pictures": number, **row} for number, times in repeated.items() for row in times.rows()
     ]
     report.tables["sessions"] = [{**_row(name, found), "cached": cached[name]} for name, found in sessions.items()]
-    ratio = median(again[OURS] + later[OURS]) / median(again[PEER] + later[PEER])
-    report.bars.append(Bar("repeated images, two real workers: TTFT p50 / round-robin", ratio, 0.5, "at most"))
-    ratio = median(again[OURS]) / median(again[PEER])
-    report.bars.append(Bar("images asked about a second time: TTFT p50 / round-robin", ratio, 0.5, "at most"))
+    for number, times in repeated.items():
+        report.bars += times.bars(number)
     return report
+
+
+class Repeated:
+    """TTFT of requests about so many pictures, seconds: when they are asked about a second time, and later."""
+
+    def __init__(self) -> None:
+        self.again: dict[str, list[float]] = {OURS: [], PEER: []}
+        self.later: dict[str, list[float]] = {OURS: [], PEER: []}
+
+    async def measure(self, name: str, model: str, url: str, number: int, turn: int) -> None:
+        seed = 1000 * number + 2 * turn + (name == PEER)
+        second, *others = await _repeated_images(model, url, number, seed=seed)
+        self.again[name] += second
+        self.later[name] += [ttft_s for found in others for ttft_s in found]
+
+    def rows(self) -> list[dict[str, object]]:
+        return [
+            {"asked": asked, **_row(name, found[name])}
+            for asked, found in (("the second time", self.again), ("later", self.later))
+            for name in (OURS, PEER)
+        ]
+
+    def bars(self, number: int) -> list[Bar]:
+        every = {name: median(self.again[name] + self.later[name]) for name in (OURS, PEER)}
+        second = {name: median(self.again[name]) for name in (OURS, PEER)}
+        return [
+            Bar(f"{number} images, all repeats: TTFT p50 / round-robin", every[OURS] / every[PEER], 0.5, "at most"),
+            Bar(
+                f"{number} images, the second time: TTFT p50 / round-robin", second[OURS] / second[PEER], 0.5, "at most"
+            ),
+        ]
 
 
 def _in_turns(turn: int) -> tuple[str, str]:
@@ -109,9 +135,9 @@ def _row(name: str, ttft_s: list[float]) -> dict[str, object]:
     }
 
 
-async def _repeated_images(model: str, url: str, *, seed: int) -> list[list[float]]:
+async def _repeated_images(model: str, url: str, number: int, *, seed: int) -> list[list[float]]:
     """TTFT of the requests about all pictures, seconds: when they are asked about a second time, a third, ..."""
-    pictures = [data_url(sample_jpeg(5000 + NUM_PICTURES * seed + n, *SIZE)) for n in range(NUM_PICTURES)]
+    pictures = [data_url(sample_jpeg(100 * seed + n, *SIZE)) for n in range(number)]
     shuffled = random.Random(seed)
     found = []
     for time in range(ASKED_EACH):
