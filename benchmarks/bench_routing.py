@@ -224,13 +224,13 @@ def _counted(turns: list[Turn]) -> list[Turn]:
     return turns[int(len(turns) * WARM_UP) :]
 
 
-def rate_for(utilisation: float, num_workers: int, trace: SessionTrace) -> float:
-    """The rate at which round-robin's workers are so busy, found by trying: queues grow long before all are busy."""
+def rate_for(utilisation: float, num_workers: int, trace: SessionTrace, router: PolicyName = "round-robin") -> float:
+    """The rate at which the router's workers are so busy, found by trying: queues grow long before all are busy."""
     low, high = (0.0, 0.0), (math.inf, 1.0)
     rate = GUESS_PER_S * num_workers * utilisation
     for _ in range(_MAX_TRIES):
         turns = list(session_turns(trace._replace(rate_per_s=rate)))
-        found = SimulatedCluster(num_workers, RoutingConfig(router="round-robin")).run(turns).utilisation
+        found = SimulatedCluster(num_workers, RoutingConfig(router=router)).run(turns).utilisation
         if abs(found - utilisation) <= CLOSE:
             return rate
         if found < utilisation:

@@ -1,0 +1,96 @@
+"""Whether the router's default weights are the right ones: each is changed by itself, on simulated workers.
+
+python benchmarks/fit_weights.py [--quick] [--json FILE]
+
+The load is one at which weights matter: the rate that keeps the `cost` router's own workers 80 % busy (round-robin's
+would have fallen behind long before). Every value gets the same requests, of several traces; what counts is the mean
+over traces of the TTFT's p50 and p99, each as a ratio to the default's. The loss of a default is what the best other
+value would gain, by the geometric mean of both. The simulated engine's constants are those of a 7B model, as the
+defaults are: on other engines `prefill_ms_per_token` and `encoder_ms_per_token` are to be set by what it is measured
+to take, the rest follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+import harness
+from bench_routing import NUM_WORKERS, Outcome, SimulatedCluster, rate_for
+from medialane.routing.config import RoutingConfig
+from traces import SessionTrace, session_turns
+
+WEIGHTS = (
+    "prefill_ms_per_token",
+    "encoder_ms_per_token",
+    "request_ms",
+    "others_weight",
+    "running_ms",
+    "seat_ms",
+    "kv_pressure_ms",
+    "session_ms",
+)
+FACTORS = (0.0, 0.5, 2.0, 4.0)
+UTILISATION = 0.8
+#: What another value may gain before a default counts as wrong: traces differ by about as much.
+MAX_LOSS = 1.1
+
+
+def fit(num_turns: int, num_traces: int, factors: Sequence[float] = FACTORS) -> harness.Report:
+    traces = [SessionTrace(num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
+    rates = [rate_for(UTILISATION, NUM_WORKERS, trace, "cost") for trace in traces]
+    turns = [list(session_turns(t._replace(rate_per_s=r))) for t, r in zip(traces, rates, strict=True)]
+    default = RoutingConfig()
+    wanted = [SimulatedCluster(NUM_WORKERS, default).run(found) for found in turns]
+    report = harness.Report("fit_weights")
+    rows: list[dict[str, object]] = []
+    for name in WEIGHTS:
+        best = 1.0
+        for factor in factors:
+            value = getattr(default, name) * factor
+            config = msgspec.structs.replace(default, **{name: value})
+            outcomes = [SimulatedCluster(NUM_WORKERS, config).run(found) for found in turns]
+            p50, p99 = (_ratio(outcomes, wanted, share) for share in (0.5, 0.99))
+            best = min(best, math.sqrt(p50 * p99))
+            rows.append(
+                {
+                    "weight": name,
+                    "value": value,
+                    "of default": factor,
+                    "ttft p50 / default's": p50,
+                    "ttft p99 / default's": p99,
+                }
+            )
+            print(rows[-1], flush=True)
+        report.bars.append(harness.Bar(f"{name}: loss of the default to the best other", 1 / best, MAX_LOSS, "at most"))
+    report.tables[f"one weight changed, {UTILISATION:.0%} utilisation, {len(traces)} traces of {num_turns}"] = rows
+    return report
+
+
+def _ratio(outcomes: Sequence[Outcome], wanted: Sequence[Outcome], share: float) -> float:
+    """The geometric mean over traces."""
+    logs = [
+        math.log(harness.percentile(a.ttft_s, share) / harness.percentile(b.ttft_s, share))
+        for a, b in zip(outcomes, wanted, strict=True)
+    ]
+    return math.exp(sum(logs) / len(logs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one short trace, few values")
+    parser.add_argument("--json", type=Path, help="keep the figures in this file")
+    options = parser.parse_args()
+    measured_on = harness.machine()
+    report = fit(2000, 1, (0.0, 4.0)) if options.quick else fit(3000, 2)
+    print(harness.show(report))
+    if options.json is not None:
+        options.json.write_bytes(harness.document([report], measured_on))
+
+
+if __name__ == "__main__":
+    main()
