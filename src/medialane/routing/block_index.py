@@ -17,7 +17,8 @@ import numpy as np
 from medialane.core.block_hash import BlockIds
 from medialane.routing.block_holders import BlockHolders
 from medialane.routing.cached_soon import CachedSoon, Note
-from medialane.routing.native_match import MAX_WAITING, NUM_WORK_ROWS, Prefixes, match_held
+from medialane.routing.native_match import MAX_WAITING, NUM_WORK_ROWS, match
+from medialane.routing.native_view import Prefixes, view_of
 from medialane.routing.slot_words import slot_words
 
 #: Bounds a match's time: a dozen of different lengths are found exactly.
@@ -40,11 +41,21 @@ class MatchCounts:
 
 
 class Matches(NamedTuple):
-    """Longest prefixes by slot, in blocks; slots that were not asked for have 0. `held`: by what workers report.
-    `blocks`: with what they will hold soon, too. They are written anew by the next match, and may be one array."""
+    """Longest prefixes by slot, in blocks; slots that were not asked for have 0. They are written anew by the next
+    match. `lengths` has two rows, which may have more slots than `num_slots`: as many as the highest asked for needs."""
 
-    blocks: Prefixes
-    held: Prefixes
+    lengths: Prefixes
+    num_slots: int
+
+    @property
+    def blocks(self) -> Prefixes:
+        """With what slots will hold soon."""
+        return self.lengths[0, : self.num_slots]
+
+    @property
+    def held(self) -> Prefixes:
+        """By what workers report."""
+        return self.lengths[1, : self.num_slots]
 
 
 class BlockIndex:
@@ -150,33 +161,22 @@ class BlockIndex:
     def match(self, ids: BlockIds, slots: int, *, max_length: int | None = None) -> Matches:
         """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon; up to `max_length`.
 
-        The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
+        What will be held soon is short by a third at most.
         """
-        width = slots.bit_length()
-        max_length = len(ids) if max_length is None else max_length
-        self._have_slots(width)
-        candidates = slot_words(slots, len(self._known))
-        match_held(
-            ids,
-            candidates,
-            self._lengths_held,
-            self._bit_of,
-            self._slot_of,
-            *self._holders.searched,
-            self._work,
-            self._spans,
-            self._counts,
-            self._max_probes,
-            max_length,
-        )
-        held = self._lengths_held[:width]
+        num_slots = slots.bit_length()
+        if num_slots > len(self._bit_of):
+            self._have_slots(num_slots)
         if len(self._soon):
             self._soon.expire(self._clock())
-        if not len(self._soon):
-            return Matches(held, held)
-        np.copyto(self._lengths, self._lengths_held)
-        self._soon.raise_to(self._lengths, ids, candidates, self._known, self._spans, max_length)
-        return Matches(self._lengths[:width], held)
+        match(
+            ids,
+            slot_words(slots, self._lengths.shape[1] // 64),
+            self._view,
+            self._max_probes,
+            len(ids) if max_length is None else max_length,
+            len(self._soon) > 0,
+        )
+        return Matches(self._lengths, num_slots)
 
     def _bit(self, slot: int) -> int:
         """-1 if the slot has never held anything."""
@@ -217,6 +217,7 @@ class BlockIndex:
         self._free += range(new - 1, old - 1, -1)
         self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
         self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
+        self._look_again()
 
     def _have_slots(self, count: int) -> None:
         """Let the arrays over slots be so long at least."""
@@ -225,6 +226,18 @@ class BlockIndex:
             return
         new = (count + 63) // 64 * 64
         self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
-        self._known = np.zeros(new // 64, np.uint64)
-        self._lengths = np.zeros(new, np.int32)
-        self._lengths_held = np.zeros(new, np.int32)
+        self._lengths = np.zeros((2, new), np.int32)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Arrays are others."""
+        self._view = view_of(
+            self._bit_of,
+            self._slot_of,
+            self._work,
+            self._spans,
+            self._counts,
+            self._lengths,
+            self._holders.view,
+            self._soon.view,
+        )

@@ -15,8 +15,8 @@ import numpy as np
 from medialane.core.block_hash import BlockIds
 from medialane.routing import native_match as native
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_match import Prefixes
-from medialane.routing.native_table import Ints, Words, is_full
+from medialane.routing.native_table import is_full
+from medialane.routing.native_view import Ints
 
 #: Ids of a note at most: half as much again each time is beyond any prompt by then.
 _MAX_NOTED: Final = 64
@@ -52,6 +52,11 @@ class CachedSoon:
 
     def __len__(self) -> int:
         return len(self._notes)
+
+    @property
+    def view(self) -> Ints:
+        """Who will hold what, for `native_match`: bits are slots. Always the same array."""
+        return self._holders.view
 
     @property
     def num_counts(self) -> int:
@@ -92,12 +97,6 @@ class CachedSoon:
         """Forget every note of the slot."""
         for note in [note for note in self._notes if note.slot == slot]:
             self.forget(note)
-
-    def raise_to(
-        self, lengths: Prefixes, ids: BlockIds, candidates: Words, known: Words, spans: Ints, max_length: int
-    ) -> None:
-        """Raise the lengths of candidates that will hold more soon; short of the truth by a third at most."""
-        native.match_soon(ids, candidates, lengths, *self._holders.searched, known, spans, max_length)
 
     def _grow(self) -> None:
         counts = np.zeros((2 * len(self._counts), 2), np.uint64)

@@ -1,8 +1,7 @@
 """The choice: what each candidate costs, who is taken, and who would have been next.
 
 One pass over the slots adds up what depends on the slot alone, what the request costs a slot that knows nothing of it,
-and takes off what each one holds of it. Arrays over slots may be longer than `scores`, which has a slot more than the
-highest candidate.
+and takes off what each one holds of it. Arrays over slots may be longer than the highest candidate needs.
 """
 
 from __future__ import annotations
@@ -13,13 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.routing.compiled import compiled, compiled_part
-from medialane.routing.native_match import Prefixes
-from medialane.routing.native_table import Ints, Words
+from medialane.routing.native_view import Prefixes, Words
 
 Scores = NDArray[np.float64]
 
 #: Scores are sums of floats in different orders: so close is equal (ms).
 _EQUAL: Final = 1e-6
+#: Rows of `table`, which has a column for each slot: what scores begin with, by policy; 1 on another host; the scores of
+#: the last choice.
+STANDING: Final = 0
+SEQUENCES: Final = 1
+FLAT: Final = 2
+IS_REMOTE: Final = 3
+SCORES: Final = 4
+NUM_ROWS: Final = 5
 #: Rows of `best`: the slot that is taken, and the next best.
 NUM_BEST: Final = 4
 #: Columns of `best`.
@@ -34,14 +40,12 @@ _ONE: Final = np.uint64(1)
 
 @compiled
 def choose(
-    standing: Scores,
-    is_remote: Scores,
-    candidates: Words,
-    blocks: Prefixes,
-    told: Prefixes,
+    table: Scores,
+    begin: int,
+    lengths: Prefixes,
+    masks: Words,
     items: Scores,
-    holders: Words,
-    num_items: int,
+    best: Scores,
     alone: float,
     block: float,
     remote: float,
@@ -50,17 +54,20 @@ def choose(
     last: int,
     temperature: float,
     drawn: float,
-    scores: Scores,
-    best: Scores,
 ) -> int:
     """Score every slot (infinite: no candidate), pick one, and fill `best`; there is a candidate. Returns the longest
     of the candidates' prefixes.
 
-    A slot's score is `standing + alone`, less `block` for each block of its prefix, more `remote` on another host, less
-    `session` for `session_slot` (-1: none), less items that need no encoding there. `items` are rows of (blocks of the
-    prompt that cover the item, what it costs), in the order of the former, `holders` the slots that have it. The least
-    is taken, after `last` if there are equals; with a temperature one is drawn by `drawn`, which is in [0, 1).
+    A slot's score is `table[begin] + alone`, less `block` for each block of its prefix, more `remote` on another host,
+    less `session` for `session_slot` (-1: none), less items that need no encoding there. `lengths` has two rows:
+    prefixes as they count, and those that workers told of. The first row of `masks` are the candidates, the others the
+    holders of each item. `items` has a row (blocks of the prompt that cover the item, what it costs) for each, in the
+    order of the former. The least is taken, after `last` if there are equals; with a temperature one is drawn by
+    `drawn`, which is in [0, 1).
     """
+    candidates, blocks = masks[0], lengths[0]
+    scores = table[SCORES, : min(table.shape[1], 64 * len(candidates))]
+    standing, is_remote = table[begin], table[IS_REMOTE]
     longest = 0
     for slot in range(len(scores)):
         if candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
@@ -70,29 +77,31 @@ def choose(
             scores[slot] = np.inf
     if session_slot >= 0:
         scores[session_slot] -= session
-    if num_items:
-        _take_off_covered(scores, blocks, items, num_items, longest)
-        for item in range(num_items):
-            _take_off_held(scores, blocks, candidates, holders[item], items[item, 0], items[item, 1])
+    if len(items):
+        _take_off_covered(scores, blocks, items, longest)
+        for item in range(len(items)):
+            _take_off_held(scores, blocks, candidates, masks[1 + item], items[item, 0], items[item, 1])
     picked = _least(scores, last) if temperature == 0.0 else _draw(scores, temperature, drawn)
     _fill(best, scores, picked)
     for row in range(NUM_BEST):
         slot = np.int64(best[row, SLOT])
         if slot >= 0:
-            best[row, BLOCKS], best[row, TOLD] = blocks[slot], told[slot]
+            best[row, BLOCKS], best[row, TOLD] = blocks[slot], lengths[1, slot]
     return longest
 
 
 @compiled_part
-def _take_off_covered(scores: Scores, blocks: Prefixes, items: Scores, num_items: int, longest: int) -> None:
+def _take_off_covered(scores: Scores, blocks: Prefixes, items: Scores, longest: int) -> None:
     """Items within a slot's prefix need no encoding there."""
     if items[0, 0] > longest:
         return
     known, saved = 0, 0.0  # of the slot before: the next mostly has as many
     for slot in range(len(scores)):
+        if scores[slot] == np.inf:
+            continue
         if blocks[slot] != known:
             known, saved = np.int64(blocks[slot]), 0.0
-            for item in range(num_items):
+            for item in range(len(items)):
                 if items[item, 0] > known:
                     break
                 saved += items[item, 1]

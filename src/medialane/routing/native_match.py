@@ -17,13 +17,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medialane.routing.compiled import compiled, compiled_part
-from medialane.routing.native_table import Ints, Words, delete, find, set_of
-
-#: Prefix lengths in blocks; element i is slot i's.
-Prefixes = NDArray[np.int32]
+from medialane.routing.native_table import Holders, delete, find, seen, set_of
+from medialane.routing.native_view import Ints, Prefixes, Words, int_rows, ints, prefix_rows, word_rows
 
 #: Places of `counts`, as in `MatchCounts`.
 NUM_MATCHES: Final = 0
@@ -50,36 +47,67 @@ _ONE: Final = np.uint64(1)
 _NONE: Final = np.uint64(0)
 
 
+#: Arrays of the index's view. The last two are views themselves: of who holds and of who will hold soon. `lengths` has
+#: two rows: with what will be held soon, and without.
+BIT_OF: Final = 0
+SLOT_OF: Final = 1
+WORK: Final = 2
+SPANS: Final = 3
+COUNTS: Final = 4
+LENGTHS: Final = 5
+HELD: Final = 6
+SOON: Final = 7
+
+
 @compiled
-def match_held(
+def match(ids: Words, candidates: Words, view: Ints, max_probes: int, max_length: int, is_soon: bool) -> None:
+    """Write the longest prefix of `ids` that each candidate holds or, if `is_soon`, will hold soon to `lengths`; 0 for
+    other slots, none above `max_length`.
+
+    After `max_probes` of bisection no other interval is begun; to end the one at hand takes log2 of the number of
+    blocks at most, as does what comes before the bisection.
+    """
+    lengths, spans = prefix_rows(view, LENGTHS), int_rows(view, SPANS)
+    _match_held(
+        ids,
+        candidates,
+        lengths[1],
+        ints(view, BIT_OF),
+        ints(view, SLOT_OF),
+        seen(ints(view, HELD)),
+        word_rows(view, WORK),
+        spans,
+        ints(view, COUNTS),
+        max_probes,
+        max_length,
+    )
+    for slot in range(lengths.shape[1]):
+        lengths[0, slot] = lengths[1, slot]
+    if is_soon:
+        _match_soon(ids, candidates, lengths[0], seen(ints(view, SOON)), spans, max_length)
+
+
+@compiled_part
+def _match_held(
     ids: Words,
     candidates: Words,
     lengths: Prefixes,
     bit_of: Ints,
     slot_of: Ints,
-    table: Words,
-    old: Words,
-    sets: Words,
-    state: Ints,
+    now: Holders,
     work: Words,
     spans: Ints,
     counts: Ints,
     max_probes: int,
     max_length: int,
 ) -> None:
-    """Write the longest prefix of `ids` that each candidate holds to `lengths`, 0 for other slots, none
-    above `max_length`.
-
-    After `max_probes` of bisection no other interval is begun; to end the one at hand takes log2 of the number of
-    blocks at most, as does what comes before the bisection.
-    """
+    table, old, sets, state = now.table, now.old, now.sets, now.state
     lengths[:] = 0
     _clear(work, _KNOWN)
     _clear(work, _TOP)
     counts[NUM_MATCHES] += 1
     if not len(ids) or not _take_candidates(candidates, bit_of, work):
         return
-    probed = counts[NUM_PROBES]
     num_waiting = _grow(ids, table, old, sets, state, work, spans, counts)
     limit = counts[NUM_PROBES] + max_probes
     is_exact = True
@@ -116,36 +144,26 @@ def match_held(
         _note_holes(sets, set_of(table, old, state, ids[place]), _TOP, place, lengths, slot_of, work, counts)
 
 
-@compiled
-def match_soon(
-    ids: Words,
-    candidates: Words,
-    lengths: Prefixes,
-    table: Words,
-    old: Words,
-    sets: Words,
-    state: Ints,
-    known: Words,
-    spans: Ints,
-    max_length: int,
+@compiled_part
+def _match_soon(
+    ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int
 ) -> None:
-    """Raise the lengths of candidates that will hold more soon; bits are slots. Short by a third at most. `known` is as
-    long as `candidates`."""
+    """Raise the lengths of candidates that will hold more soon; bits are slots. Short by a third at most."""
     num_found = 0
     length = 1 if len(ids) else 0
     while length:
-        row = set_of(table, old, state, ids[length - 1])
-        if not _meet(sets, row, candidates):
+        row = set_of(now.table, now.old, now.state, ids[length - 1])
+        if not _meet(now.sets, row, candidates):
             break
         spans[num_found, 0], spans[num_found, 1] = length, row
         num_found += 1
         length = next_noted(length, len(ids))
-    known[:] = _NONE
-    for number in range(num_found - 1, -1, -1):
-        length, row = min(spans[number, 0], max_length), spans[number, 1]
-        for word in range(min(len(candidates), sets.shape[1])):
-            bits = sets[row, word] & candidates[word] & ~known[word]
-            known[word] |= bits
+    for word in range(min(len(candidates), now.sets.shape[1])):
+        known = _NONE
+        for number in range(num_found - 1, -1, -1):
+            length = min(spans[number, 0], max_length)
+            bits = now.sets[spans[number, 1], word] & candidates[word] & ~known
+            known |= bits
             slot = 64 * word
             while bits:
                 if bits & _ONE and lengths[slot] < length:

@@ -22,12 +22,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medialane.routing.compiled import compiled, compiled_part
-
-Words = NDArray[np.uint64]
-Ints = NDArray[np.int64]
+from medialane.routing.native_view import Ints, Words, int_rows, ints, word_rows, words
 
 #: Rows that are no interned set: the empty one, and that in which the next one is put together.
 EMPTY: Final = 0
@@ -61,7 +58,7 @@ _HALF: Final = np.uint64(32)
 
 
 class Holders(NamedTuple):
-    """The arrays. Lengths of tables are powers of two."""
+    """The arrays, in the order in which a view has them. Lengths of tables are powers of two."""
 
     table: Words  # [n, 2]: block, row of its set; no entry where the row is 0
     old: Words  # [m, 2]
@@ -113,15 +110,32 @@ def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
     return EMPTY
 
 
+@compiled_part
+def seen(view: Ints) -> Holders:
+    """The arrays of a view."""
+    return Holders(
+        word_rows(view, 0),
+        word_rows(view, 1),
+        word_rows(view, 2),
+        int_rows(view, 3),
+        ints(view, 4),
+        ints(view, 5),
+        words(view, 6),
+        ints(view, 7),
+    )
+
+
 @compiled
-def holds(now: Holders, bit: int, block: np.uint64) -> bool:
+def holds(view: Ints, bit: int, block: np.uint64) -> bool:
+    now = seen(view)
     row = set_of(now.table, now.old, now.state, block)
     return now.sets[row, bit >> 6] >> np.uint64(bit & 63) & _ONE != _NONE
 
 
 @compiled
-def store(now: Holders, bit: int, ids: Words, first: int) -> int:
+def store(view: Ints, bit: int, ids: Words, first: int) -> int:
     """The bit holds ids[first:], too. Returns how many of `ids` are done: not all, if there must be more room."""
+    now = seen(view)
     table, sets, state = now.table, now.sets, now.state
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     before = after = -1  # the last change of a set: the next block mostly has the same
@@ -152,8 +166,9 @@ def store(now: Holders, bit: int, ids: Words, first: int) -> int:
 
 
 @compiled
-def remove(now: Holders, bit: int, ids: Words, first: int) -> int:
+def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
     """The bit holds ids[first:] no more. Returns as `store`."""
+    now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     before = after = -1
     for number in range(first, len(ids)):
@@ -181,8 +196,9 @@ def remove(now: Holders, bit: int, ids: Words, first: int) -> int:
 
 
 @compiled
-def retire(now: Holders, bit: int) -> None:
+def retire(view: Ints, bit: int) -> None:
     """What the bit holds is to be swept."""
+    now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     now.retired[word] |= flag
     now.state[NUM_STALE] += now.held[bit]
@@ -192,9 +208,10 @@ def retire(now: Holders, bit: int) -> None:
 
 
 @compiled
-def sweep(now: Holders, num_places: int, num_blocks: int) -> bool:
+def sweep(view: Ints, num_places: int, num_blocks: int) -> bool:
     """Look at so many places at most, and take retired bits from so many blocks at most. False if there must be more
     room first."""
+    now = seen(view)
     state = now.state
     while num_places > 0 and num_blocks > 0 and state[NUM_STALE] > 0:
         num_places -= 1
@@ -220,8 +237,9 @@ def sweep(now: Holders, num_places: int, num_blocks: int) -> bool:
 
 
 @compiled
-def intern_all(now: Holders) -> None:
+def intern_all(view: Ints) -> None:
     """Put every row that is in use into `places`, which are empty."""
+    now = seen(view)
     last = len(now.places) - 1
     for row in range(FIRST_ROW, now.state[NUM_ROWS]):
         if now.rows[row, COUNT]:

@@ -13,20 +13,21 @@ from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, Offer, Weights
 from medialane.routing.native_choice import (
     BLOCKS,
+    FLAT,
     NUM_BEST,
     NUM_COLUMNS,
     SCORE,
+    SEQUENCES,
     SLOT,
+    STANDING,
     TOLD,
     Scores,
     choose,
 )
-from medialane.routing.native_table import Words
-from medialane.routing.slot_words import slot_rows, slot_words
+from medialane.routing.slot_words import slot_rows
 from medialane.routing.slots import SlotTable
 
 _NO_ITEMS: Scores = np.empty((0, 2))
-_NO_HOLDERS: Words = np.empty((0, 1), np.uint64)
 
 
 class Alternative(NamedTuple):
@@ -67,45 +68,41 @@ class Choice(NamedTuple):
 
 
 class Policy:
-    """Scores and picks. `standing` are the scores that depend on the slot alone, `weights` tells what else counts;
-    with a temperature (of the scores' unit) a slot is drawn, without, the least is taken."""
+    """Scores and picks. `begin` is what scores begin with (a row of the slots' table), `weights` tells what else
+    counts; with a temperature (of the scores' unit) a slot is drawn, without, the least is taken."""
 
     def __init__(
         self,
         slots: SlotTable,
-        standing: Callable[[], Scores],
+        begin: int,
         weights: Callable[[Offer], Weights],
         *,
         temperature: float = 0.0,
         seed: int | None = None,
     ) -> None:
         self._slots = slots
-        self._standing = standing
+        self._begin = begin
         self._weights = weights
         self._temperature = temperature
         self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
         self._last = -1
-        self.scores: Scores = np.empty(0)  # of the last choice; infinite for who was no candidate
 
     def choose(self, offer: Offer, matches: Matches) -> Choice:
-        """Pick one of the offer's candidates, of which there is at least one. The arrays of `matches` are as long as
-        the highest candidate needs."""
-        num_slots = len(matches.blocks)
-        num_words = (num_slots + 63) // 64
-        if len(self.scores) != num_slots:
-            self.scores = np.empty(num_slots)
+        """Pick one of the offer's candidates, of which there is at least one; they are those of `matches`."""
         weights = self._weights(offer)
-        items, holders = _items(offer, weights.embed, num_words) if weights.embed else (_NO_ITEMS, _NO_HOLDERS)
+        items = _NO_ITEMS
+        masks = [offer.candidates]
+        if offer.items and weights.embed:
+            items = np.array([(item.num_blocks, item.num_embeds * weights.embed) for item in offer.items])
+            masks += [holders & offer.candidates for holders in offer.holders]
         best = np.empty((NUM_BEST, NUM_COLUMNS))
         longest = choose(
-            self._standing(),
-            self._slots.is_remote,
-            slot_words(offer.candidates, num_words),
-            matches.blocks,
-            matches.held,
+            self._slots.table,
+            self._begin,
+            matches.lengths,
+            slot_rows(masks, (matches.num_slots + 63) // 64),
             items,
-            holders,
-            len(items),
+            best,
             weights.alone,
             weights.block,
             weights.remote,
@@ -114,8 +111,6 @@ class Policy:
             self._last,
             self._temperature,
             self._random.random() if self._temperature else 0.0,
-            self.scores,
-            best,
         )
         self._last = int(best.item(0, SLOT))
         return Choice(self._last, longest, best)
@@ -124,19 +119,9 @@ class Policy:
 def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, temperature_ms: float, seed: int | None) -> Policy:
     """The policy of this name. `temperature_ms` is for `cost`; `seed` for what draws."""
     if name == "cost":
-        return Policy(slots, lambda: slots.standing_ms, costs.weights, temperature=temperature_ms, seed=seed)
+        return Policy(slots, STANDING, costs.weights, temperature=temperature_ms, seed=seed)
     if name == "prefix-only":
-        return Policy(slots, lambda: slots.flat, lambda _: Weights(block=1.0))
+        return Policy(slots, FLAT, lambda _: Weights(block=1.0))
     if name == "least-loaded":
-        return Policy(slots, lambda: slots.sequences, lambda _: Weights())
-    return Policy(
-        slots, lambda: slots.flat, lambda _: Weights(), temperature=0.0 if name == "round-robin" else 1.0, seed=seed
-    )
-
-
-def _items(offer: Offer, embed: float, num_words: int) -> tuple[Scores, Words]:
-    """The items and their holders, as the native choice takes them."""
-    if not offer.items:
-        return _NO_ITEMS, _NO_HOLDERS
-    items = np.array([(item.num_blocks, item.num_embeds * embed) for item in offer.items], np.float64)
-    return items, slot_rows([holders & offer.candidates for holders in offer.holders], num_words)
+        return Policy(slots, SEQUENCES, lambda _: Weights())
+    return Policy(slots, FLAT, lambda _: Weights(), temperature=0.0 if name == "round-robin" else 1.0, seed=seed)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from medialane.routing.native_table import Words
+from medialane.routing.native_view import Words
 
 
 def slot_words(mask: int, num_words: int) -> Words:

@@ -13,7 +13,7 @@ import numpy as np
 
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
-from medialane.routing.native_choice import Scores
+from medialane.routing.native_choice import FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES, STANDING, Scores
 from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import Place
 
@@ -81,10 +81,16 @@ class SlotTable:
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
         self.open = 0  # bit mask of the slots that take requests
-        self.standing_ms = np.full(_FIRST_CAPACITY, np.inf)  # the costs that depend on the slot alone
-        self.sequences = np.full(_FIRST_CAPACITY, np.inf)
-        self.is_remote = np.zeros(_FIRST_CAPACITY)
-        self.flat = np.full(_FIRST_CAPACITY, np.inf)  # 0 where open
+        self.table: Scores = _table(_FIRST_CAPACITY)  # as `native_choice` has it
+
+    @property
+    def standing_ms(self) -> Scores:
+        """The costs that depend on the slot alone."""
+        return self.table[STANDING]
+
+    @property
+    def sequences(self) -> Scores:
+        return self.table[SEQUENCES]
 
     def __len__(self) -> int:
         """One more than the highest number in use so far."""
@@ -114,7 +120,7 @@ class SlotTable:
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
-        self.is_remote[number] = not slot.same_host
+        self.table[IS_REMOTE, number] = not slot.same_host
         self.update(slot)
         return slot
 
@@ -126,7 +132,7 @@ class SlotTable:
         if not ranks:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
-        self.is_remote[slot.number] = 0
+        self.table[IS_REMOTE, slot.number] = 0.0
         self._close(slot.number)
 
     def is_current(self, slot: Slot) -> bool:
@@ -172,9 +178,9 @@ class SlotTable:
             self._close(number)
             return
         self.open |= 1 << number
-        self.flat[number] = 0.0
-        self.sequences[number] = slot.num_sequences
-        self.standing_ms[number] = self.queue_ms(slot) + self.running_ms(slot) + self.kv_pressure_ms(slot.load)
+        self.table[FLAT, number] = 0.0
+        self.table[SEQUENCES, number] = slot.num_sequences
+        self.table[STANDING, number] = self.queue_ms(slot) + self.running_ms(slot) + self.kv_pressure_ms(slot.load)
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""
@@ -197,20 +203,16 @@ class SlotTable:
             if slot is None:
                 return number
         self._slots.append(None)
-        if len(self._slots) > len(self.flat):
-            self._grow()
+        if len(self._slots) > self.table.shape[1]:
+            self.table = np.concatenate([self.table, _table(self.table.shape[1])], axis=1)
         return len(self._slots) - 1
-
-    def _grow(self) -> None:
-        self.standing_ms = _doubled(self.standing_ms, np.inf)
-        self.sequences = _doubled(self.sequences, np.inf)
-        self.flat = _doubled(self.flat, np.inf)
-        self.is_remote = _doubled(self.is_remote, 0.0)
 
     def _close(self, number: int) -> None:
         self.open &= ~(1 << number)
-        self.flat[number] = self.sequences[number] = self.standing_ms[number] = np.inf
+        self.table[(STANDING, SEQUENCES, FLAT), number] = np.inf
 
 
-def _doubled(array: Scores, fill: float) -> Scores:
-    return np.concatenate([array, np.full(len(array), fill)])
+def _table(num_slots: int) -> Scores:
+    table = np.full((NUM_ROWS, num_slots), np.inf)
+    table[IS_REMOTE] = 0.0
+    return table

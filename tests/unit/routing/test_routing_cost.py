@@ -11,6 +11,7 @@ from medialane.routing.block_index import Matches
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.native_choice import SCORES
 from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
@@ -46,8 +47,8 @@ class World:
         return Offer(request, items, holders, self.slots.open, session_slot)
 
     def costs(self, offer):
-        self.choice = self.policy.choose(offer, Matches(self.prefixes, self.prefixes))
-        return self.policy.scores
+        self.choice = self.policy.choose(offer, Matches(np.array([self.prefixes] * 2), len(self.slots)))
+        return self.slots.table[SCORES, : len(self.slots)].copy()
 
     def hold(self, slot, name, num_embeds):
         self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)

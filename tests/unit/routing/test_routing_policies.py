@@ -26,11 +26,10 @@ class World:
         self.policy = policy(name, costs=costs, slots=self.slots, temperature_ms=temperature_ms, seed=seed)
 
     def choose(self, *, prefixes=None, candidates=None):
-        held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
+        held = np.array([prefixes if prefixes is not None else [0] * len(self.slots)] * 2, np.int32)
         mask = self.slots.open if candidates is None else candidates
-        seen = held[: mask.bit_length()]
         request = RoutingRequest(np.empty(0, np.uint64), 16, 1000)
-        return self.policy.choose(Offer(request, (), (), mask, None), Matches(seen, seen))
+        return self.policy.choose(Offer(request, (), (), mask, None), Matches(held, mask.bit_length()))
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))
