@@ -27,6 +27,7 @@ MAX_PROBES: Final = 128
 _SWEPT_PLACES: Final = 1 << 14
 _SWEPT_BLOCKS: Final = 512
 _FIRST_SLOTS: Final = 64
+_VIEW_LENGTH: Final = 24
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,11 @@ class MatchCounts:
 
 
 class Matches(NamedTuple):
-    """Longest prefixes by slot, in blocks; slots that were not asked for have 0. They are written anew by the next
-    match. `lengths` has two rows, which may have more slots than `num_slots`: as many as the highest asked for needs."""
+    """Longest prefixes by slot, in blocks; slots that were not asked for have 0. `held`: by what workers report.
+    `blocks`: with what they will hold soon, too. They are written anew by the next match."""
 
-    lengths: Prefixes
-    num_slots: int
-
-    @property
-    def blocks(self) -> Prefixes:
-        """With what slots will hold soon."""
-        return self.lengths[0, : self.num_slots]
-
-    @property
-    def held(self) -> Prefixes:
-        """By what workers report."""
-        return self.lengths[1, : self.num_slots]
+    blocks: Prefixes
+    held: Prefixes
 
 
 class BlockIndex:
@@ -70,7 +61,7 @@ class BlockIndex:
     ) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
-        self._max_probes = max_probes
+        self.max_probes = max_probes
         self._holders = BlockHolders()
         self._soon = CachedSoon()
         self._free = list(range(self._holders.num_bits - 1, -1, -1))
@@ -80,7 +71,8 @@ class BlockIndex:
         self._spans = np.zeros((MAX_WAITING, 2), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
-        self._have_slots(_FIRST_SLOTS)
+        self.view = np.zeros(_VIEW_LENGTH, np.int64)  # for native code; always the same array
+        self.have_slots(_FIRST_SLOTS)
 
     @property
     def counts(self) -> MatchCounts:
@@ -158,25 +150,32 @@ class BlockIndex:
         """The note counts no more; it may have ended before."""
         self._soon.forget(note)
 
-    def match(self, ids: BlockIds, slots: int, *, max_length: int | None = None) -> Matches:
-        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon; up to `max_length`.
+    def match(self, ids: BlockIds, slots: int) -> Matches:
+        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
 
-        What will be held soon is short by a third at most.
+        The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
         """
         num_slots = slots.bit_length()
-        if num_slots > len(self._bit_of):
-            self._have_slots(num_slots)
-        if len(self._soon):
-            self._soon.expire(self._clock())
-        match(
-            ids,
-            slot_words(slots, self._lengths.shape[1] // 64),
-            self._view,
-            self._max_probes,
-            len(ids) if max_length is None else max_length,
-            len(self._soon) > 0,
-        )
-        return Matches(self._lengths, num_slots)
+        self.have_slots(num_slots)
+        candidates = slot_words(slots, self._lengths.shape[1] // 64)
+        match(ids, candidates, self.view, self.max_probes, len(ids), self.has_notes())
+        return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
+
+    def has_notes(self) -> bool:
+        """Whether anything will be held soon, once notes that have expired are forgotten."""
+        if not len(self._soon):
+            return False
+        self._soon.expire(self._clock())
+        return len(self._soon) > 0
+
+    def have_slots(self, count: int) -> None:
+        """Let the arrays over slots be so long at least; they are as long as the next multiple of 64."""
+        old = len(self._bit_of)
+        if count > old:
+            new = (count + 63) // 64 * 64
+            self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
+            self._lengths = np.zeros((2, new), np.int32)
+            self._look_again()
 
     def _bit(self, slot: int) -> int:
         """-1 if the slot has never held anything."""
@@ -187,7 +186,7 @@ class BlockIndex:
             self._collect()
         if not self._free:
             self._widen()
-        self._have_slots(slot + 1)
+        self.have_slots(slot + 1)
         bit = self._free.pop()
         self._bit_of[slot] = bit
         self._slot_of[bit] = slot
@@ -219,19 +218,9 @@ class BlockIndex:
         self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
         self._look_again()
 
-    def _have_slots(self, count: int) -> None:
-        """Let the arrays over slots be so long at least."""
-        old = len(self._bit_of)
-        if count <= old:
-            return
-        new = (count + 63) // 64 * 64
-        self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
-        self._lengths = np.zeros((2, new), np.int32)
-        self._look_again()
-
     def _look_again(self) -> None:
         """Arrays are others."""
-        self._view = view_of(
+        self.view[:] = view_of(
             self._bit_of,
             self._slot_of,
             self._work,

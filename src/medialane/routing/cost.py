@@ -8,6 +8,7 @@ them up for all slots, by the weights that are worked out here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from medialane.core.block_hash import MediaSpan
@@ -37,17 +38,20 @@ def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderI
     """
     if not media:
         return ()
+    if len(media) == 1:
+        return (_item(media[0], block_size),)
     found: dict[str, EncoderItem] = {}
     for span in media:
-        num_blocks = -(-max(span.end, span.offset + 1) // block_size)
-        known = found.get(span.mm_hash)
-        if known is None or known.num_blocks < num_blocks:
-            found[span.mm_hash] = EncoderItem(span.mm_hash, _num_embeds(span), num_blocks)
-    return tuple(sorted(found.values(), key=lambda item: item.num_blocks))
+        item = _item(span, block_size)
+        known = found.get(item.mm_hash)
+        if known is None or known.num_blocks < item.num_blocks:
+            found[item.mm_hash] = item
+    return tuple(sorted(found.values(), key=attrgetter("num_blocks")))
 
 
-def _num_embeds(span: MediaSpan) -> int:
-    return span.num_embeds or span.length or _UNKNOWN_EMBEDS
+def _item(span: MediaSpan, block_size: int) -> EncoderItem:
+    num_blocks = -(-(span.offset + (span.length or 1)) // block_size)
+    return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, num_blocks)
 
 
 class Offer(NamedTuple):
@@ -87,20 +91,21 @@ class CostModel:
     def __init__(self, config: RoutingConfig, slots: SlotTable) -> None:
         self._config = config
         self._slots = slots
-        self._work_weight = 1 + config.others_weight
+        weight = 1 + config.others_weight
+        self._request_ms = config.request_ms * weight
+        self._token_ms = config.prefill_ms_per_token * weight
+        self._embed_ms = config.encoder_ms_per_token * weight
 
     def weights(self, offer: Offer) -> Weights:
-        config, request = self._config, offer.request
-        work = config.request_ms + request.num_tokens * config.prefill_ms_per_token
-        work += sum([item.num_embeds for item in offer.items]) * config.encoder_ms_per_token
-        nbytes = request.handover_bytes
-        return Weights(
-            alone=work * self._work_weight + nbytes / _MIB * config.local_ms_per_mib,
-            block=request.block_size * config.prefill_ms_per_token * self._work_weight,
-            remote=self._remote_extra_ms(nbytes) if nbytes else 0.0,
-            embed=config.encoder_ms_per_token * self._work_weight,
-            session=config.session_ms,
-        )
+        request = offer.request
+        alone = self._request_ms + request.num_tokens * self._token_ms
+        for item in offer.items:
+            alone += item.num_embeds * self._embed_ms
+        remote = 0.0
+        if request.handover_bytes:
+            alone += request.handover_bytes / _MIB * self._config.local_ms_per_mib
+            remote = self._remote_extra_ms(request.handover_bytes)
+        return Weights(alone, request.block_size * self._token_ms, remote, self._embed_ms, self._config.session_ms)
 
     def terms(self, offer: Offer, slot: Slot, cached_blocks: int) -> Terms:
         """The cost of one slot, which has so much of the prompt, told apart."""

@@ -1,7 +1,7 @@
 """The choice: what each candidate costs, who is taken, and who would have been next.
 
 One pass over the slots adds up what depends on the slot alone, what the request costs a slot that knows nothing of it,
-and takes off what each one holds of it. Arrays over slots may be longer than the highest candidate needs.
+and takes off what each one holds of it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medialane.routing.compiled import compiled, compiled_part
-from medialane.routing.native_view import Prefixes, Words
-
-Scores = NDArray[np.float64]
+from medialane.routing.native_match import LENGTHS, find_prefixes
+from medialane.routing.native_view import Ints, Prefixes, Scores, Words, ints, prefix_rows, score_rows, word_rows
 
 #: Scores are sums of floats in different orders: so close is equal (ms).
 _EQUAL: Final = 1e-6
@@ -26,6 +24,13 @@ FLAT: Final = 2
 IS_REMOTE: Final = 3
 SCORES: Final = 4
 NUM_ROWS: Final = 5
+#: Arrays of the view: the table; bit masks of slots, of the candidates and of who has each item in its encoder cache; of
+#: each item the blocks of the prompt that cover it and what encoding it costs, in the order of the former; the index's
+#: view. Over slots all are of one length, a multiple of 64.
+TABLE: Final = 0
+MASKS: Final = 1
+ITEMS: Final = 2
+INDEX: Final = 3
 #: Rows of `best`: the slot that is taken, and the next best.
 NUM_BEST: Final = 4
 #: Columns of `best`.
@@ -40,12 +45,15 @@ _ONE: Final = np.uint64(1)
 
 @compiled
 def choose(
-    table: Scores,
-    begin: int,
-    lengths: Prefixes,
-    masks: Words,
-    items: Scores,
+    ids: Words,
+    view: Ints,
     best: Scores,
+    max_probes: int,
+    max_length: int,
+    is_soon: bool,
+    is_open: bool,
+    num_items: int,
+    begin: int,
     alone: float,
     block: float,
     remote: float,
@@ -55,31 +63,29 @@ def choose(
     temperature: float,
     drawn: float,
 ) -> int:
-    """Score every slot (infinite: no candidate), pick one, and fill `best`; there is a candidate. Returns the longest
-    of the candidates' prefixes.
+    """Find every candidate's prefix (`native_match.match`), score them, pick one, and fill `best`; there is a candidate.
+    Returns the longest of their prefixes.
 
     A slot's score is `table[begin] + alone`, less `block` for each block of its prefix, more `remote` on another host,
-    less `session` for `session_slot` (-1: none), less items that need no encoding there. `lengths` has two rows:
-    prefixes as they count, and those that workers told of. The first row of `masks` are the candidates, the others the
-    holders of each item. `items` has a row (blocks of the prompt that cover the item, what it costs) for each, in the
-    order of the former. The least is taken, after `last` if there are equals; with a temperature one is drawn by
-    `drawn`, which is in [0, 1).
+    less `session` for `session_slot` (-1: none), less items that need no encoding there. `is_open`: candidates are all
+    whose `table[begin]` is finite. The least is taken, after `last` if there are equals; with a temperature one is
+    drawn by `drawn`, which is in [0, 1).
     """
-    candidates, blocks = masks[0], lengths[0]
-    scores = table[SCORES, : min(table.shape[1], 64 * len(candidates))]
-    standing, is_remote = table[begin], table[IS_REMOTE]
-    longest = 0
-    for slot in range(len(scores)):
-        if candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
-            scores[slot] = standing[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
-            longest = max(longest, np.int64(blocks[slot]))
-        else:
-            scores[slot] = np.inf
+    table, masks, index = score_rows(view, TABLE), word_rows(view, MASKS), ints(view, INDEX)
+    items = score_rows(view, ITEMS)[:num_items]
+    candidates, scores = masks[0], table[SCORES]
+    find_prefixes(ids, candidates, index, max_probes, max_length, is_soon)
+    lengths = prefix_rows(index, LENGTHS)
+    blocks = lengths[0]
+    _score(scores, table[begin], blocks, table[IS_REMOTE], alone, block, remote)
+    if not is_open:
+        _leave_out(scores, candidates)
     if session_slot >= 0:
         scores[session_slot] -= session
-    if len(items):
+    longest = np.int64(blocks.max())
+    if num_items:
         _take_off_covered(scores, blocks, items, longest)
-        for item in range(len(items)):
+        for item in range(num_items):
             _take_off_held(scores, blocks, candidates, masks[1 + item], items[item, 0], items[item, 1])
     picked = _least(scores, last) if temperature == 0.0 else _draw(scores, temperature, drawn)
     _fill(best, scores, picked)
@@ -88,6 +94,21 @@ def choose(
         if slot >= 0:
             best[row, BLOCKS], best[row, TOLD] = blocks[slot], lengths[1, slot]
     return longest
+
+
+@compiled_part
+def _score(
+    scores: Scores, standing: Scores, blocks: Prefixes, is_remote: Scores, alone: float, block: float, remote: float
+) -> None:
+    for slot in range(len(scores)):
+        scores[slot] = standing[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
+
+
+@compiled_part
+def _leave_out(scores: Scores, candidates: Words) -> None:
+    for slot in range(len(scores)):
+        if not candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
+            scores[slot] = np.inf
 
 
 @compiled_part

@@ -67,6 +67,11 @@ def match(ids: Words, candidates: Words, view: Ints, max_probes: int, max_length
     After `max_probes` of bisection no other interval is begun; to end the one at hand takes log2 of the number of
     blocks at most, as does what comes before the bisection.
     """
+    find_prefixes(ids, candidates, view, max_probes, max_length, is_soon)
+
+
+@compiled_part
+def find_prefixes(ids: Words, candidates: Words, view: Ints, max_probes: int, max_length: int, is_soon: bool) -> None:
     lengths, spans = prefix_rows(view, LENGTHS), int_rows(view, SPANS)
     _match_held(
         ids,

@@ -23,6 +23,8 @@ Ints = NDArray[np.int64]
 #: Prefix lengths in blocks; element i is slot i's.
 Prefixes = NDArray[np.int32]
 
+Scores = NDArray[np.float64]
+
 #: Numbers of a view for each of its arrays: address, rows, columns.
 _PER_ARRAY: Final = 3
 
@@ -44,6 +46,11 @@ def _words_pointer(typing_context: Any, address: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def _ints_pointer(typing_context: Any, address: Any) -> Any:
     return types.CPointer(types.int64)(types.int64), _to_pointer
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _scores_pointer(typing_context: Any, address: Any) -> Any:
+    return types.CPointer(types.float64)(types.int64), _to_pointer
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -83,3 +90,9 @@ def int_rows(view: Ints, number: int) -> Ints:
 def prefix_rows(view: Ints, number: int) -> Prefixes:
     place = _PER_ARRAY * number
     return carray(_prefixes_pointer(view[place]), (view[place + 1], view[place + 2]))
+
+
+@compiled_part
+def score_rows(view: Ints, number: int) -> Scores:
+    place = _PER_ARRAY * number
+    return carray(_scores_pointer(view[place]), (view[place + 1], view[place + 2]))

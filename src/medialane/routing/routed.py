@@ -46,6 +46,10 @@ class Routed:
     `begin`, or after `release`, nothing happens.
     """
 
+    _decision: RoutingDecision | None = None
+    _is_queued = False
+    _is_released = False
+
     def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
@@ -55,9 +59,6 @@ class Routed:
         self._choice = choice
         self._slot = slot
         self._picked_at = known.clock()
-        self._decision: RoutingDecision | None = None
-        self._is_queued = False
-        self._is_released = False
 
     @property
     def decision(self) -> RoutingDecision:

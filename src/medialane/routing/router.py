@@ -70,7 +70,12 @@ class Router:
             wall_clock=wall_clock,
         )
         self._policy = policy(
-            config.router, costs=costs, slots=self._slots, temperature_ms=config.temperature_ms, seed=seed
+            config.router,
+            costs=costs,
+            slots=self._slots,
+            index=self.index,
+            temperature_ms=config.temperature_ms,
+            seed=seed,
         )
 
     @property
@@ -155,14 +160,13 @@ class Router:
             items,
             tuple([self._caches.holders(item.mm_hash) for item in items]),
             candidates,
-            self._session_slot(request.session_id, candidates),
+            self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
-        matches = self.index.match(request.block_ids, candidates, max_length=request.max_cached_blocks)
-        choice = self._policy.choose(offer, matches)
+        choice = self._policy.choose(offer)
         return Routed(self._known, offer, choice, self._slots[choice.slot])
 
-    def _session_slot(self, session_id: str | None, candidates: int) -> int | None:
-        place = self._sessions.find(session_id) if session_id is not None else None
+    def _session_slot(self, session_id: str, candidates: int) -> int | None:
+        place = self._sessions.find(session_id)
         slot = self._slots.at(place) if place is not None else None
         return slot.number if slot is not None and candidates >> slot.number & 1 else None
 

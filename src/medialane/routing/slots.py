@@ -17,7 +17,7 @@ from medialane.routing.native_choice import FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES
 from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import Place
 
-_FIRST_CAPACITY: Final = 16
+_FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the mean work of requests: the last fifty or so count.
 _NEWEST: Final = 0.04
 
