@@ -61,13 +61,12 @@ class BlockIndex:
     ) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
-        self.max_probes = max_probes
         self._holders = BlockHolders()
         self._soon = CachedSoon()
         self._free = list(range(self._holders.num_bits - 1, -1, -1))
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
-        self._counts = np.zeros(4, np.int64)
+        self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
         self._spans = np.zeros((MAX_WAITING, 2), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
@@ -76,7 +75,7 @@ class BlockIndex:
 
     @property
     def counts(self) -> MatchCounts:
-        return MatchCounts(*self._counts.tolist())
+        return MatchCounts(*self._counts[:4].tolist())
 
     @property
     def num_blocks(self) -> int:
@@ -158,15 +157,13 @@ class BlockIndex:
         num_slots = slots.bit_length()
         self.have_slots(num_slots)
         candidates = slot_words(slots, self._lengths.shape[1] // 64)
-        match(ids, candidates, self.view, self.max_probes, len(ids), self.has_notes())
+        self.expire()
+        match(ids, candidates, self.view, len(ids))
         return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
 
-    def has_notes(self) -> bool:
-        """Whether anything will be held soon, once notes that have expired are forgotten."""
-        if not len(self._soon):
-            return False
+    def expire(self) -> None:
+        """Forget the notes that have counted for long enough."""
         self._soon.expire(self._clock())
-        return len(self._soon) > 0
 
     def have_slots(self, count: int) -> None:
         """Let the arrays over slots be so long at least; they are as long as the next multiple of 64."""

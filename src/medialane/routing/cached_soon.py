@@ -7,6 +7,7 @@ lengths of another prompt. What it finds is short of the truth by a third at mos
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Final
 
@@ -44,6 +45,7 @@ class CachedSoon:
 
     def __init__(self) -> None:
         self._notes: dict[Note, None] = {}  # in order of making, which is that of their deadlines
+        self._nothing_until = math.inf  # no deadline comes before
         self._holders = BlockHolders()
         self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
         self._num_counts = 0
@@ -68,6 +70,7 @@ class CachedSoon:
         noted = self._noted[: native.noted_ids(ids, self._noted)].copy()
         note = Note(slot, noted, deadline)
         self._notes[note] = None
+        self._nothing_until = min(self._nothing_until, deadline)
         self._holders.widen(slot + 1)
         if is_full(self._num_counts + len(noted), len(self._counts)):
             self._grow()
@@ -87,11 +90,15 @@ class CachedSoon:
 
     def expire(self, now: float) -> None:
         """Forget the notes whose deadline has come."""
+        if now < self._nothing_until:
+            return
         while self._notes:
             oldest = next(islice(self._notes, 1))
             if oldest.deadline > now:
+                self._nothing_until = oldest.deadline
                 return
             self.forget(oldest)
+        self._nothing_until = math.inf
 
     def clear(self, slot: int) -> None:
         """Forget every note of the slot."""

@@ -2,7 +2,7 @@
 
 Some parts depend on the worker alone (its queue, its sequences, its KV cache): `SlotTable` keeps their sum. The others
 are what the request costs a worker that knows nothing of it, less what each one holds of it: `native_choice.py` adds
-them up for all slots, by the weights that are worked out here.
+them up for all slots, by the rates that are worked out here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple
+
+import msgspec
 
 from medialane.core.block_hash import MediaSpan
 from medialane.core.request import CostParts
@@ -22,7 +24,7 @@ _MIB: Final = 1 << 20
 _UNKNOWN_EMBEDS: Final = 1024
 
 
-class EncoderItem(NamedTuple):
+class EncoderItem(msgspec.Struct, frozen=True):
     """A distinct item of a prompt. It need not be encoded where the first `num_blocks` blocks are cached."""
 
     mm_hash: str
@@ -54,7 +56,7 @@ def _item(span: MediaSpan, block_size: int) -> EncoderItem:
     return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, num_blocks)
 
 
-class Offer(NamedTuple):
+class Offer(msgspec.Struct, frozen=True, eq=False):
     """A request and who may take it: what a policy chooses by. `holders` are the slots that have each item in their
     encoder cache, `candidates` those that may be chosen, as bit masks."""
 
@@ -65,15 +67,17 @@ class Offer(NamedTuple):
     session_slot: int | None
 
 
-class Weights(NamedTuple):
-    """What a slot's score is made of besides what stands there (ms): of the request as such, less for each block of
-    its prefix, more on another host, less for each embedding that need not be made, less where the session was last."""
+class Rates(NamedTuple):
+    """What a slot's score is made of besides what stands there, in the order of `native_choice`."""
 
-    alone: float = 0.0
-    block: float = 0.0
-    remote: float = 0.0
+    request: float = 0.0
+    token: float = 0.0
     embed: float = 0.0
+    byte: float = 0.0
+    remote: float = 0.0
+    remote_byte: float = 0.0
     session: float = 0.0
+    temperature: float = 0.0
 
 
 class Terms(NamedTuple):
@@ -86,26 +90,26 @@ class Terms(NamedTuple):
 
 
 class CostModel:
-    """Expected milliseconds: the weights by which all slots are compared, and the parts of one slot's cost."""
+    """Expected milliseconds: the rates by which all slots are compared, and the parts of one slot's cost."""
 
     def __init__(self, config: RoutingConfig, slots: SlotTable) -> None:
         self._config = config
         self._slots = slots
-        weight = 1 + config.others_weight
-        self._request_ms = config.request_ms * weight
-        self._token_ms = config.prefill_ms_per_token * weight
-        self._embed_ms = config.encoder_ms_per_token * weight
 
-    def weights(self, offer: Offer) -> Weights:
-        request = offer.request
-        alone = self._request_ms + request.num_tokens * self._token_ms
-        for item in offer.items:
-            alone += item.num_embeds * self._embed_ms
-        remote = 0.0
-        if request.handover_bytes:
-            alone += request.handover_bytes / _MIB * self._config.local_ms_per_mib
-            remote = self._remote_extra_ms(request.handover_bytes)
-        return Weights(alone, request.block_size * self._token_ms, remote, self._embed_ms, self._config.session_ms)
+    @property
+    def rates(self) -> Rates:
+        config = self._config
+        weight = 1 + config.others_weight
+        return Rates(
+            request=config.request_ms * weight,
+            token=config.prefill_ms_per_token * weight,
+            embed=config.encoder_ms_per_token * weight,
+            byte=config.local_ms_per_mib / _MIB,
+            remote=config.remote_ms,
+            remote_byte=(config.remote_ms_per_mib - config.local_ms_per_mib) / _MIB,
+            session=config.session_ms,
+            temperature=config.temperature_ms,
+        )
 
     def terms(self, offer: Offer, slot: Slot, cached_blocks: int) -> Terms:
         """The cost of one slot, which has so much of the prompt, told apart."""

@@ -22,11 +22,12 @@ from medialane.routing.compiled import compiled, compiled_part
 from medialane.routing.native_table import Holders, delete, find, seen, set_of
 from medialane.routing.native_view import Ints, Prefixes, Words, int_rows, ints, prefix_rows, word_rows
 
-#: Places of `counts`, as in `MatchCounts`.
+#: Places of `counts`: those of `MatchCounts`, and how many probes a match may take.
 NUM_MATCHES: Final = 0
 NUM_PROBES: Final = 1
 NUM_HOLES: Final = 2
 NUM_BOUNDED: Final = 3
+MAX_PROBES: Final = 4
 
 #: Intervals that wait: each is at most half as long as the one before, and prompts are shorter than 2^30 blocks; some
 #: fifteen are there from the start.
@@ -60,18 +61,18 @@ SOON: Final = 7
 
 
 @compiled
-def match(ids: Words, candidates: Words, view: Ints, max_probes: int, max_length: int, is_soon: bool) -> None:
-    """Write the longest prefix of `ids` that each candidate holds or, if `is_soon`, will hold soon to `lengths`; 0 for
-    other slots, none above `max_length`.
+def match(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
+    """Write the longest prefix of `ids` that each candidate holds, or will hold soon, to `lengths`; 0 for other slots, none
+    above `max_length`.
 
-    After `max_probes` of bisection no other interval is begun; to end the one at hand takes log2 of the number of
+    After `counts[MAX_PROBES]` probes of bisection no other interval is begun; to end the one at hand takes log2 of the number of
     blocks at most, as does what comes before the bisection.
     """
-    find_prefixes(ids, candidates, view, max_probes, max_length, is_soon)
+    find_prefixes(ids, candidates, view, max_length)
 
 
 @compiled_part
-def find_prefixes(ids: Words, candidates: Words, view: Ints, max_probes: int, max_length: int, is_soon: bool) -> None:
+def find_prefixes(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
     lengths, spans = prefix_rows(view, LENGTHS), int_rows(view, SPANS)
     _match_held(
         ids,
@@ -83,13 +84,11 @@ def find_prefixes(ids: Words, candidates: Words, view: Ints, max_probes: int, ma
         word_rows(view, WORK),
         spans,
         ints(view, COUNTS),
-        max_probes,
         max_length,
     )
     for slot in range(lengths.shape[1]):
         lengths[0, slot] = lengths[1, slot]
-    if is_soon:
-        _match_soon(ids, candidates, lengths[0], seen(ints(view, SOON)), spans, max_length)
+    _match_soon(ids, candidates, lengths[0], seen(ints(view, SOON)), spans, max_length)
 
 
 @compiled_part
@@ -103,7 +102,6 @@ def _match_held(
     work: Words,
     spans: Ints,
     counts: Ints,
-    max_probes: int,
     max_length: int,
 ) -> None:
     table, old, sets, state = now.table, now.old, now.sets, now.state
@@ -114,7 +112,7 @@ def _match_held(
     if not len(ids) or not _take_candidates(candidates, bit_of, work):
         return
     num_waiting = _grow(ids, table, old, sets, state, work, spans, counts)
-    limit = counts[NUM_PROBES] + max_probes
+    limit = counts[NUM_PROBES] + counts[MAX_PROBES]
     is_exact = True
     longest = 0
     while num_waiting:

@@ -96,3 +96,9 @@ def prefix_rows(view: Ints, number: int) -> Prefixes:
 def score_rows(view: Ints, number: int) -> Scores:
     place = _PER_ARRAY * number
     return carray(_scores_pointer(view[place]), (view[place + 1], view[place + 2]))
+
+
+@compiled_part
+def scores(view: Ints, number: int) -> Scores:
+    place = _PER_ARRAY * number
+    return carray(_scores_pointer(view[place]), view[place + 1])

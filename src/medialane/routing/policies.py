@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import struct
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Offer, Weights
+from medialane.routing.cost import CostModel, Offer, Rates
 from medialane.routing.native_choice import (
     BLOCKS,
     FLAT,
+    LONGEST,
     NUM_BEST,
+    NUM_BEST_ROWS,
     NUM_COLUMNS,
     SCORE,
     SEQUENCES,
@@ -29,6 +32,8 @@ from medialane.routing.slots import SlotTable
 
 #: Room for items of a prompt at first.
 _FIRST_ITEMS: Final = 4
+#: A row of items, as `native_choice` has it.
+_ITEM: Final = struct.Struct("=2d")
 
 
 class Alternative(NamedTuple):
@@ -39,13 +44,16 @@ class Alternative(NamedTuple):
     blocks: int
 
 
-class Choice(NamedTuple):
-    """The slot picked; `longest` is the greatest of all candidates' prefixes, in blocks. `best` is as `native_choice`
-    has it."""
+class Choice(msgspec.Struct, frozen=True, eq=False):
+    """The slot picked, and `best` as `native_choice` has it."""
 
     slot: int
-    longest: int
     best: Scores
+
+    @property
+    def longest(self) -> int:
+        """The greatest of all candidates' prefixes, in blocks."""
+        return int(self.best.item(LONGEST, BLOCKS))
 
     @property
     def score(self) -> float:
@@ -64,74 +72,59 @@ class Choice(NamedTuple):
     @property
     def alternatives(self) -> list[Alternative]:
         """The next best, best first."""
-        rows = self.best[1:].tolist()
+        rows = self.best[1:NUM_BEST].tolist()
         return [Alternative(int(row[SLOT]), row[SCORE], int(row[BLOCKS])) for row in rows if row[SLOT] >= 0]
 
 
 class Policy:
-    """Scores and picks. `begin` is what scores begin with (a row of the slots' table), `weights` tells what else
-    counts; with a temperature (of the scores' unit) a slot is drawn, without, the least is taken."""
+    """Scores and picks. `begin` is what scores begin with (a row of the slots' table), `rates` what else counts; `seed`
+    is for drawing."""
 
     def __init__(
-        self,
-        slots: SlotTable,
-        index: BlockIndex,
-        begin: int,
-        weights: Callable[[Offer], Weights],
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
+        self, slots: SlotTable, index: BlockIndex, begin: int, rates: Rates, *, seed: int | None = None
     ) -> None:
         self._slots = slots
         self._index = index
-        self._begin = begin
-        self._weights = weights
-        self._temperature = temperature
+        self._rates = np.array(rates)
+        self._draws = rates.temperature > 0
         self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
-        self._last = -1
+        self._picked = np.array([begin, -1], np.int64)
         self._table = slots.table
         self._have(_FIRST_ITEMS)
 
     def choose(self, offer: Offer) -> Choice:
         """Pick one of the offer's candidates, of which there is at least one."""
-        request, items, slots, index = offer.request, offer.items, self._slots, self._index
+        request, items, slots = offer.request, offer.items, self._slots
         if slots.table is not self._table or len(items) > self._num_items:
             self._have(max(len(items), self._num_items))
-        weights = self._weights(offer)
-        self._write(offer, weights.embed)
-        best = np.empty((NUM_BEST, NUM_COLUMNS))
-        longest = choose(
+        self._index.expire()
+        self._write(offer)
+        best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
+        slot = choose(
             request.block_ids,
             self._view,
             best,
-            index.max_probes,
             request.max_cached_blocks,
-            index.has_notes(),
             offer.candidates == slots.open,
             len(items),
-            self._begin,
-            weights.alone,
-            weights.block,
-            weights.remote,
+            request.num_tokens,
+            request.block_size,
+            request.handover_bytes,
             -1 if offer.session_slot is None else offer.session_slot,
-            weights.session,
-            self._last,
-            self._temperature,
-            self._random.random() if self._temperature else 0.0,
+            self._random.random() if self._draws else 0.0,
         )
-        self._last = slot = int(best.item(0, SLOT))
-        return Choice(slot, longest, best)
+        return Choice(slot, best)
 
-    def _write(self, offer: Offer, embed: float) -> None:
+    def _write(self, offer: Offer) -> None:
         """Candidates, items and their holders, where native code looks for them."""
-        size, masks = self._mask_bytes, self._masks
-        candidates = offer.candidates
-        masks[:size] = candidates.to_bytes(size, "little")
-        end = size
+        candidates, size = offer.candidates, self._mask_bytes
+        if candidates != self._written:
+            self._masks[:size] = candidates.to_bytes(size, "little")
+            self._written = candidates
         for number, item in enumerate(offer.items):
-            self._items[number, 0], self._items[number, 1] = item.num_blocks, item.num_embeds * embed
-            masks[end : end + size] = (offer.holders[number] & candidates).to_bytes(size, "little")
-            end += size
+            _ITEM.pack_into(self._items, number * _ITEM.size, item.num_blocks, item.num_embeds)
+            end = size * (number + 2)
+            self._masks[end - size : end] = (offer.holders[number] & candidates).to_bytes(size, "little")
 
     def _have(self, num_items: int) -> None:
         """Room for so many items, and all slots."""
@@ -142,18 +135,17 @@ class Policy:
         items = np.zeros((num_items, 2))
         self._num_items = num_items
         self._mask_bytes = num_slots // 8
-        self._masks, self._items = memoryview(masks).cast("B"), memoryview(items)
-        self._view = view_of(self._table, masks, items, self._index.view)
+        self._written = 0
+        self._masks, self._items = memoryview(masks).cast("B"), memoryview(items).cast("B")
+        self._view = view_of(self._table, masks, items, self._rates, self._picked, self._index.view)
 
 
-def policy(
-    name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, temperature_ms: float, seed: int | None
-) -> Policy:
-    """The policy of this name. `temperature_ms` is for `cost`; `seed` for what draws."""
+def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:
+    """The policy of this name; `seed` is for those that draw."""
     if name == "cost":
-        return Policy(slots, index, STANDING, costs.weights, temperature=temperature_ms, seed=seed)
+        return Policy(slots, index, STANDING, costs.rates, seed=seed)
     if name == "prefix-only":
-        return Policy(slots, index, FLAT, lambda _: Weights(block=1.0))
+        return Policy(slots, index, FLAT, Rates(token=1.0))
     if name == "least-loaded":
-        return Policy(slots, index, SEQUENCES, lambda _: Weights())
-    return Policy(slots, index, FLAT, lambda _: Weights(), temperature=0.0 if name == "round-robin" else 1.0, seed=seed)
+        return Policy(slots, index, SEQUENCES, Rates())
+    return Policy(slots, index, FLAT, Rates(temperature=0.0 if name == "round-robin" else 1.0), seed=seed)

@@ -74,7 +74,6 @@ class Router:
             costs=costs,
             slots=self._slots,
             index=self.index,
-            temperature_ms=config.temperature_ms,
             seed=seed,
         )
 

@@ -141,7 +141,8 @@ class SlotTable:
 
     def candidates(self, request: RoutingRequest, exclude: Collection[int] = ()) -> int:
         """Bit mask of the slots that take the request."""
-        found = self.open & self.serving(request)
+        found = self._serving.get((request.model, request.lora is not None, request.rank)) or self.serving(request)
+        found &= self.open
         for number in exclude:
             found &= ~(1 << number)
         return found

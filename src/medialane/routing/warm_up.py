@@ -62,4 +62,4 @@ def _choose(request: RoutingRequest, index: BlockIndex) -> None:
     slots.join(Endpoint("", "", True, WorkerLoad(), 0, same_host=True))
     offer = Offer(request, encoder_items(request.media, request.block_size), (1,), 1, None)
     costs = CostModel(config, slots)
-    policy("cost", costs=costs, slots=slots, index=index, temperature_ms=0.0, seed=None).choose(offer)
+    policy("cost", costs=costs, slots=slots, index=index, seed=None).choose(offer)

@@ -34,7 +34,7 @@ class World:
         self.model = CostModel(self.config, self.slots)
         self.index = BlockIndex()
         self.policy = policy(
-            "cost", costs=self.model, slots=self.slots, index=self.index, temperature_ms=0.0, seed=None
+            "cost", costs=self.model, slots=self.slots, index=self.index, seed=None
         )
         for number in range(num_slots):
             endpoint = Endpoint(
@@ -71,9 +71,9 @@ def test_item_that_ends_with_a_block_is_covered_by_it():
 
 @pytest.mark.parametrize("known", [0, 1, 15, 16, 17])
 def test_item_of_unknown_place_is_behind_all_blocks_that_are_known(known):
-    ((_, num_embeds, num_blocks),) = encoder_items([span("a", known, 0)], BLOCK)
-    assert num_embeds > 0
-    assert num_blocks > known // BLOCK
+    (item,) = encoder_items([span("a", known, 0)], BLOCK)
+    assert item.num_embeds > 0
+    assert item.num_blocks > known // BLOCK
 
 
 def test_cached_tokens_are_not_prefilled():

@@ -18,14 +18,14 @@ NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 
 class World:
     def __init__(self, name, loads, *, temperature_ms=0.0, seed=7):
-        config = RoutingConfig(running_ms=1.0)
+        config = RoutingConfig(running_ms=1.0, temperature_ms=temperature_ms)
         self.slots = SlotTable(config)
         for number, load in enumerate(loads):
             self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
         self.index = BlockIndex()
         costs = CostModel(config, self.slots)
         self.policy = policy(
-            name, costs=costs, slots=self.slots, index=self.index, temperature_ms=temperature_ms, seed=seed
+            name, costs=costs, slots=self.slots, index=self.index, seed=seed
         )
 
     def choose(self, *, prefixes=None, candidates=None):
