@@ -27,7 +27,7 @@ MAX_PROBES: Final = 128
 _SWEPT_PLACES: Final = 1 << 14
 _SWEPT_BLOCKS: Final = 512
 _FIRST_SLOTS: Final = 64
-_VIEW_LENGTH: Final = 24
+_VIEW_LENGTH: Final = 27
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ class BlockIndex:
         self._clock = clock
         self._holders = BlockHolders()
         self._soon = CachedSoon()
-        self._free = list(range(self._holders.num_bits - 1, -1, -1))
+        self._free = dict.fromkeys(range(self._holders.num_bits))
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
         self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
         self._spans = np.zeros((MAX_WAITING, 2), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
+        self._plain = np.empty(0, np.uint64)
         self.view = np.zeros(_VIEW_LENGTH, np.int64)  # for native code; always the same array
         self.have_slots(_FIRST_SLOTS)
 
@@ -157,13 +158,13 @@ class BlockIndex:
         num_slots = slots.bit_length()
         self.have_slots(num_slots)
         candidates = slot_words(slots, self._lengths.shape[1] // 64)
-        self.expire()
+        self._soon.expire(self._clock())
         match(ids, candidates, self.view, len(ids))
         return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
 
-    def expire(self) -> None:
+    def expire(self, now: float) -> None:
         """Forget the notes that have counted for long enough."""
-        self._soon.expire(self._clock())
+        self._soon.expire(now)
 
     def have_slots(self, count: int) -> None:
         """Let the arrays over slots be so long at least; they are as long as the next multiple of 64."""
@@ -171,6 +172,7 @@ class BlockIndex:
         if count > old:
             new = (count + 63) // 64 * 64
             self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
+            self._plain = np.pad(self._plain, (0, new // 64 - len(self._plain)))
             self._lengths = np.zeros((2, new), np.int32)
             self._look_again()
 
@@ -179,14 +181,20 @@ class BlockIndex:
         return self._bit_of.item(slot) if slot < len(self._bit_of) else -1
 
     def _give_bit(self, slot: int) -> int:
+        """A bit of its own for the slot; if it is free that of its number, which is found fastest."""
+        self.have_slots(slot + 1)
+        if slot >= self._holders.num_bits:
+            self._widen(slot + 1)
         if not self._free:
             self._collect()
         if not self._free:
-            self._widen()
-        self.have_slots(slot + 1)
-        bit = self._free.pop()
+            self._widen(self._holders.num_bits + 1)
+        bit = slot if slot in self._free else next(iter(self._free))
+        del self._free[bit]
         self._bit_of[slot] = bit
         self._slot_of[bit] = slot
+        if bit == slot:
+            self._plain[slot >> 6] |= np.uint64(1 << (slot & 63))
         return bit
 
     def _lose(self, slot: int) -> None:
@@ -196,6 +204,7 @@ class BlockIndex:
         self._holders.retire(bit)
         self._retired.append(bit)
         self._bit_of[slot] = self._slot_of[bit] = -1
+        self._plain[slot >> 6] &= ~np.uint64(1 << (slot & 63))
 
     def _collect(self) -> None:
         """Let bits that are swept away be used again."""
@@ -203,14 +212,13 @@ class BlockIndex:
         for bit in swept:
             self._holders.reuse(bit)
         self._retired = [bit for bit in self._retired if bit not in swept]
-        self._free += swept
+        self._free.update(dict.fromkeys(swept))
 
-    def _widen(self) -> None:
-        """64 bits more."""
+    def _widen(self, num_bits: int) -> None:
         old = self._holders.num_bits
-        self._holders.widen(old + 1)
+        self._holders.widen(num_bits)
         new = self._holders.num_bits
-        self._free += range(new - 1, old - 1, -1)
+        self._free.update(dict.fromkeys(range(old, new)))
         self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
         self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
         self._look_again()
@@ -226,4 +234,5 @@ class BlockIndex:
             self._lengths,
             self._holders.view,
             self._soon.view,
+            self._plain,
         )

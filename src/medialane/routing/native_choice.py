@@ -68,7 +68,6 @@ def choose(
     ids: Words,
     view: Ints,
     best: Scores,
-    max_length: int,
     is_open: bool,
     num_items: int,
     num_tokens: int,
@@ -85,7 +84,8 @@ def choose(
     table, masks, index, rates = score_rows(view, TABLE), word_rows(view, MASKS), ints(view, INDEX), scores(view, RATES)
     items, picked = score_rows(view, ITEMS)[:num_items], ints(view, PICKED)
     candidates, found = masks[0], table[SCORES]
-    find_prefixes(ids, candidates, index, max_length)
+    # An engine computes at least the last token.
+    find_prefixes(ids, candidates, index, min(len(ids), max(num_tokens - 1, 0) // block_size))
     lengths = prefix_rows(index, LENGTHS)
     blocks = lengths[0]
     alone = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
@@ -96,7 +96,7 @@ def choose(
         _leave_out(found, candidates)
     if session_slot >= 0:
         found[session_slot] -= rates[SESSION]
-    longest = np.int64(blocks.max())
+    longest = _greatest(blocks)
     if num_items:
         _take_off_covered(found, blocks, items, longest, rates[EMBED])
         for item in range(num_items):
@@ -108,6 +108,14 @@ def choose(
     _fill(best, found, slot)
     _add_prefixes(best, lengths, longest)
     return slot
+
+
+@compiled_part
+def _greatest(blocks: Prefixes) -> int:
+    greatest = np.int32(0)
+    for length in blocks:
+        greatest = max(greatest, length)
+    return np.int64(greatest)
 
 
 @compiled_part

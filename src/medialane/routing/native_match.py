@@ -20,7 +20,7 @@ import numpy as np
 
 from medialane.routing.compiled import compiled, compiled_part
 from medialane.routing.native_table import Holders, delete, find, seen, set_of
-from medialane.routing.native_view import Ints, Prefixes, Words, int_rows, ints, prefix_rows, word_rows
+from medialane.routing.native_view import Ints, Prefixes, Words, int_rows, ints, prefix_rows, word_rows, words
 
 #: Places of `counts`: those of `MatchCounts`, and how many probes a match may take.
 NUM_MATCHES: Final = 0
@@ -48,8 +48,8 @@ _ONE: Final = np.uint64(1)
 _NONE: Final = np.uint64(0)
 
 
-#: Arrays of the index's view. The last two are views themselves: of who holds and of who will hold soon. `lengths` has
-#: two rows: with what will be held soon, and without.
+#: Arrays of the index's view. Two are views themselves: of who holds and of who will hold soon. `lengths` has two rows:
+#: with what will be held soon, and without. `plain` are the slots whose bit has the slot's number.
 BIT_OF: Final = 0
 SLOT_OF: Final = 1
 WORK: Final = 2
@@ -58,6 +58,7 @@ COUNTS: Final = 4
 LENGTHS: Final = 5
 HELD: Final = 6
 SOON: Final = 7
+PLAIN: Final = 8
 
 
 @compiled
@@ -80,6 +81,7 @@ def find_prefixes(ids: Words, candidates: Words, view: Ints, max_length: int) ->
         lengths[1],
         ints(view, BIT_OF),
         ints(view, SLOT_OF),
+        words(view, PLAIN),
         seen(ints(view, HELD)),
         word_rows(view, WORK),
         spans,
@@ -98,6 +100,7 @@ def _match_held(
     lengths: Prefixes,
     bit_of: Ints,
     slot_of: Ints,
+    plain: Words,
     now: Holders,
     work: Words,
     spans: Ints,
@@ -109,7 +112,7 @@ def _match_held(
     _clear(work, _KNOWN)
     _clear(work, _TOP)
     counts[NUM_MATCHES] += 1
-    if not len(ids) or not _take_candidates(candidates, bit_of, work):
+    if not len(ids) or not _take_candidates(candidates, bit_of, plain, work):
         return
     num_waiting = _grow(ids, table, old, sets, state, work, spans, counts)
     limit = counts[NUM_PROBES] + counts[MAX_PROBES]
@@ -238,15 +241,24 @@ def copy_entries(source: Words, table: Words) -> None:
 
 
 @compiled_part
-def _take_candidates(candidates: Words, bit_of: Ints, work: Words) -> bool:
+def _take_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words) -> bool:
     """Write the candidates, as bits instead of slots, to the first row; False if nobody holds anything."""
     _clear(work, _FOUND)
     is_any = False
-    for slot in range(min(len(bit_of), 64 * len(candidates))):
-        bit = bit_of[slot]
-        if bit >= 0 and candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
-            work[_FOUND, bit >> 6] |= _ONE << np.uint64(bit & 63)
+    for word in range(len(candidates)):
+        bits = candidates[word]
+        if bits & plain[word]:
+            work[_FOUND, word] |= bits & plain[word]
             is_any = True
+        bits &= ~plain[word]
+        slot = 64 * word
+        while bits:
+            bit = bit_of[slot]
+            if bits & _ONE and bit >= 0:
+                work[_FOUND, bit >> 6] |= _ONE << np.uint64(bit & 63)
+                is_any = True
+            bits >>= _ONE
+            slot += 1
     return is_any
 
 

@@ -97,14 +97,12 @@ class Policy:
         request, items, slots = offer.request, offer.items, self._slots
         if slots.table is not self._table or len(items) > self._num_items:
             self._have(max(len(items), self._num_items))
-        self._index.expire()
         self._write(offer)
         best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
         slot = choose(
             request.block_ids,
             self._view,
             best,
-            request.max_cached_blocks,
             offer.candidates == slots.open,
             len(items),
             request.num_tokens,

@@ -50,7 +50,7 @@ class Routed:
     _is_queued = False
     _is_released = False
 
-    def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot) -> None:
+    def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot, picked_at: float) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
@@ -58,7 +58,7 @@ class Routed:
         self._offer = offer
         self._choice = choice
         self._slot = slot
-        self._picked_at = known.clock()
+        self._picked_at = picked_at
 
     @property
     def decision(self) -> RoutingDecision:

@@ -161,8 +161,10 @@ class Router:
             candidates,
             self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
+        now = self._known.clock()
+        self.index.expire(now)
         choice = self._policy.choose(offer)
-        return Routed(self._known, offer, choice, self._slots[choice.slot])
+        return Routed(self._known, offer, choice, self._slots[choice.slot], now)
 
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
         place = self._sessions.find(session_id)
