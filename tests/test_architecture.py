@@ -47,6 +47,9 @@ OWNERS = {
     "tokenizers": "vllm_bridge/",
     "nixl": "transfer/nixl.py",
     "ray": "cluster/ray.py",
+    # Machine code for the choice of a worker; half a second to import, so only processes that choose load it.
+    "numba": ("routing/compiled.py", "routing/native_view.py"),
+    "llvmlite": "routing/native_view.py",
     "av": ("media/video.py", "media/audio.py", "media/kinds.py"),
 }
 

@@ -67,7 +67,7 @@ class BlockIndex:
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
         self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
-        self._spans = np.zeros((MAX_WAITING, 2), np.int64)
+        self._spans = np.zeros((MAX_WAITING, 4), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
         self._plain = np.empty(0, np.uint64)

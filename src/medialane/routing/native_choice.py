@@ -178,12 +178,10 @@ def _take_off_held(
 @compiled_part
 def _least(found: Scores, last: int) -> int:
     """The slot with the least score; between equals, the next after `last`."""
-    least = np.inf
-    for score in found:
-        least = min(least, score)
+    equal = _minimum(found) + _EQUAL
     first = -1
     for slot in range(len(found)):
-        if found[slot] <= least + _EQUAL:
+        if found[slot] <= equal:
             if slot > last:
                 return slot
             if first < 0:
@@ -192,11 +190,19 @@ def _least(found: Scores, last: int) -> int:
 
 
 @compiled_part
+def _minimum(found: Scores) -> float:
+    """Of an even number of scores; two at a time, since each comparison waits for the one before."""
+    one, other = np.inf, np.inf
+    for slot in range(0, len(found), 2):
+        one = found[slot] if found[slot] < one else one
+        other = found[slot + 1] if found[slot + 1] < other else other
+    return min(one, other)
+
+
+@compiled_part
 def _draw(found: Scores, temperature: float, drawn: float) -> int:
     """A slot drawn with weight exp(-score / temperature)."""
-    least = np.inf
-    for score in found:
-        least = min(least, score)
+    least = _minimum(found)
     total = 0.0
     for score in found:
         total += np.exp((least - score) / temperature)
@@ -218,12 +224,14 @@ def _fill(best: Scores, found: Scores, picked: int) -> None:
     best[:, SLOT] = -1.0
     best[:, SCORE] = np.inf
     best[0, SLOT], best[0, SCORE] = picked, found[picked]
+    worst = np.inf
     for slot in range(len(found)):
         score = found[slot]
-        if slot == picked or not score < best[NUM_BEST - 1, SCORE]:
+        if not score < worst or slot == picked:
             continue
         row = NUM_BEST - 1
         while row > 1 and score < best[row - 1, SCORE]:
             best[row, SLOT], best[row, SCORE] = best[row - 1, SLOT], best[row - 1, SCORE]
             row -= 1
         best[row, SLOT], best[row, SCORE] = slot, score
+        worst = best[NUM_BEST - 1, SCORE]

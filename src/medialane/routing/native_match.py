@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from medialane.routing.compiled import compiled, compiled_part
-from medialane.routing.native_table import Holders, delete, find, seen, set_of
+from medialane.routing.native_table import EMPTY, Holders, delete, find, seen, set_of
 from medialane.routing.native_view import Ints, Prefixes, Words, int_rows, ints, prefix_rows, word_rows, words
 
 #: Places of `counts`: those of `MatchCounts`, and how many probes a match may take.
@@ -118,9 +118,11 @@ def _match_held(
     limit = counts[NUM_PROBES] + counts[MAX_PROBES]
     is_exact = True
     longest = 0
+    num_holes = counts[NUM_HOLES]
     while num_waiting:
         num_waiting -= 1
         low, high = spans[num_waiting, 0], spans[num_waiting, 1]
+        row_low, row_high = spans[num_waiting, 2], spans[num_waiting, 3]
         _copy(work, _WAITING + 2 * num_waiting, _LOW)
         _copy(work, _WAITING + 2 * num_waiting + 1, _HIGH)
         if counts[NUM_PROBES] >= limit:
@@ -130,14 +132,21 @@ def _match_held(
             counts[NUM_PROBES] += 1
             middle = (low + high) >> 1
             row = set_of(table, old, state, ids[middle])
+            if counts[NUM_HOLES] == num_holes:  # then it is mostly one of the two sets, and equal sets are one row
+                if row == row_high:
+                    high = middle
+                    continue
+                if row == row_low:
+                    low = middle
+                    continue
             _look(sets, row, middle, lengths, slot_of, work, counts)
             if _equal(work, _FOUND, _HIGH):
-                high = middle
+                high, row_high = middle, row
                 continue
             if not _equal(work, _FOUND, _LOW):
-                num_waiting = _wait(work, spans, num_waiting, low, _LOW, middle)
+                num_waiting = _wait(work, spans, num_waiting, low, row_low, middle, row)
                 _copy(work, _FOUND, _LOW)
-            low = middle
+            low, row_low = middle, row
         if low >= 0:
             if not longest:
                 longest = low + 1
@@ -270,6 +279,7 @@ def _grow(
     intervals wait in which the set of holders shrinks, the deepest last."""
     num_waiting = 0
     low, place, last = -1, 0, len(ids) - 1
+    row_low = -1
     is_any = True
     while is_any and low < last:
         counts[NUM_PROBES] += 1
@@ -282,20 +292,22 @@ def _grow(
             is_other |= bits != work[_LOW, word]
             work[_FOUND, word] = bits
         if is_other:
-            num_waiting = _wait(work, spans, num_waiting, low, _LOW, place)
-        low, place = place, min(4 * place + 3, last)
+            num_waiting = _wait(work, spans, num_waiting, low, row_low, place, row)
+        low, row_low, place = place, row, min(4 * place + 3, last)
     if is_any:
         _copy(work, _FOUND, _LOW)
         _clear(work, _FOUND)
-        num_waiting = _wait(work, spans, num_waiting, low, _LOW, low + 1)
+        num_waiting = _wait(work, spans, num_waiting, low, row_low, low + 1, EMPTY)
     return num_waiting
 
 
 @compiled_part
-def _wait(work: Words, spans: Ints, num_waiting: int, low: int, at_low: int, high: int) -> int:
-    """An interval more: from `low`, whose holders are in a row of `work`, to `high`, whose holders were just found."""
+def _wait(work: Words, spans: Ints, num_waiting: int, low: int, row_low: int, high: int, row_high: int) -> int:
+    """An interval more: from `low`, the interval's at hand, to `high`, whose holders were just found; with the rows of
+    both places' sets, of which these holders are those that count."""
     spans[num_waiting, 0], spans[num_waiting, 1] = low, high
-    _copy(work, at_low, _WAITING + 2 * num_waiting)
+    spans[num_waiting, 2], spans[num_waiting, 3] = row_low, row_high
+    _copy(work, _LOW, _WAITING + 2 * num_waiting)
     _copy(work, _FOUND, _WAITING + 2 * num_waiting + 1)
     return num_waiting + 1
 
