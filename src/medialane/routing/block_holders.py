@@ -105,7 +105,7 @@ class BlockHolders:
     def _grow(self) -> None:
         """Let there be room for another block, or another set. When a table is full, `old` is empty."""
         now = self._now
-        if not native.is_full(self._state(native.NUM_NEW), len(now.table)):
+        if 4 * self._state(native.NUM_NEW) < 3 * len(now.table):
             self._more_rows()
             return
         now.state[native.NUM_OLD], now.state[native.NUM_NEW] = now.state[native.NUM_NEW], 0

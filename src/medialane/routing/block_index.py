@@ -1,8 +1,8 @@
 """Which slots hold which KV blocks: what workers report, and what they will have soon by the requests sent to them.
 
-A block maps to the set of its holders (`native_table.py`), in which a slot has a bit. A slot may hold a hundred thousand
-blocks, and to take it from all their sets would hold the event loop for 10 ms. So a slot that loses all at once gives up
-its bit and goes on with another; the bit is swept away in small steps, one with each call that changes something.
+A block maps to the set of its holders (`native_table.py`), in which a slot has a bit. A slot may hold a hundred
+thousand blocks, and to take it from all their sets would hold the event loop for 10 ms. So a slot that loses all at
+once gives up its bit and goes on with another; the bit is swept away in small steps, with calls that store or note.
 """
 
 from __future__ import annotations

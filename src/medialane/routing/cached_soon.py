@@ -16,12 +16,11 @@ import numpy as np
 from medialane.core.block_hash import BlockIds
 from medialane.routing import native_match as native
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_table import is_full
 from medialane.routing.native_view import Ints
 
 #: Ids of a note at most: half as much again each time is beyond any prompt by then.
 _MAX_NOTED: Final = 64
-_FIRST_LENGTH: Final = 64
+_FIRST_LENGTH: Final = 256  # a prompt's ids fit in half of it
 #: Notes are counted by block and slot, under the sum of the block's id and a multiple of the slot's number. Two such
 #: pairs have the same sum by chance only (2^-64), as two blocks have the same id.
 _APART: Final = 0x9E3779B97F4A7C15
@@ -72,7 +71,7 @@ class CachedSoon:
         self._notes[note] = None
         self._nothing_until = min(self._nothing_until, deadline)
         self._holders.widen(slot + 1)
-        if is_full(self._num_counts + len(noted), len(self._counts)):
+        if 4 * (self._num_counts + len(noted)) > 3 * len(self._counts):
             self._grow()
         count = native.count_up(self._counts, noted, _offset(slot), self._changed)
         self._num_counts += count
@@ -107,8 +106,6 @@ class CachedSoon:
 
     def _grow(self) -> None:
         counts = np.zeros((2 * len(self._counts), 2), np.uint64)
-        while is_full(self._num_counts + _MAX_NOTED, len(counts)):
-            counts = np.zeros((2 * len(counts), 2), np.uint64)
         native.copy_entries(self._counts, counts)
         self._counts = counts
 

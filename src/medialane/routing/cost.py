@@ -17,7 +17,7 @@ from medialane.core.block_hash import MediaSpan
 from medialane.core.request import CostParts
 from medialane.routing.config import RoutingConfig
 from medialane.routing.request import RoutingRequest
-from medialane.routing.slots import Slot, SlotTable
+from medialane.routing.slots import Slot
 
 _MIB: Final = 1 << 20
 #: Embeddings of an item of which nobody knows yet how many it has: those of a picture of 1024x768, about.
@@ -92,9 +92,8 @@ class Terms(NamedTuple):
 class CostModel:
     """Expected milliseconds: the rates by which all slots are compared, and the parts of one slot's cost."""
 
-    def __init__(self, config: RoutingConfig, slots: SlotTable) -> None:
+    def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        self._slots = slots
 
     @property
     def rates(self) -> Rates:
@@ -113,7 +112,8 @@ class CostModel:
 
     def terms(self, offer: Offer, slot: Slot, cached_blocks: int) -> Terms:
         """The cost of one slot, which has so much of the prompt, told apart."""
-        config, request, slots = self._config, offer.request, self._slots
+        config, request = self._config, offer.request
+        queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode = [], 0, 0
         for item, holders in zip(offer.items, offer.holders, strict=True):
             if item.num_blocks > cached_blocks:
@@ -130,9 +130,9 @@ class CostModel:
         parts = CostParts(
             prefill=prefill,
             encoder=encoder,
-            queue=slots.queue_ms(slot),
-            running=slots.running_ms(slot),
-            kv_pressure=slots.kv_pressure_ms(slot.load),
+            queue=queue,
+            running=running,
+            kv_pressure=kv_pressure,
             handover=handover,
             others=(prefill + encoder) * config.others_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,

@@ -12,21 +12,32 @@ import numpy as np
 
 from medialane.routing.compiled import compiled, compiled_part
 from medialane.routing.native_match import LENGTHS, find_prefixes
-from medialane.routing.native_view import Ints, Prefixes, Scores, Words, ints, prefix_rows, score_rows, scores, word_rows
+from medialane.routing.native_view import (
+    Ints,
+    Prefixes,
+    Scores,
+    Words,
+    ints,
+    prefix_rows,
+    score_rows,
+    scores,
+    signed,
+    word_rows,
+)
 
 #: Scores are sums of floats in different orders: so close is equal (ms).
 _EQUAL: Final = 1e-6
-#: Rows of `table`, which has a column for each slot: what scores begin with, by policy; 1 on another host; the scores of
-#: the last choice.
+#: Rows of `table`, which has a column for each slot: what scores begin with, by policy; 1 on another host; the scores
+#: of the last choice.
 STANDING: Final = 0
 SEQUENCES: Final = 1
 FLAT: Final = 2
 IS_REMOTE: Final = 3
 SCORES: Final = 4
 NUM_ROWS: Final = 5
-#: Arrays of the view: the table; bit masks of slots, of the candidates and of who has each item in its encoder cache; the
-#: items, in the order in which a growing prefix covers them; the rates of the policy; what it begins with (a row of the
-#: table) and which slot it picked last; the index's view. Over slots all are of one length, a multiple of 64.
+#: Arrays of the view: the table; bit masks of slots, of the candidates and of who has each item in its encoder cache;
+#: the items, in the order in which a growing prefix covers them; the rates of the policy; what it begins with (a row of
+#: the table) and which slot it picked last; the index's view. Over slots all are of one length, a multiple of 64.
 TABLE: Final = 0
 MASKS: Final = 1
 ITEMS: Final = 2
@@ -76,8 +87,8 @@ def choose(
     session_slot: int,
     drawn: float,
 ) -> int:
-    """Find every candidate's prefix (`native_match.match`), score them, pick one, and fill `best`; there is a candidate.
-    Returns the slot that is picked.
+    """Find every candidate's prefix (`native_match.match`), score them, pick one, and fill `best`. Returns the slot
+    that is picked; there is a candidate.
 
     `is_open`: candidates are all whose standing is finite. `session_slot` is -1 if there is none; `drawn` is in [0, 1).
     """
@@ -115,13 +126,13 @@ def _greatest(blocks: Prefixes) -> int:
     greatest = np.int32(0)
     for length in blocks:
         greatest = max(greatest, length)
-    return np.int64(greatest)
+    return signed(greatest)
 
 
 @compiled_part
 def _add_prefixes(best: Scores, lengths: Prefixes, longest: int) -> None:
     for row in range(NUM_BEST):
-        slot = np.int64(best[row, SLOT])
+        slot = signed(best[row, SLOT])
         if slot >= 0:
             best[row, BLOCKS], best[row, TOLD] = lengths[0, slot], lengths[1, slot]
     best[LONGEST, BLOCKS] = longest
@@ -152,7 +163,7 @@ def _take_off_covered(found: Scores, blocks: Prefixes, items: Scores, longest: i
         if found[slot] == np.inf:
             continue
         if blocks[slot] != known:
-            known, saved = np.int64(blocks[slot]), 0.0
+            known, saved = signed(blocks[slot]), 0.0
             for item in range(len(items)):
                 if items[item, COVERED_BY] > known:
                     break

@@ -63,11 +63,11 @@ PLAIN: Final = 8
 
 @compiled
 def match(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
-    """Write the longest prefix of `ids` that each candidate holds, or will hold soon, to `lengths`; 0 for other slots, none
-    above `max_length`.
+    """Write the longest prefix of `ids` that each candidate holds, or will hold soon, to `lengths`; 0 for other slots,
+    none above `max_length`.
 
-    After `counts[MAX_PROBES]` probes of bisection no other interval is begun; to end the one at hand takes log2 of the number of
-    blocks at most, as does what comes before the bisection.
+    After `counts[MAX_PROBES]` probes of bisection no other interval is begun; to end the one at hand takes log2 of the
+    number of blocks at most, as does what comes before the bisection.
     """
     find_prefixes(ids, candidates, view, max_length)
 
@@ -107,46 +107,26 @@ def _match_held(
     counts: Ints,
     max_length: int,
 ) -> None:
-    table, old, sets, state = now.table, now.old, now.sets, now.state
     lengths[:] = 0
     _clear(work, _KNOWN)
     _clear(work, _TOP)
     counts[NUM_MATCHES] += 1
     if not len(ids) or not _take_candidates(candidates, bit_of, plain, work):
         return
-    num_waiting = _grow(ids, table, old, sets, state, work, spans, counts)
+    num_waiting = _grow(ids, now, work, spans, counts)
     limit = counts[NUM_PROBES] + counts[MAX_PROBES]
+    num_holes = counts[NUM_HOLES]
     is_exact = True
     longest = 0
-    num_holes = counts[NUM_HOLES]
     while num_waiting:
         num_waiting -= 1
         low, high = spans[num_waiting, 0], spans[num_waiting, 1]
-        row_low, row_high = spans[num_waiting, 2], spans[num_waiting, 3]
         _copy(work, _WAITING + 2 * num_waiting, _LOW)
         _copy(work, _WAITING + 2 * num_waiting + 1, _HIGH)
         if counts[NUM_PROBES] >= limit:
             is_exact = is_exact and high - low == 1
             high = low + 1
-        while high - low > 1:
-            counts[NUM_PROBES] += 1
-            middle = (low + high) >> 1
-            row = set_of(table, old, state, ids[middle])
-            if counts[NUM_HOLES] == num_holes:  # then it is mostly one of the two sets, and equal sets are one row
-                if row == row_high:
-                    high = middle
-                    continue
-                if row == row_low:
-                    low = middle
-                    continue
-            _look(sets, row, middle, lengths, slot_of, work, counts)
-            if _equal(work, _FOUND, _HIGH):
-                high, row_high = middle, row
-                continue
-            if not _equal(work, _FOUND, _LOW):
-                num_waiting = _wait(work, spans, num_waiting, low, row_low, middle, row)
-                _copy(work, _FOUND, _LOW)
-            low, row_low = middle, row
+        low, num_waiting = _bisect(ids, lengths, slot_of, now, work, spans, counts, num_waiting, high, num_holes)
         if low >= 0:
             if not longest:
                 longest = low + 1
@@ -156,13 +136,51 @@ def _match_held(
     if longest:
         # One block inside the longest prefix: engines that free blocks from the middle would be seen.
         place = (counts[NUM_MATCHES] - 1) * _STRIDE % longest
-        _note_holes(sets, set_of(table, old, state, ids[place]), _TOP, place, lengths, slot_of, work, counts)
+        row = set_of(now.table, now.old, now.state, ids[place])
+        _note_holes(now.sets, row, _TOP, place, lengths, slot_of, work, counts)
 
 
 @compiled_part
-def _match_soon(
-    ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int
-) -> None:
+def _bisect(
+    ids: Words,
+    lengths: Prefixes,
+    slot_of: Ints,
+    now: Holders,
+    work: Words,
+    spans: Ints,
+    counts: Ints,
+    num_waiting: int,
+    high: int,
+    num_holes: int,
+) -> tuple[int, int]:
+    """Find the end of what holders of an interval's start hold: that of the interval that was the last to wait. `high`
+    may be nearer than its end. Returns the end, whose holders are then the interval's at hand, and how many wait."""
+    low, row_low, row_high = spans[num_waiting, 0], spans[num_waiting, 2], spans[num_waiting, 3]
+    has_hole = counts[NUM_HOLES] > num_holes  # of this match
+    while high - low > 1:
+        counts[NUM_PROBES] += 1
+        middle = (low + high) >> 1
+        row = set_of(now.table, now.old, now.state, ids[middle])
+        if not has_hole:  # then it is mostly one of the two sets, and equal sets are one row
+            if row == row_high:
+                high = middle
+                continue
+            if row == row_low:
+                low = middle
+                continue
+        has_hole |= _look(now.sets, row, middle, lengths, slot_of, work, counts)
+        if _equal(work, _FOUND, _HIGH):
+            high, row_high = middle, row
+            continue
+        if not _equal(work, _FOUND, _LOW):
+            num_waiting = _wait(work, spans, num_waiting, low, row_low, middle, row)
+            _copy(work, _FOUND, _LOW)
+        low, row_low = middle, row
+    return low, num_waiting
+
+
+@compiled_part
+def _match_soon(ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int) -> None:
     """Raise the lengths of candidates that will hold more soon; bits are slots. Short by a third at most."""
     num_found = 0
     length = 1 if len(ids) else 0
@@ -272,9 +290,7 @@ def _take_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words)
 
 
 @compiled_part
-def _grow(
-    ids: Words, table: Words, old: Words, sets: Words, state: Ints, work: Words, spans: Ints, counts: Ints
-) -> int:
+def _grow(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> int:
     """Probe prefixes of length 1, 4, 16, ... until nobody holds so much, or the whole is held. Returns how many
     intervals wait in which the set of holders shrinks, the deepest last."""
     num_waiting = 0
@@ -283,11 +299,11 @@ def _grow(
     is_any = True
     while is_any and low < last:
         counts[NUM_PROBES] += 1
-        row = set_of(table, old, state, ids[place])
+        row = set_of(now.table, now.old, now.state, ids[place])
         _copy(work, _FOUND, _LOW)
         is_any = is_other = False
         for word in range(work.shape[1]):
-            bits = work[_LOW, word] & sets[row, word]
+            bits = work[_LOW, word] & now.sets[row, word]
             is_any |= bits != _NONE
             is_other |= bits != work[_LOW, word]
             work[_FOUND, word] = bits
@@ -313,11 +329,9 @@ def _wait(work: Words, spans: Ints, num_waiting: int, low: int, row_low: int, hi
 
 
 @compiled_part
-def _look(
-    sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints
-) -> None:
+def _look(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints) -> bool:
     """Find a probe's holders, none but of the interval's start. Those of its end must be among them: else there is a
-    hole, and they count as if there were none."""
+    hole, which it tells, and they count as if there were none."""
     has_hole = False
     for word in range(work.shape[1]):
         bits = sets[row, word] & work[_LOW, word]
@@ -325,6 +339,7 @@ def _look(
         work[_FOUND, word] = bits | work[_HIGH, word]
     if has_hole:
         _note_holes(sets, row, _HIGH, place, lengths, slot_of, work, counts)
+    return has_hole
 
 
 @compiled_part
@@ -372,7 +387,7 @@ def _clear(work: Words, row: int) -> None:
 
 @compiled_part
 def _equal(work: Words, one: int, other: int) -> bool:
-    for word in range(work.shape[1]):
+    for word in range(work.shape[1]):  # noqa: SIM110 - numba has no generators here
         if work[one, word] != work[other, word]:
             return False
     return True
@@ -380,7 +395,7 @@ def _equal(work: Words, one: int, other: int) -> bool:
 
 @compiled_part
 def _meet(sets: Words, row: int, candidates: Words) -> bool:
-    for word in range(min(len(candidates), sets.shape[1])):
+    for word in range(min(len(candidates), sets.shape[1])):  # noqa: SIM110 - numba has no generators here
         if sets[row, word] & candidates[word]:
             return True
     return False

@@ -8,11 +8,12 @@ Both tables are open: what belongs at a place stands there or right behind it, w
 moving up what stands behind it, so no marks of what was removed pile up.
 
 `table` grows without a pause: the full one becomes `old`, and with each block that is stored some of its places are
-emptied into the next one, which is twice as long: long before that is full. A block is in one of the two. From `old` entries are only taken, from its start on: up to `state[MOVED]` it is empty.
+emptied into the next one, which is twice as long: long before that is full. A block is in one of the two. From `old`
+entries are only taken, from its start on: up to `state[MOVED]` it is empty.
 
-A bit that is retired is one whose holder lost all at once. Sets that have such bits are marked `STALE`, and `sweep` goes
-round both tables, some places with each call, replacing them by sets without. Removing moves entries, so it may miss one
-and find it on its next round: it is done when the count of the bits' blocks is zero.
+A bit that is retired is one whose holder lost all at once. Sets that have such bits are marked `STALE`, and `sweep`
+goes round both tables, some places with each call, replacing them by sets without. Removing moves entries, so it may
+miss one and find it on its next round: it is done when the count of the bits' blocks is zero.
 
 Ints are signed but for ids and words; numba makes a float of the sum of a signed and an unsigned one.
 """
@@ -24,7 +25,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from medialane.routing.compiled import compiled, compiled_part
-from medialane.routing.native_view import Ints, Words, int_rows, ints, word_rows, words
+from medialane.routing.native_view import Ints, Words, int_rows, ints, signed, word_rows, words
 
 #: Rows that are no interned set: the empty one, and that in which the next one is put together.
 EMPTY: Final = 0
@@ -45,8 +46,8 @@ UNUSED: Final = 4
 SWEPT: Final = 5
 NUM_STALE: Final = 6
 
-#: Steps of moving for each block stored. `old` takes 1.75 for each of its places, three quarters of which have an entry:
-#: it is empty after 0.44 blocks a place, and the next table is not full before 0.75.
+#: Steps of moving for each block stored. `old` takes 1.75 for each of its places, three quarters of which have an
+#: entry: it is empty after 0.44 blocks a place, and the next table is not full before 0.75.
 _NUM_MOVED: Final = 4
 
 _ONE: Final = np.uint64(1)
@@ -102,11 +103,11 @@ def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
     """The row of the block's holders."""
     place = find(table, block)
     if place >= 0:
-        return np.int64(table[place, 1])
+        return signed(table[place, 1])
     if state[NUM_OLD]:
         place = find(old, block)
         if place >= 0:
-            return np.int64(old[place, 1])
+            return signed(old[place, 1])
     return EMPTY
 
 
@@ -144,10 +145,10 @@ def store(view: Ints, bit: int, ids: Words, first: int) -> int:
             _move(now, _NUM_MOVED)
         block = ids[number]
         place = _find_moved(now, block)
-        row = np.int64(table[place, 1]) if place >= 0 else EMPTY
+        row = signed(table[place, 1]) if place >= 0 else EMPTY
         if sets[row, word] & flag:
             continue
-        if place < 0 and is_full(state[NUM_NEW], len(table)):
+        if place < 0 and _is_full(state[NUM_NEW], len(table)):
             return number
         if row != before:
             after = _toggled(now, row, word, flag)
@@ -180,7 +181,7 @@ def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
             place = find(table, block)
         if place < 0:
             continue
-        row = np.int64(table[place, 1])
+        row = signed(table[place, 1])
         if not now.sets[row, word] & flag:
             continue
         if row != before:
@@ -222,7 +223,7 @@ def sweep(view: Ints, num_places: int, num_blocks: int) -> bool:
         if place >= len(table):
             place -= len(table)
             table, counter = now.old, NUM_OLD
-        row = np.int64(table[place, 1])
+        row = signed(table[place, 1])
         if not now.rows[row, STALE]:
             state[SWEPT] += 1
             continue
@@ -249,15 +250,15 @@ def intern_all(view: Ints) -> None:
             now.places[place] = row
 
 
-@compiled
-def is_full(num_entries: int, length: int) -> bool:
+@compiled_part
+def _is_full(num_entries: int, length: int) -> bool:
     """Whether a table is too full for one more: past three quarters, looking up takes long."""
     return 4 * num_entries >= 3 * length
 
 
 @compiled_part
 def _home(table: Words, block: np.uint64) -> int:
-    return np.int64((block * _SPREAD) >> _HALF) & (len(table) - 1)
+    return signed((block * _SPREAD) >> _HALF) & (len(table) - 1)
 
 
 @compiled_part
@@ -334,7 +335,7 @@ def _intern(now: Holders) -> int:
         mixed ^= (bits ^ bits >> _HALF) * _MIX
     if found == _NONE:
         return EMPTY
-    code = np.int64(mixed >> _ONE)
+    code = signed(mixed >> _ONE)
     place = code & (len(places) - 1)
     while places[place]:
         if rows[places[place], HASH] == code and _equals_draft(sets, places[place]):
@@ -353,7 +354,7 @@ def _intern(now: Holders) -> int:
 
 @compiled_part
 def _equals_draft(sets: Words, row: int) -> bool:
-    for word in range(sets.shape[1]):
+    for word in range(sets.shape[1]):  # noqa: SIM110 - numba has no generators here
         if sets[row, word] != sets[DRAFT, word]:
             return False
     return True

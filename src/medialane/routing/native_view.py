@@ -63,6 +63,12 @@ def _to_pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: 
 
 
 @compiled_part
+def signed(number: np.generic) -> int:
+    """The same number, or bits, as a signed int of 64 bits."""
+    return np.int64(number)  # type: ignore[return-value]  # to numba it is an int
+
+
+@compiled_part
 def words(view: Ints, number: int) -> Words:
     place = _PER_ARRAY * number
     return carray(_words_pointer(view[place]), view[place + 1])

@@ -24,10 +24,9 @@ from medialane.routing.native_choice import (
     SLOT,
     STANDING,
     TOLD,
-    Scores,
     choose,
 )
-from medialane.routing.native_view import view_of
+from medialane.routing.native_view import Scores, view_of
 from medialane.routing.slots import SlotTable
 
 #: Room for items of a prompt at first.
@@ -89,8 +88,20 @@ class Policy:
         self._draws = rates.temperature > 0
         self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
         self._picked = np.array([begin, -1], np.int64)
-        self._table = slots.table
         self._have(_FIRST_ITEMS)
+
+    def _have(self, num_items: int) -> None:
+        """Room for so many items, and all slots."""
+        self._table = self._slots.table
+        num_slots = self._table.shape[1]
+        self._index.have_slots(num_slots)
+        masks = np.zeros((1 + num_items, num_slots // 64), np.uint64)
+        items = np.zeros((num_items, 2))
+        self._num_items = num_items
+        self._mask_bytes = num_slots // 8
+        self._written = 0  # the candidates that stand there
+        self._masks, self._items = masks.data.cast("B"), items.data.cast("B")
+        self._view = view_of(self._table, masks, items, self._rates, self._picked, self._index.view)
 
     def choose(self, offer: Offer) -> Choice:
         """Pick one of the offer's candidates, of which there is at least one."""
@@ -123,19 +134,6 @@ class Policy:
             _ITEM.pack_into(self._items, number * _ITEM.size, item.num_blocks, item.num_embeds)
             end = size * (number + 2)
             self._masks[end - size : end] = (offer.holders[number] & candidates).to_bytes(size, "little")
-
-    def _have(self, num_items: int) -> None:
-        """Room for so many items, and all slots."""
-        self._table = self._slots.table
-        num_slots = self._table.shape[1]
-        self._index.have_slots(num_slots)
-        masks = np.zeros((1 + num_items, num_slots // 64), np.uint64)
-        items = np.zeros((num_items, 2))
-        self._num_items = num_items
-        self._mask_bytes = num_slots // 8
-        self._written = 0
-        self._masks, self._items = memoryview(masks).cast("B"), memoryview(items).cast("B")
-        self._view = view_of(self._table, masks, items, self._rates, self._picked, self._index.view)
 
 
 def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:

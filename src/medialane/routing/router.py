@@ -1,8 +1,10 @@
 """The router: keeps what it knows of the workers up to date, and picks one for each request.
 
 One thread; nothing here waits or reads a socket. What workers tell comes in by `join`, `report`, `change`, `drain` and
-`leave`; what is sent to them is known from `pick` and what becomes of its result. What `pick` does stands between a request and
-its worker, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the request is sent.
+`leave`; what is sent to them is known from `pick` and what becomes of its result.
+
+A request waits for `pick`, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the
+request is sent.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Router:
         self._predictions = PredictionWatch(grace_s=config.store_grace_s, clock=clock)
         self._decisions = Decisions(config.num_decisions)
         self._sessions = Sessions(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions, clock=clock)
-        costs = CostModel(config, self._slots)
+        costs = CostModel(config)
         self._known = Knowledge(
             policy=config.router,
             slots=self._slots,

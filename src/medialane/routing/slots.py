@@ -13,7 +13,8 @@ import numpy as np
 
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
-from medialane.routing.native_choice import FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES, STANDING, Scores
+from medialane.routing.native_choice import FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES, STANDING
+from medialane.routing.native_view import Scores
 from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import Place
 
@@ -33,6 +34,7 @@ class Slot:
         "num_queued",
         "num_ranks",
         "number",
+        "parts",
         "place",
         "queued_ms",
         "same_host",
@@ -49,6 +51,7 @@ class Slot:
         self.num_in_flight = 0
         self.num_queued = 0
         self.queued_ms = 0.0
+        self.parts = (0.0, 0.0, 0.0)  # of what stands there (ms): queue, running sequences, KV pressure
 
     @property
     def num_sequences(self) -> int:
@@ -174,14 +177,15 @@ class SlotTable:
 
     def update(self, slot: Slot) -> None:
         """Something of the slot has changed."""
-        number, limit = slot.number, self._config.max_in_flight
+        number, limit, table = slot.number, self._config.max_in_flight, self.table
         if slot.draining or (limit and slot.num_in_flight >= limit):
             self._close(number)
             return
         self.open |= 1 << number
-        self.table[FLAT, number] = 0.0
-        self.table[SEQUENCES, number] = slot.num_sequences
-        self.table[STANDING, number] = self.queue_ms(slot) + self.running_ms(slot) + self.kv_pressure_ms(slot.load)
+        slot.parts = queue, running, pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
+        table[FLAT, number] = 0.0
+        table[SEQUENCES, number] = slot.num_sequences
+        table[STANDING, number] = queue + running + pressure
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""
@@ -197,7 +201,9 @@ class SlotTable:
     def kv_pressure_ms(self, load: WorkerLoad) -> float:
         """Rises in a line from 0 at `kv_pressure_from` to the whole at a full cache, where sequences are preempted."""
         start = self._config.kv_pressure_from
-        return self._config.kv_pressure_ms * max(0.0, load.kv_usage - start) / (1 - start)
+        if load.kv_usage <= start:
+            return 0.0
+        return self._config.kv_pressure_ms * (load.kv_usage - start) / (1 - start)
 
     def _free_number(self) -> int:
         for number, slot in enumerate(self._slots):

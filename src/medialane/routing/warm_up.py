@@ -61,5 +61,5 @@ def _choose(request: RoutingRequest, index: BlockIndex) -> None:
     slots = SlotTable(config)
     slots.join(Endpoint("", "", True, WorkerLoad(), 0, same_host=True))
     offer = Offer(request, encoder_items(request.media, request.block_size), (1,), 1, None)
-    costs = CostModel(config, slots)
+    costs = CostModel(config)
     policy("cost", costs=costs, slots=slots, index=index, seed=None).choose(offer)

@@ -138,7 +138,9 @@ def test_nothing_is_left_of_notes_that_are_gone(steps):
 
 def test_notes_of_many_requests_are_kept_and_all_gone_in_the_end():
     notes = CachedSoon()
-    made = [notes.note(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)]), deadline=1) for n in range(400)]
+    made = [
+        notes.note(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)]), deadline=1) for n in range(400)
+    ]
     assert soon(notes, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
     for note in made:
         notes.forget(note)

@@ -31,11 +31,9 @@ class World:
         self.config = RoutingConfig(**{"others_weight": 0.0} | config)
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
-        self.model = CostModel(self.config, self.slots)
+        self.model = CostModel(self.config)
         self.index = BlockIndex()
-        self.policy = policy(
-            "cost", costs=self.model, slots=self.slots, index=self.index, seed=None
-        )
+        self.policy = policy("cost", costs=self.model, slots=self.slots, index=self.index, seed=None)
         for number in range(num_slots):
             endpoint = Endpoint(
                 f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=CARD

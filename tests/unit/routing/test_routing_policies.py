@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.routing.config import RoutingConfig
 from medialane.routing.block_index import BlockIndex
+from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, Offer
 from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
@@ -23,10 +23,8 @@ class World:
         for number, load in enumerate(loads):
             self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
         self.index = BlockIndex()
-        costs = CostModel(config, self.slots)
-        self.policy = policy(
-            name, costs=costs, slots=self.slots, index=self.index, seed=seed
-        )
+        costs = CostModel(config)
+        self.policy = policy(name, costs=costs, slots=self.slots, index=self.index, seed=seed)
 
     def choose(self, *, prefixes=None, candidates=None):
         ids = np.arange(62, dtype=np.uint64)
