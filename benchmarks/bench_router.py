@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,11 +70,9 @@ def _hashing(report: Report, *, rounds: int) -> None:
             {
                 "tokens": num_tokens,
                 "images": len(media),
-                "text ms": _median_ms(lambda tokens=tokens: prompt_block_ids(tokens, block_size=BLOCK), rounds),
-                "with images ms": _median_ms(
-                    lambda tokens=tokens, media=media: prompt_block_ids(tokens, block_size=BLOCK, media=media), rounds
-                ),
-                "list ms": _median_ms(lambda listed=listed: token_array(listed), rounds),
+                "text ms": _median_ms(partial(prompt_block_ids, tokens, block_size=BLOCK), rounds),
+                "with images ms": _median_ms(partial(prompt_block_ids, tokens, block_size=BLOCK, media=media), rounds),
+                "list ms": _median_ms(partial(token_array, listed), rounds),
             }
         )
     report.tables["hashing"] = rows
@@ -127,7 +126,7 @@ def _events(report: Report, num_blocks: int) -> None:
     messages = list(_messages(prompts, 2000))
     rates = {}
     for name, apply in (("stored", index.store), ("removed", index.remove)):
-        took = _timed(lambda apply=apply: _apply(messages, apply))
+        took = _timed(partial(_apply, messages, apply))
         rates[name] = len(messages) * EVENT_BLOCKS / took
     part = prompts.new_blocks(SNAPSHOT_PART_BLOCKS)
     lost = prompts.new_blocks(LOST_BLOCKS)
@@ -177,7 +176,7 @@ def _match_row(index: BlockIndex, prompts: IndexedPrompts, length: int, rounds: 
     times, noting = [], []
     for _ in range(rounds):
         ids = prompts.arriving(length)
-        times.append(_timed(lambda ids=ids: index.match(ids, everyone)) * 1e6)
+        times.append(_timed(partial(index.match, ids, everyone)) * 1e6)
         started = time.thread_time()
         note = index.note(0, ids)
         noting.append((time.thread_time() - started) * 1e6)

@@ -35,7 +35,7 @@ def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], 
         router.join(Endpoint(f"w{number}", "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD))
     prompts.store(router.index.store)
     under_way: deque[Routed] = deque()
-    rows = []
+    rows: list[dict[str, object]] = []
     for length in lengths:
         deciding: list[float] = []
         keeping: list[float] = []

@@ -1,8 +1,8 @@
 """How native functions, which stand in files named native_*.py, are compiled: by numba.
 
-Compiling takes a dozen seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file of that
-function changes, and does not see that another file changed whose functions were compiled into it. So it is kept in a
-folder named by the digest of all native files of a room: what any of them says is part of where the code is.
+Compiling takes a dozen seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file
+of that function changes, and does not see that another file changed whose functions were compiled into it. So it is
+kept in a folder named by the digest of all native files of a room: what any of them says is part of where the code is.
 
 Where no such folder can be written, numba looks for another by its own rules, and where there is none, functions are
 compiled anew in each process: a slow start, and nothing else.
@@ -32,8 +32,8 @@ def compiled(function: _F) -> _F:
 
 
 def compiled_part(function: _F) -> _F:
-    """A function that compiled ones call: it becomes part of them. From Python it must not be called, it has no entry
-    for that (a segmentation fault)."""
+    """A function that compiled ones call: it becomes part of them. It has no entry for Python, where a call of it would
+    be a segmentation fault."""
     found: _F = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return found
 

@@ -1,8 +1,8 @@
 """Which slots hold which KV blocks: what workers report, and what they will have soon by the requests sent to them.
 
-A block maps to the set of its holders (`native_table.py`), in which a slot has a bit. A slot may hold a hundred thousand
-blocks, and to take it from all their sets would hold the event loop for 10 ms. So a slot that loses all at once gives up
-its bit and goes on with another; the bit is swept away in small steps, one with each call that changes something.
+A block maps to the set of its holders (`native_table.py`), in which a slot has a bit. A slot may hold a hundred
+thousand blocks, and to take it from all their sets would hold the event loop for 10 ms. So a slot that loses all at
+once gives up its bit and goes on with another; the bit is swept away in small steps, with calls that store or note.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_holders import BlockHolders
 from medialane.routing.cached_soon import CachedSoon, Note
-from medialane.routing.native_match import MAX_WAITING, NUM_WORK_ROWS, Prefixes, match_held
+from medialane.routing.native_match import MAX_WAITING, NUM_WORK_ROWS, match
+from medialane.routing.native_view import Prefixes, view_of
 from medialane.routing.slot_words import slot_words
 
 #: Bounds a match's time: a dozen of different lengths are found exactly.
@@ -26,6 +27,7 @@ MAX_PROBES: Final = 128
 _SWEPT_PLACES: Final = 1 << 14
 _SWEPT_BLOCKS: Final = 512
 _FIRST_SLOTS: Final = 64
+_VIEW_LENGTH: Final = 27
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class MatchCounts:
 
 class Matches(NamedTuple):
     """Longest prefixes by slot, in blocks; slots that were not asked for have 0. `held`: by what workers report.
-    `blocks`: with what they will hold soon, too. They are written anew by the next match, and may be one array."""
+    `blocks`: with what they will hold soon, too. They are written anew by the next match."""
 
     blocks: Prefixes
     held: Prefixes
@@ -59,21 +61,22 @@ class BlockIndex:
     ) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
-        self._max_probes = max_probes
         self._holders = BlockHolders()
         self._soon = CachedSoon()
-        self._free = list(range(self._holders.num_bits - 1, -1, -1))
+        self._free = dict.fromkeys(range(self._holders.num_bits))
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
-        self._counts = np.zeros(4, np.int64)
-        self._spans = np.zeros((MAX_WAITING, 2), np.int64)
+        self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
+        self._spans = np.zeros((MAX_WAITING, 4), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
-        self._have_slots(_FIRST_SLOTS)
+        self._plain = np.empty(0, np.uint64)
+        self.view = np.zeros(_VIEW_LENGTH, np.int64)  # for native code; always the same array
+        self.have_slots(_FIRST_SLOTS)
 
     @property
     def counts(self) -> MatchCounts:
-        return MatchCounts(*self._counts.tolist())
+        return MatchCounts(*self._counts[:4].tolist())
 
     @property
     def num_blocks(self) -> int:
@@ -147,50 +150,51 @@ class BlockIndex:
         """The note counts no more; it may have ended before."""
         self._soon.forget(note)
 
-    def match(self, ids: BlockIds, slots: int, *, max_length: int | None = None) -> Matches:
-        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon; up to `max_length`.
+    def match(self, ids: BlockIds, slots: int) -> Matches:
+        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
 
         The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
         """
-        width = slots.bit_length()
-        max_length = len(ids) if max_length is None else max_length
-        self._have_slots(width)
-        candidates = slot_words(slots, len(self._known))
-        match_held(
-            ids,
-            candidates,
-            self._lengths_held,
-            self._bit_of,
-            self._slot_of,
-            *self._holders.searched,
-            self._work,
-            self._spans,
-            self._counts,
-            self._max_probes,
-            max_length,
-        )
-        held = self._lengths_held[:width]
-        if len(self._soon):
-            self._soon.expire(self._clock())
-        if not len(self._soon):
-            return Matches(held, held)
-        np.copyto(self._lengths, self._lengths_held)
-        self._soon.raise_to(self._lengths, ids, candidates, self._known, self._spans, max_length)
-        return Matches(self._lengths[:width], held)
+        num_slots = slots.bit_length()
+        self.have_slots(num_slots)
+        candidates = slot_words(slots, self._lengths.shape[1] // 64)
+        self._soon.expire(self._clock())
+        match(ids, candidates, self.view, len(ids))
+        return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
+
+    def expire(self, now: float) -> None:
+        """Forget the notes that have counted for long enough."""
+        self._soon.expire(now)
+
+    def have_slots(self, count: int) -> None:
+        """Let the arrays over slots be so long at least; they are as long as the next multiple of 64."""
+        old = len(self._bit_of)
+        if count > old:
+            new = (count + 63) // 64 * 64
+            self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
+            self._plain = np.pad(self._plain, (0, new // 64 - len(self._plain)))
+            self._lengths = np.zeros((2, new), np.int32)
+            self._look_again()
 
     def _bit(self, slot: int) -> int:
         """-1 if the slot has never held anything."""
         return self._bit_of.item(slot) if slot < len(self._bit_of) else -1
 
     def _give_bit(self, slot: int) -> int:
+        """A bit of its own for the slot; if it is free that of its number, which is found fastest."""
+        self.have_slots(slot + 1)
+        if slot >= self._holders.num_bits:
+            self._widen(slot + 1)
         if not self._free:
             self._collect()
         if not self._free:
-            self._widen()
-        self._have_slots(slot + 1)
-        bit = self._free.pop()
+            self._widen(self._holders.num_bits + 1)
+        bit = slot if slot in self._free else next(iter(self._free))
+        del self._free[bit]
         self._bit_of[slot] = bit
         self._slot_of[bit] = slot
+        if bit == slot:
+            self._plain[slot >> 6] |= np.uint64(1 << (slot & 63))
         return bit
 
     def _lose(self, slot: int) -> None:
@@ -200,6 +204,7 @@ class BlockIndex:
         self._holders.retire(bit)
         self._retired.append(bit)
         self._bit_of[slot] = self._slot_of[bit] = -1
+        self._plain[slot >> 6] &= ~np.uint64(1 << (slot & 63))
 
     def _collect(self) -> None:
         """Let bits that are swept away be used again."""
@@ -207,24 +212,27 @@ class BlockIndex:
         for bit in swept:
             self._holders.reuse(bit)
         self._retired = [bit for bit in self._retired if bit not in swept]
-        self._free += swept
+        self._free.update(dict.fromkeys(swept))
 
-    def _widen(self) -> None:
-        """64 bits more."""
+    def _widen(self, num_bits: int) -> None:
         old = self._holders.num_bits
-        self._holders.widen(old + 1)
+        self._holders.widen(num_bits)
         new = self._holders.num_bits
-        self._free += range(new - 1, old - 1, -1)
+        self._free.update(dict.fromkeys(range(old, new)))
         self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
         self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
+        self._look_again()
 
-    def _have_slots(self, count: int) -> None:
-        """Let the arrays over slots be so long at least."""
-        old = len(self._bit_of)
-        if count <= old:
-            return
-        new = (count + 63) // 64 * 64
-        self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
-        self._known = np.zeros(new // 64, np.uint64)
-        self._lengths = np.zeros(new, np.int32)
-        self._lengths_held = np.zeros(new, np.int32)
+    def _look_again(self) -> None:
+        """Arrays are others."""
+        self.view[:] = view_of(
+            self._bit_of,
+            self._slot_of,
+            self._work,
+            self._spans,
+            self._counts,
+            self._lengths,
+            self._holders.view,
+            self._soon.view,
+            self._plain,
+        )

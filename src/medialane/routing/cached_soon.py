@@ -7,6 +7,7 @@ lengths of another prompt. What it finds is short of the truth by a third at mos
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Final
 
@@ -15,12 +16,11 @@ import numpy as np
 from medialane.core.kv_events import BlockIds
 from medialane.routing import native_match as native
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_match import Prefixes
-from medialane.routing.native_table import Ints, Words, is_full
+from medialane.routing.native_view import Ints
 
 #: Ids of a note at most: half as much again each time is beyond any prompt by then.
 _MAX_NOTED: Final = 64
-_FIRST_LENGTH: Final = 64
+_FIRST_LENGTH: Final = 256  # a prompt's ids fit in half of it
 #: Notes are counted by block and slot, under the sum of the block's id and a multiple of the slot's number. Two such
 #: pairs have the same sum by chance only (2^-64), as two blocks have the same id.
 _APART: Final = 0x9E3779B97F4A7C15
@@ -44,6 +44,7 @@ class CachedSoon:
 
     def __init__(self) -> None:
         self._notes: dict[Note, None] = {}  # in order of making, which is that of their deadlines
+        self._nothing_until = math.inf  # no deadline comes before
         self._holders = BlockHolders()
         self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
         self._num_counts = 0
@@ -52,6 +53,11 @@ class CachedSoon:
 
     def __len__(self) -> int:
         return len(self._notes)
+
+    @property
+    def view(self) -> Ints:
+        """Who will hold what, for `native_match`: bits are slots. Always the same array."""
+        return self._holders.view
 
     @property
     def num_counts(self) -> int:
@@ -63,8 +69,9 @@ class CachedSoon:
         noted = self._noted[: native.noted_ids(ids, self._noted)].copy()
         note = Note(slot, noted, deadline)
         self._notes[note] = None
+        self._nothing_until = min(self._nothing_until, deadline)
         self._holders.widen(slot + 1)
-        if is_full(self._num_counts + len(noted), len(self._counts)):
+        if 4 * (self._num_counts + len(noted)) > 3 * len(self._counts):
             self._grow()
         count = native.count_up(self._counts, noted, _offset(slot), self._changed)
         self._num_counts += count
@@ -82,27 +89,23 @@ class CachedSoon:
 
     def expire(self, now: float) -> None:
         """Forget the notes whose deadline has come."""
+        if now < self._nothing_until:
+            return
         while self._notes:
             oldest = next(islice(self._notes, 1))
             if oldest.deadline > now:
+                self._nothing_until = oldest.deadline
                 return
             self.forget(oldest)
+        self._nothing_until = math.inf
 
     def clear(self, slot: int) -> None:
         """Forget every note of the slot."""
         for note in [note for note in self._notes if note.slot == slot]:
             self.forget(note)
 
-    def raise_to(
-        self, lengths: Prefixes, ids: BlockIds, candidates: Words, known: Words, spans: Ints, max_length: int
-    ) -> None:
-        """Raise the lengths of candidates that will hold more soon; short of the truth by a third at most."""
-        native.match_soon(ids, candidates, lengths, *self._holders.searched, known, spans, max_length)
-
     def _grow(self) -> None:
         counts = np.zeros((2 * len(self._counts), 2), np.uint64)
-        while is_full(self._num_counts + _MAX_NOTED, len(counts)):
-            counts = np.zeros((2 * len(counts), 2), np.uint64)
         native.copy_entries(self._counts, counts)
         self._counts = counts
 

@@ -2,26 +2,29 @@
 
 Some parts depend on the worker alone (its queue, its sequences, its KV cache): `SlotTable` keeps their sum. The others
 are what the request costs a worker that knows nothing of it, less what each one holds of it: `native_choice.py` adds
-them up for all slots, by the weights that are worked out here.
+them up for all slots, by the rates that are worked out here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
+
+import msgspec
 
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import CostParts
 from medialane.routing.config import RoutingConfig
 from medialane.routing.request import RoutingRequest
-from medialane.routing.slots import Slot, SlotTable
+from medialane.routing.slots import Slot
 
 _MIB: Final = 1 << 20
 #: Embeddings of an item of which nobody knows yet how many it has: those of a picture of 1024x768, about.
 _UNKNOWN_EMBEDS: Final = 1024
 
 
-class EncoderItem(NamedTuple):
+class EncoderItem(msgspec.Struct, frozen=True):
     """A distinct item of a prompt. It need not be encoded where the first `num_blocks` blocks are cached."""
 
     mm_hash: str
@@ -37,20 +40,23 @@ def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderI
     """
     if not media:
         return ()
+    if len(media) == 1:
+        return (_item(media[0], block_size),)
     found: dict[str, EncoderItem] = {}
     for span in media:
-        num_blocks = -(-max(span.end, span.offset + 1) // block_size)
-        known = found.get(span.mm_hash)
-        if known is None or known.num_blocks < num_blocks:
-            found[span.mm_hash] = EncoderItem(span.mm_hash, _num_embeds(span), num_blocks)
-    return tuple(sorted(found.values(), key=lambda item: item.num_blocks))
+        item = _item(span, block_size)
+        known = found.get(item.mm_hash)
+        if known is None or known.num_blocks < item.num_blocks:
+            found[item.mm_hash] = item
+    return tuple(sorted(found.values(), key=attrgetter("num_blocks")))
 
 
-def _num_embeds(span: MediaSpan) -> int:
-    return span.num_embeds or span.length or _UNKNOWN_EMBEDS
+def _item(span: MediaSpan, block_size: int) -> EncoderItem:
+    num_blocks = -(-(span.offset + (span.length or 1)) // block_size)
+    return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, num_blocks)
 
 
-class Offer(NamedTuple):
+class Offer(msgspec.Struct, frozen=True, eq=False):
     """A request and who may take it: what a policy chooses by. `holders` are the slots that have each item in their
     encoder cache, `candidates` those that may be chosen, as bit masks."""
 
@@ -61,15 +67,17 @@ class Offer(NamedTuple):
     session_slot: int | None
 
 
-class Weights(NamedTuple):
-    """What a slot's score is made of besides what stands there (ms): of the request as such, less for each block of
-    its prefix, more on another host, less for each embedding that need not be made, less where the session was last."""
+class Rates(NamedTuple):
+    """What a slot's score is made of besides what stands there, in the order of `native_choice`."""
 
-    alone: float = 0.0
-    block: float = 0.0
-    remote: float = 0.0
+    request: float = 0.0
+    token: float = 0.0
     embed: float = 0.0
+    byte: float = 0.0
+    remote: float = 0.0
+    remote_byte: float = 0.0
     session: float = 0.0
+    temperature: float = 0.0
 
 
 class Terms(NamedTuple):
@@ -82,29 +90,30 @@ class Terms(NamedTuple):
 
 
 class CostModel:
-    """Expected milliseconds: the weights by which all slots are compared, and the parts of one slot's cost."""
+    """Expected milliseconds: the rates by which all slots are compared, and the parts of one slot's cost."""
 
-    def __init__(self, config: RoutingConfig, slots: SlotTable) -> None:
+    def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        self._slots = slots
-        self._work_weight = 1 + config.others_weight
 
-    def weights(self, offer: Offer) -> Weights:
-        config, request = self._config, offer.request
-        work = config.request_ms + request.num_tokens * config.prefill_ms_per_token
-        work += sum([item.num_embeds for item in offer.items]) * config.encoder_ms_per_token
-        nbytes = request.handover_bytes
-        return Weights(
-            alone=work * self._work_weight + nbytes / _MIB * config.local_ms_per_mib,
-            block=request.block_size * config.prefill_ms_per_token * self._work_weight,
-            remote=self._remote_extra_ms(nbytes) if nbytes else 0.0,
-            embed=config.encoder_ms_per_token * self._work_weight,
+    @property
+    def rates(self) -> Rates:
+        config = self._config
+        weight = 1 + config.others_weight
+        return Rates(
+            request=config.request_ms * weight,
+            token=config.prefill_ms_per_token * weight,
+            embed=config.encoder_ms_per_token * weight,
+            byte=config.local_ms_per_mib / _MIB,
+            remote=config.remote_ms,
+            remote_byte=(config.remote_ms_per_mib - config.local_ms_per_mib) / _MIB,
             session=config.session_ms,
+            temperature=config.temperature_ms,
         )
 
     def terms(self, offer: Offer, slot: Slot, cached_blocks: int) -> Terms:
         """The cost of one slot, which has so much of the prompt, told apart."""
-        config, request, slots = self._config, offer.request, self._slots
+        config, request = self._config, offer.request
+        queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode = [], 0, 0
         for item, holders in zip(offer.items, offer.holders, strict=True):
             if item.num_blocks > cached_blocks:
@@ -121,9 +130,9 @@ class CostModel:
         parts = CostParts(
             prefill=prefill,
             encoder=encoder,
-            queue=slots.queue_ms(slot),
-            running=slots.running_ms(slot),
-            kv_pressure=slots.kv_pressure_ms(slot.load),
+            queue=queue,
+            running=running,
+            kv_pressure=kv_pressure,
             handover=handover,
             others=(prefill + encoder) * config.others_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,

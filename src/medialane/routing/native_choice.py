@@ -1,8 +1,7 @@
 """The choice: what each candidate costs, who is taken, and who would have been next.
 
 One pass over the slots adds up what depends on the slot alone, what the request costs a slot that knows nothing of it,
-and takes off what each one holds of it. Arrays over slots may be longer than `scores`, which has a slot more than the
-highest candidate.
+and takes off what each one holds of it.
 """
 
 from __future__ import annotations
@@ -10,18 +9,61 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medialane.core.compiled import compiled, compiled_part
-from medialane.routing.native_match import Prefixes
-from medialane.routing.native_table import Words
-
-Scores = NDArray[np.float64]
+from medialane.routing.native_match import LENGTHS, find_prefixes
+from medialane.routing.native_view import (
+    Ints,
+    Prefixes,
+    Scores,
+    Words,
+    ints,
+    prefix_rows,
+    score_rows,
+    scores,
+    signed,
+    word_rows,
+)
 
 #: Scores are sums of floats in different orders: so close is equal (ms).
 _EQUAL: Final = 1e-6
-#: Rows of `best`: the slot that is taken, and the next best.
+#: Rows of `table`, which has a column for each slot: what scores begin with, by policy; 1 on another host; the scores
+#: of the last choice.
+STANDING: Final = 0
+SEQUENCES: Final = 1
+FLAT: Final = 2
+IS_REMOTE: Final = 3
+SCORES: Final = 4
+NUM_ROWS: Final = 5
+#: Arrays of the view: the table; bit masks of slots, of the candidates and of who has each item in its encoder cache;
+#: the items, in the order in which a growing prefix covers them; the rates of the policy; what it begins with (a row of
+#: the table) and which slot it picked last; the index's view. Over slots all are of one length, a multiple of 64.
+TABLE: Final = 0
+MASKS: Final = 1
+ITEMS: Final = 2
+RATES: Final = 3
+PICKED: Final = 4
+INDEX: Final = 5
+BEGIN: Final = 0
+LAST: Final = 1
+#: Columns of items: blocks of the prompt that cover it, and its embeddings.
+COVERED_BY: Final = 0
+EMBEDS: Final = 1
+#: What is paid for: any request, a token that is not cached, an embedding that is in neither cache, a byte handed over,
+#: on another host anything handed over and a byte of it besides, and less where the session was last; in the unit of
+#: scores. With a temperature a slot is drawn with weight exp(-score / temperature), without, the least is taken.
+REQUEST: Final = 0
+TOKEN: Final = 1
+EMBED: Final = 2
+BYTE: Final = 3
+REMOTE: Final = 4
+REMOTE_BYTE: Final = 5
+SESSION: Final = 6
+TEMPERATURE: Final = 7
+#: Rows of `best`: the slot that is taken, and the next best; then the longest prefix of a candidate alone.
 NUM_BEST: Final = 4
+LONGEST: Final = 4
+NUM_BEST_ROWS: Final = 5
 #: Columns of `best`.
 SLOT: Final = 0
 SCORE: Final = 1
@@ -34,74 +76,104 @@ _ONE: Final = np.uint64(1)
 
 @compiled
 def choose(
-    standing: Scores,
-    is_remote: Scores,
-    candidates: Words,
-    blocks: Prefixes,
-    told: Prefixes,
-    items: Scores,
-    holders: Words,
-    num_items: int,
-    alone: float,
-    block: float,
-    remote: float,
-    session_slot: int,
-    session: float,
-    last: int,
-    temperature: float,
-    drawn: float,
-    scores: Scores,
+    ids: Words,
+    view: Ints,
     best: Scores,
+    is_open: bool,
+    num_items: int,
+    num_tokens: int,
+    block_size: int,
+    handover_bytes: int,
+    session_slot: int,
+    drawn: float,
 ) -> int:
-    """Score every slot (infinite: no candidate), pick one, and fill `best`; there is a candidate. Returns the longest
-    of the candidates' prefixes.
+    """Find every candidate's prefix (`native_match.match`), score them, pick one, and fill `best`. Returns the slot
+    that is picked; there is a candidate.
 
-    A slot's score is `standing + alone`, less `block` for each block of its prefix, more `remote` on another host, less
-    `session` for `session_slot` (-1: none), less items that need no encoding there. `items` are rows of (blocks of the
-    prompt that cover the item, what it costs), in the order of the former, `holders` the slots that have it. The least
-    is taken, after `last` if there are equals; with a temperature one is drawn by `drawn`, which is in [0, 1).
+    `is_open`: candidates are all whose standing is finite. `session_slot` is -1 if there is none; `drawn` is in [0, 1).
     """
-    longest = 0
-    for slot in range(len(scores)):
-        if candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
-            scores[slot] = standing[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
-            longest = max(longest, np.int64(blocks[slot]))
-        else:
-            scores[slot] = np.inf
+    table, masks, index, rates = score_rows(view, TABLE), word_rows(view, MASKS), ints(view, INDEX), scores(view, RATES)
+    items, picked = score_rows(view, ITEMS)[:num_items], ints(view, PICKED)
+    candidates, found = masks[0], table[SCORES]
+    # An engine computes at least the last token.
+    find_prefixes(ids, candidates, index, min(len(ids), max(num_tokens - 1, 0) // block_size))
+    lengths = prefix_rows(index, LENGTHS)
+    blocks = lengths[0]
+    alone = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
+    alone += handover_bytes * rates[BYTE]
+    remote = rates[REMOTE] + handover_bytes * rates[REMOTE_BYTE] if handover_bytes else 0.0
+    _score(found, table[picked[BEGIN]], blocks, table[IS_REMOTE], alone, block_size * rates[TOKEN], remote)
+    if not is_open:
+        _leave_out(found, candidates)
     if session_slot >= 0:
-        scores[session_slot] -= session
+        found[session_slot] -= rates[SESSION]
+    longest = _greatest(blocks)
     if num_items:
-        _take_off_covered(scores, blocks, items, num_items, longest)
+        _take_off_covered(found, blocks, items, longest, rates[EMBED])
         for item in range(num_items):
-            _take_off_held(scores, blocks, candidates, holders[item], items[item, 0], items[item, 1])
-    picked = _least(scores, last) if temperature == 0.0 else _draw(scores, temperature, drawn)
-    _fill(best, scores, picked)
-    for row in range(NUM_BEST):
-        slot = np.int64(best[row, SLOT])
-        if slot >= 0:
-            best[row, BLOCKS], best[row, TOLD] = blocks[slot], told[slot]
-    return longest
+            saved = items[item, EMBEDS] * rates[EMBED]
+            _take_off_held(found, blocks, candidates, masks[1 + item], items[item, COVERED_BY], saved)
+    temperature = rates[TEMPERATURE]
+    slot = _least(found, picked[LAST]) if temperature == 0.0 else _draw(found, temperature, drawn)
+    picked[LAST] = slot
+    _fill(best, found, slot)
+    _add_prefixes(best, lengths, longest)
+    return slot
 
 
 @compiled_part
-def _take_off_covered(scores: Scores, blocks: Prefixes, items: Scores, num_items: int, longest: int) -> None:
+def _greatest(blocks: Prefixes) -> int:
+    greatest = np.int32(0)
+    for length in blocks:
+        greatest = max(greatest, length)
+    return signed(greatest)
+
+
+@compiled_part
+def _add_prefixes(best: Scores, lengths: Prefixes, longest: int) -> None:
+    for row in range(NUM_BEST):
+        slot = signed(best[row, SLOT])
+        if slot >= 0:
+            best[row, BLOCKS], best[row, TOLD] = lengths[0, slot], lengths[1, slot]
+    best[LONGEST, BLOCKS] = longest
+
+
+@compiled_part
+def _score(
+    found: Scores, standing: Scores, blocks: Prefixes, is_remote: Scores, alone: float, block: float, remote: float
+) -> None:
+    for slot in range(len(found)):
+        found[slot] = standing[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
+
+
+@compiled_part
+def _leave_out(found: Scores, candidates: Words) -> None:
+    for slot in range(len(found)):
+        if not candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
+            found[slot] = np.inf
+
+
+@compiled_part
+def _take_off_covered(found: Scores, blocks: Prefixes, items: Scores, longest: int, embed: float) -> None:
     """Items within a slot's prefix need no encoding there."""
-    if items[0, 0] > longest:
+    if items[0, COVERED_BY] > longest:
         return
     known, saved = 0, 0.0  # of the slot before: the next mostly has as many
-    for slot in range(len(scores)):
+    for slot in range(len(found)):
+        if found[slot] == np.inf:
+            continue
         if blocks[slot] != known:
-            known, saved = np.int64(blocks[slot]), 0.0
-            for item in range(num_items):
-                if items[item, 0] > known:
+            known, saved = signed(blocks[slot]), 0.0
+            for item in range(len(items)):
+                if items[item, COVERED_BY] > known:
                     break
-                saved += items[item, 1]
-        scores[slot] -= saved
+                saved += items[item, EMBEDS] * embed
+        found[slot] -= saved
 
 
 @compiled_part
 def _take_off_held(
-    scores: Scores, blocks: Prefixes, candidates: Words, holders: Words, covered_by: float, saved: float
+    found: Scores, blocks: Prefixes, candidates: Words, holders: Words, covered_by: float, saved: float
 ) -> None:
     """Nor do those in its encoder cache; the others of the two are taken off already."""
     for word in range(len(holders)):
@@ -109,20 +181,18 @@ def _take_off_held(
         slot = 64 * word
         while bits:
             if bits & _ONE and blocks[slot] < covered_by:
-                scores[slot] -= saved
+                found[slot] -= saved
             bits >>= _ONE
             slot += 1
 
 
 @compiled_part
-def _least(scores: Scores, last: int) -> int:
+def _least(found: Scores, last: int) -> int:
     """The slot with the least score; between equals, the next after `last`."""
-    least = np.inf
-    for score in scores:
-        least = min(least, score)
+    equal = _minimum(found) + _EQUAL
     first = -1
-    for slot in range(len(scores)):
-        if scores[slot] <= least + _EQUAL:
+    for slot in range(len(found)):
+        if found[slot] <= equal:
             if slot > last:
                 return slot
             if first < 0:
@@ -131,18 +201,26 @@ def _least(scores: Scores, last: int) -> int:
 
 
 @compiled_part
-def _draw(scores: Scores, temperature: float, drawn: float) -> int:
+def _minimum(found: Scores) -> float:
+    """Of an even number of scores; two at a time, since each comparison waits for the one before."""
+    one, other = np.inf, np.inf
+    for slot in range(0, len(found), 2):
+        one = found[slot] if found[slot] < one else one
+        other = found[slot + 1] if found[slot + 1] < other else other
+    return min(one, other)
+
+
+@compiled_part
+def _draw(found: Scores, temperature: float, drawn: float) -> int:
     """A slot drawn with weight exp(-score / temperature)."""
-    least = np.inf
-    for score in scores:
-        least = min(least, score)
+    least = _minimum(found)
     total = 0.0
-    for score in scores:
+    for score in found:
         total += np.exp((least - score) / temperature)
     left = drawn * total
     slot = -1
-    for number in range(len(scores)):
-        weight = np.exp((least - scores[number]) / temperature)
+    for number in range(len(found)):
+        weight = np.exp((least - found[number]) / temperature)
         if weight > 0.0:
             slot = number
             left -= weight
@@ -152,17 +230,19 @@ def _draw(scores: Scores, temperature: float, drawn: float) -> int:
 
 
 @compiled_part
-def _fill(best: Scores, scores: Scores, picked: int) -> None:
+def _fill(best: Scores, found: Scores, picked: int) -> None:
     """The slot that is picked, then the least of the others; -1 where there is none."""
     best[:, SLOT] = -1.0
     best[:, SCORE] = np.inf
-    best[0, SLOT], best[0, SCORE] = picked, scores[picked]
-    for slot in range(len(scores)):
-        score = scores[slot]
-        if slot == picked or not score < best[NUM_BEST - 1, SCORE]:
+    best[0, SLOT], best[0, SCORE] = picked, found[picked]
+    worst = np.inf
+    for slot in range(len(found)):
+        score = found[slot]
+        if not score < worst or slot == picked:
             continue
         row = NUM_BEST - 1
         while row > 1 and score < best[row - 1, SCORE]:
             best[row, SLOT], best[row, SCORE] = best[row - 1, SLOT], best[row - 1, SCORE]
             row -= 1
         best[row, SLOT], best[row, SCORE] = slot, score
+        worst = best[NUM_BEST - 1, SCORE]

@@ -8,11 +8,12 @@ Both tables are open: what belongs at a place stands there or right behind it, w
 moving up what stands behind it, so no marks of what was removed pile up.
 
 `table` grows without a pause: the full one becomes `old`, and with each block that is stored some of its places are
-emptied into the next one, which is twice as long: long before that is full. A block is in one of the two. From `old` entries are only taken, from its start on: up to `state[MOVED]` it is empty.
+emptied into the next one, which is twice as long: long before that is full. A block is in one of the two. From `old`
+entries are only taken, from its start on: up to `state[MOVED]` it is empty.
 
-A bit that is retired is one whose holder lost all at once. Sets that have such bits are marked `STALE`, and `sweep` goes
-round both tables, some places with each call, replacing them by sets without. Removing moves entries, so it may miss one
-and find it on its next round: it is done when the count of the bits' blocks is zero.
+A bit that is retired is one whose holder lost all at once. Sets that have such bits are marked `STALE`, and `sweep`
+goes round both tables, some places with each call, replacing them by sets without. Removing moves entries, so it may
+miss one and find it on its next round: it is done when the count of the bits' blocks is zero.
 
 Ints are signed but for ids and words; numba makes a float of the sum of a signed and an unsigned one.
 """
@@ -22,12 +23,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medialane.core.compiled import compiled, compiled_part
-
-Words = NDArray[np.uint64]
-Ints = NDArray[np.int64]
+from medialane.routing.native_view import Ints, Words, int_rows, ints, signed, word_rows, words
 
 #: Rows that are no interned set: the empty one, and that in which the next one is put together.
 EMPTY: Final = 0
@@ -48,8 +46,8 @@ UNUSED: Final = 4
 SWEPT: Final = 5
 NUM_STALE: Final = 6
 
-#: Steps of moving for each block stored. `old` takes 1.75 for each of its places, three quarters of which have an entry:
-#: it is empty after 0.44 blocks a place, and the next table is not full before 0.75.
+#: Steps of moving for each block stored. `old` takes 1.75 for each of its places, three quarters of which have an
+#: entry: it is empty after 0.44 blocks a place, and the next table is not full before 0.75.
 _NUM_MOVED: Final = 4
 
 _ONE: Final = np.uint64(1)
@@ -61,7 +59,7 @@ _HALF: Final = np.uint64(32)
 
 
 class Holders(NamedTuple):
-    """The arrays. Lengths of tables are powers of two."""
+    """The arrays, in the order in which a view has them. Lengths of tables are powers of two."""
 
     table: Words  # [n, 2]: block, row of its set; no entry where the row is 0
     old: Words  # [m, 2]
@@ -105,23 +103,40 @@ def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
     """The row of the block's holders."""
     place = find(table, block)
     if place >= 0:
-        return np.int64(table[place, 1])
+        return signed(table[place, 1])
     if state[NUM_OLD]:
         place = find(old, block)
         if place >= 0:
-            return np.int64(old[place, 1])
+            return signed(old[place, 1])
     return EMPTY
 
 
+@compiled_part
+def seen(view: Ints) -> Holders:
+    """The arrays of a view."""
+    return Holders(
+        word_rows(view, 0),
+        word_rows(view, 1),
+        word_rows(view, 2),
+        int_rows(view, 3),
+        ints(view, 4),
+        ints(view, 5),
+        words(view, 6),
+        ints(view, 7),
+    )
+
+
 @compiled
-def holds(now: Holders, bit: int, block: np.uint64) -> bool:
+def holds(view: Ints, bit: int, block: np.uint64) -> bool:
+    now = seen(view)
     row = set_of(now.table, now.old, now.state, block)
     return now.sets[row, bit >> 6] >> np.uint64(bit & 63) & _ONE != _NONE
 
 
 @compiled
-def store(now: Holders, bit: int, ids: Words, first: int) -> int:
+def store(view: Ints, bit: int, ids: Words, first: int) -> int:
     """The bit holds ids[first:], too. Returns how many of `ids` are done: not all, if there must be more room."""
+    now = seen(view)
     table, sets, state = now.table, now.sets, now.state
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     before = after = -1  # the last change of a set: the next block mostly has the same
@@ -130,10 +145,10 @@ def store(now: Holders, bit: int, ids: Words, first: int) -> int:
             _move(now, _NUM_MOVED)
         block = ids[number]
         place = _find_moved(now, block)
-        row = np.int64(table[place, 1]) if place >= 0 else EMPTY
+        row = signed(table[place, 1]) if place >= 0 else EMPTY
         if sets[row, word] & flag:
             continue
-        if place < 0 and is_full(state[NUM_NEW], len(table)):
+        if place < 0 and _is_full(state[NUM_NEW], len(table)):
             return number
         if row != before:
             after = _toggled(now, row, word, flag)
@@ -152,8 +167,9 @@ def store(now: Holders, bit: int, ids: Words, first: int) -> int:
 
 
 @compiled
-def remove(now: Holders, bit: int, ids: Words, first: int) -> int:
+def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
     """The bit holds ids[first:] no more. Returns as `store`."""
+    now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     before = after = -1
     for number in range(first, len(ids)):
@@ -165,7 +181,7 @@ def remove(now: Holders, bit: int, ids: Words, first: int) -> int:
             place = find(table, block)
         if place < 0:
             continue
-        row = np.int64(table[place, 1])
+        row = signed(table[place, 1])
         if not now.sets[row, word] & flag:
             continue
         if row != before:
@@ -181,8 +197,9 @@ def remove(now: Holders, bit: int, ids: Words, first: int) -> int:
 
 
 @compiled
-def retire(now: Holders, bit: int) -> None:
+def retire(view: Ints, bit: int) -> None:
     """What the bit holds is to be swept."""
+    now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     now.retired[word] |= flag
     now.state[NUM_STALE] += now.held[bit]
@@ -192,9 +209,10 @@ def retire(now: Holders, bit: int) -> None:
 
 
 @compiled
-def sweep(now: Holders, num_places: int, num_blocks: int) -> bool:
+def sweep(view: Ints, num_places: int, num_blocks: int) -> bool:
     """Look at so many places at most, and take retired bits from so many blocks at most. False if there must be more
     room first."""
+    now = seen(view)
     state = now.state
     while num_places > 0 and num_blocks > 0 and state[NUM_STALE] > 0:
         num_places -= 1
@@ -205,7 +223,7 @@ def sweep(now: Holders, num_places: int, num_blocks: int) -> bool:
         if place >= len(table):
             place -= len(table)
             table, counter = now.old, NUM_OLD
-        row = np.int64(table[place, 1])
+        row = signed(table[place, 1])
         if not now.rows[row, STALE]:
             state[SWEPT] += 1
             continue
@@ -220,8 +238,9 @@ def sweep(now: Holders, num_places: int, num_blocks: int) -> bool:
 
 
 @compiled
-def intern_all(now: Holders) -> None:
+def intern_all(view: Ints) -> None:
     """Put every row that is in use into `places`, which are empty."""
+    now = seen(view)
     last = len(now.places) - 1
     for row in range(FIRST_ROW, now.state[NUM_ROWS]):
         if now.rows[row, COUNT]:
@@ -231,15 +250,15 @@ def intern_all(now: Holders) -> None:
             now.places[place] = row
 
 
-@compiled
-def is_full(num_entries: int, length: int) -> bool:
+@compiled_part
+def _is_full(num_entries: int, length: int) -> bool:
     """Whether a table is too full for one more: past three quarters, looking up takes long."""
     return 4 * num_entries >= 3 * length
 
 
 @compiled_part
 def _home(table: Words, block: np.uint64) -> int:
-    return np.int64((block * _SPREAD) >> _HALF) & (len(table) - 1)
+    return signed((block * _SPREAD) >> _HALF) & (len(table) - 1)
 
 
 @compiled_part
@@ -316,7 +335,7 @@ def _intern(now: Holders) -> int:
         mixed ^= (bits ^ bits >> _HALF) * _MIX
     if found == _NONE:
         return EMPTY
-    code = np.int64(mixed >> _ONE)
+    code = signed(mixed >> _ONE)
     place = code & (len(places) - 1)
     while places[place]:
         if rows[places[place], HASH] == code and _equals_draft(sets, places[place]):
@@ -335,7 +354,7 @@ def _intern(now: Holders) -> int:
 
 @compiled_part
 def _equals_draft(sets: Words, row: int) -> bool:
-    for word in range(sets.shape[1]):
+    for word in range(sets.shape[1]):  # noqa: SIM110 - numba has no generators here
         if sets[row, word] != sets[DRAFT, word]:
             return False
     return True

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+import struct
+from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
-from medialane.routing.block_index import Matches
+from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Offer, Weights
+from medialane.routing.cost import CostModel, Offer, Rates
 from medialane.routing.native_choice import (
     BLOCKS,
+    FLAT,
+    LONGEST,
     NUM_BEST,
+    NUM_BEST_ROWS,
     NUM_COLUMNS,
     SCORE,
+    SEQUENCES,
     SLOT,
+    STANDING,
     TOLD,
-    Scores,
     choose,
 )
-from medialane.routing.native_table import Words
-from medialane.routing.slot_words import slot_rows, slot_words
+from medialane.routing.native_view import Scores, view_of
 from medialane.routing.slots import SlotTable
 
-_NO_ITEMS: Scores = np.empty((0, 2))
-_NO_HOLDERS: Words = np.empty((0, 1), np.uint64)
+#: Room for items of a prompt at first.
+_FIRST_ITEMS: Final = 4
+#: A row of items, as `native_choice` has it.
+_ITEM: Final = struct.Struct("=2d")
 
 
 class Alternative(NamedTuple):
@@ -37,13 +43,16 @@ class Alternative(NamedTuple):
     blocks: int
 
 
-class Choice(NamedTuple):
-    """The slot picked; `longest` is the greatest of all candidates' prefixes, in blocks. `best` is as `native_choice`
-    has it."""
+class Choice(msgspec.Struct, frozen=True, eq=False):
+    """The slot picked, and `best` as `native_choice` has it."""
 
     slot: int
-    longest: int
     best: Scores
+
+    @property
+    def longest(self) -> int:
+        """The greatest of all candidates' prefixes, in blocks."""
+        return int(self.best.item(LONGEST, BLOCKS))
 
     @property
     def score(self) -> float:
@@ -62,81 +71,77 @@ class Choice(NamedTuple):
     @property
     def alternatives(self) -> list[Alternative]:
         """The next best, best first."""
-        rows = self.best[1:].tolist()
+        rows = self.best[1:NUM_BEST].tolist()
         return [Alternative(int(row[SLOT]), row[SCORE], int(row[BLOCKS])) for row in rows if row[SLOT] >= 0]
 
 
 class Policy:
-    """Scores and picks. `standing` are the scores that depend on the slot alone, `weights` tells what else counts;
-    with a temperature (of the scores' unit) a slot is drawn, without, the least is taken."""
+    """Scores and picks. `begin` is what scores begin with (a row of the slots' table), `rates` what else counts; `seed`
+    is for drawing."""
 
     def __init__(
-        self,
-        slots: SlotTable,
-        standing: Callable[[], Scores],
-        weights: Callable[[Offer], Weights],
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
+        self, slots: SlotTable, index: BlockIndex, begin: int, rates: Rates, *, seed: int | None = None
     ) -> None:
         self._slots = slots
-        self._standing = standing
-        self._weights = weights
-        self._temperature = temperature
+        self._index = index
+        self._rates = np.array(rates)
+        self._draws = rates.temperature > 0
         self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
-        self._last = -1
-        self.scores: Scores = np.empty(0)  # of the last choice; infinite for who was no candidate
+        self._picked = np.array([begin, -1], np.int64)
+        self._have(_FIRST_ITEMS)
 
-    def choose(self, offer: Offer, matches: Matches) -> Choice:
-        """Pick one of the offer's candidates, of which there is at least one. The arrays of `matches` are as long as
-        the highest candidate needs."""
-        num_slots = len(matches.blocks)
-        num_words = (num_slots + 63) // 64
-        if len(self.scores) != num_slots:
-            self.scores = np.empty(num_slots)
-        weights = self._weights(offer)
-        items, holders = _items(offer, weights.embed, num_words) if weights.embed else (_NO_ITEMS, _NO_HOLDERS)
-        best = np.empty((NUM_BEST, NUM_COLUMNS))
-        longest = choose(
-            self._standing(),
-            self._slots.is_remote,
-            slot_words(offer.candidates, num_words),
-            matches.blocks,
-            matches.held,
-            items,
-            holders,
-            len(items),
-            weights.alone,
-            weights.block,
-            weights.remote,
-            -1 if offer.session_slot is None else offer.session_slot,
-            weights.session,
-            self._last,
-            self._temperature,
-            self._random.random() if self._temperature else 0.0,
-            self.scores,
+    def _have(self, num_items: int) -> None:
+        """Room for so many items, and all slots."""
+        self._table = self._slots.table
+        num_slots = self._table.shape[1]
+        self._index.have_slots(num_slots)
+        masks = np.zeros((1 + num_items, num_slots // 64), np.uint64)
+        items = np.zeros((num_items, 2))
+        self._num_items = num_items
+        self._mask_bytes = num_slots // 8
+        self._written = 0  # the candidates that stand there
+        self._masks, self._items = masks.data.cast("B"), items.data.cast("B")
+        self._view = view_of(self._table, masks, items, self._rates, self._picked, self._index.view)
+
+    def choose(self, offer: Offer) -> Choice:
+        """Pick one of the offer's candidates, of which there is at least one."""
+        request, items, slots = offer.request, offer.items, self._slots
+        if slots.table is not self._table or len(items) > self._num_items:
+            self._have(max(len(items), self._num_items))
+        self._write(offer)
+        best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
+        slot = choose(
+            request.block_ids,
+            self._view,
             best,
+            offer.candidates == slots.open,
+            len(items),
+            request.num_tokens,
+            request.block_size,
+            request.handover_bytes,
+            -1 if offer.session_slot is None else offer.session_slot,
+            self._random.random() if self._draws else 0.0,
         )
-        self._last = int(best.item(0, SLOT))
-        return Choice(self._last, longest, best)
+        return Choice(slot, best)
+
+    def _write(self, offer: Offer) -> None:
+        """Candidates, items and their holders, where native code looks for them."""
+        candidates, size = offer.candidates, self._mask_bytes
+        if candidates != self._written:
+            self._masks[:size] = candidates.to_bytes(size, "little")
+            self._written = candidates
+        for number, item in enumerate(offer.items):
+            _ITEM.pack_into(self._items, number * _ITEM.size, item.num_blocks, item.num_embeds)
+            end = size * (number + 2)
+            self._masks[end - size : end] = (offer.holders[number] & candidates).to_bytes(size, "little")
 
 
-def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, temperature_ms: float, seed: int | None) -> Policy:
-    """The policy of this name. `temperature_ms` is for `cost`; `seed` for what draws."""
+def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:
+    """The policy of this name; `seed` is for those that draw."""
     if name == "cost":
-        return Policy(slots, lambda: slots.standing_ms, costs.weights, temperature=temperature_ms, seed=seed)
+        return Policy(slots, index, STANDING, costs.rates, seed=seed)
     if name == "prefix-only":
-        return Policy(slots, lambda: slots.flat, lambda _: Weights(block=1.0))
+        return Policy(slots, index, FLAT, Rates(token=1.0))
     if name == "least-loaded":
-        return Policy(slots, lambda: slots.sequences, lambda _: Weights())
-    return Policy(
-        slots, lambda: slots.flat, lambda _: Weights(), temperature=0.0 if name == "round-robin" else 1.0, seed=seed
-    )
-
-
-def _items(offer: Offer, embed: float, num_words: int) -> tuple[Scores, Words]:
-    """The items and their holders, as the native choice takes them."""
-    if not offer.items:
-        return _NO_ITEMS, _NO_HOLDERS
-    items = np.array([(item.num_blocks, item.num_embeds * embed) for item in offer.items], np.float64)
-    return items, slot_rows([holders & offer.candidates for holders in offer.holders], num_words)
+        return Policy(slots, index, SEQUENCES, Rates())
+    return Policy(slots, index, FLAT, Rates(temperature=0.0 if name == "round-robin" else 1.0), seed=seed)

@@ -13,9 +13,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     """A prompt on its way to a worker.
 
     `block_ids` are those of its full blocks of `block_size` tokens, in order, contiguous and writable; `media` stand in
-    the order of their offsets. `handover_bytes` is what a worker on another host would be sent. `lora` is the adapter's name, `model` what
-    the worker must serve, `rank` the data-parallel rank that the client asks for (None: any). `request_id` names the
-    request in records of decisions.
+    the order of their offsets. `handover_bytes` is what a worker on another host would be sent. `lora` is the adapter's
+    name, `model` what the worker must serve, `rank` the data-parallel rank that the client asks for (None: any).
+    `request_id` names the request in records of decisions.
     """
 
     block_ids: BlockIds

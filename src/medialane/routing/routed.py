@@ -46,7 +46,11 @@ class Routed:
     `begin`, or after `release`, nothing happens.
     """
 
-    def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot) -> None:
+    _decision: RoutingDecision | None = None
+    _is_queued = False
+    _is_released = False
+
+    def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot, picked_at: float) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
@@ -54,10 +58,7 @@ class Routed:
         self._offer = offer
         self._choice = choice
         self._slot = slot
-        self._picked_at = known.clock()
-        self._decision: RoutingDecision | None = None
-        self._is_queued = False
-        self._is_released = False
+        self._picked_at = picked_at
 
     @property
     def decision(self) -> RoutingDecision:

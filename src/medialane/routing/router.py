@@ -1,8 +1,10 @@
 """The router: keeps what it knows of the workers up to date, and picks one for each request.
 
 One thread; nothing here waits or reads a socket. What workers tell comes in by `join`, `report`, `change`, `drain` and
-`leave`; what is sent to them is known from `pick` and what becomes of its result. What `pick` does stands between a request and
-its worker, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the request is sent.
+`leave`; what is sent to them is known from `pick` and what becomes of its result.
+
+A request waits for `pick`, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the
+request is sent.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Router:
         self._predictions = PredictionWatch(grace_s=config.store_grace_s, clock=clock)
         self._decisions = Decisions(config.num_decisions)
         self._sessions = Sessions(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions, clock=clock)
-        costs = CostModel(config, self._slots)
+        costs = CostModel(config)
         self._known = Knowledge(
             policy=config.router,
             slots=self._slots,
@@ -69,7 +71,11 @@ class Router:
             wall_clock=wall_clock,
         )
         self._policy = policy(
-            config.router, costs=costs, slots=self._slots, temperature_ms=config.temperature_ms, seed=seed
+            config.router,
+            costs=costs,
+            slots=self._slots,
+            index=self.index,
+            seed=seed,
         )
 
     @property
@@ -154,14 +160,15 @@ class Router:
             items,
             tuple([self._caches.holders(item.mm_hash) for item in items]),
             candidates,
-            self._session_slot(request.session_id, candidates),
+            self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
-        matches = self.index.match(request.block_ids, candidates, max_length=request.max_cached_blocks)
-        choice = self._policy.choose(offer, matches)
-        return Routed(self._known, offer, choice, self._slots[choice.slot])
+        now = self._known.clock()
+        self.index.expire(now)
+        choice = self._policy.choose(offer)
+        return Routed(self._known, offer, choice, self._slots[choice.slot], now)
 
-    def _session_slot(self, session_id: str | None, candidates: int) -> int | None:
-        place = self._sessions.find(session_id) if session_id is not None else None
+    def _session_slot(self, session_id: str, candidates: int) -> int | None:
+        place = self._sessions.find(session_id)
         slot = self._slots.at(place) if place is not None else None
         return slot.number if slot is not None and candidates >> slot.number & 1 else None
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
-from medialane.routing.native_table import Words
+from medialane.routing.native_view import Words
 
 
 def slot_words(mask: int, num_words: int) -> Words:
     """Raises OverflowError if the mask has more bits than that."""
     return np.frombuffer(bytearray(mask.to_bytes(8 * num_words, "little")), np.uint64)
-
-
-def slot_rows(masks: Iterable[int], num_words: int) -> Words:
-    """One row for each mask."""
-    packed = bytearray().join([mask.to_bytes(8 * num_words, "little") for mask in masks])
-    return np.frombuffer(packed, np.uint64).reshape(-1, num_words)

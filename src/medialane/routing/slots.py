@@ -13,11 +13,12 @@ import numpy as np
 
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
-from medialane.routing.native_choice import Scores
+from medialane.routing.native_choice import FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES, STANDING
+from medialane.routing.native_view import Scores
 from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import Place
 
-_FIRST_CAPACITY: Final = 16
+_FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the mean work of requests: the last fifty or so count.
 _NEWEST: Final = 0.04
 
@@ -33,6 +34,7 @@ class Slot:
         "num_queued",
         "num_ranks",
         "number",
+        "parts",
         "place",
         "queued_ms",
         "same_host",
@@ -49,6 +51,7 @@ class Slot:
         self.num_in_flight = 0
         self.num_queued = 0
         self.queued_ms = 0.0
+        self.parts = (0.0, 0.0, 0.0)  # of what stands there (ms): queue, running sequences, KV pressure
 
     @property
     def num_sequences(self) -> int:
@@ -81,10 +84,16 @@ class SlotTable:
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
         self.open = 0  # bit mask of the slots that take requests
-        self.standing_ms = np.full(_FIRST_CAPACITY, np.inf)  # the costs that depend on the slot alone
-        self.sequences = np.full(_FIRST_CAPACITY, np.inf)
-        self.is_remote = np.zeros(_FIRST_CAPACITY)
-        self.flat = np.full(_FIRST_CAPACITY, np.inf)  # 0 where open
+        self.table: Scores = _table(_FIRST_CAPACITY)  # as `native_choice` has it
+
+    @property
+    def standing_ms(self) -> Scores:
+        """The costs that depend on the slot alone."""
+        return self.table[STANDING]
+
+    @property
+    def sequences(self) -> Scores:
+        return self.table[SEQUENCES]
 
     def __len__(self) -> int:
         """One more than the highest number in use so far."""
@@ -114,7 +123,7 @@ class SlotTable:
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
-        self.is_remote[number] = not slot.same_host
+        self.table[IS_REMOTE, number] = not slot.same_host
         self.update(slot)
         return slot
 
@@ -126,7 +135,7 @@ class SlotTable:
         if not ranks:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
-        self.is_remote[slot.number] = 0
+        self.table[IS_REMOTE, slot.number] = 0.0
         self._close(slot.number)
 
     def is_current(self, slot: Slot) -> bool:
@@ -135,7 +144,8 @@ class SlotTable:
 
     def candidates(self, request: RoutingRequest, exclude: Collection[int] = ()) -> int:
         """Bit mask of the slots that take the request."""
-        found = self.open & self.serving(request)
+        found = self._serving.get((request.model, request.lora is not None, request.rank)) or self.serving(request)
+        found &= self.open
         for number in exclude:
             found &= ~(1 << number)
         return found
@@ -167,14 +177,19 @@ class SlotTable:
 
     def update(self, slot: Slot) -> None:
         """Something of the slot has changed."""
-        number, limit = slot.number, self._config.max_in_flight
+        number, limit, table = slot.number, self._config.max_in_flight, self.table
         if slot.draining or (limit and slot.num_in_flight >= limit):
             self._close(number)
             return
         self.open |= 1 << number
-        self.flat[number] = 0.0
-        self.sequences[number] = slot.num_sequences
-        self.standing_ms[number] = self.queue_ms(slot) + self.running_ms(slot) + self.kv_pressure_ms(slot.load)
+        slot.parts = queue, running, pressure = (
+            self.queue_ms(slot),
+            self.running_ms(slot),
+            self.kv_pressure_ms(slot.load),
+        )
+        table[FLAT, number] = 0.0
+        table[SEQUENCES, number] = slot.num_sequences
+        table[STANDING, number] = queue + running + pressure
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""
@@ -190,27 +205,25 @@ class SlotTable:
     def kv_pressure_ms(self, load: WorkerLoad) -> float:
         """Rises in a line from 0 at `kv_pressure_from` to the whole at a full cache, where sequences are preempted."""
         start = self._config.kv_pressure_from
-        return self._config.kv_pressure_ms * max(0.0, load.kv_usage - start) / (1 - start)
+        if load.kv_usage <= start:
+            return 0.0
+        return self._config.kv_pressure_ms * (load.kv_usage - start) / (1 - start)
 
     def _free_number(self) -> int:
         for number, slot in enumerate(self._slots):
             if slot is None:
                 return number
         self._slots.append(None)
-        if len(self._slots) > len(self.flat):
-            self._grow()
+        if len(self._slots) > self.table.shape[1]:
+            self.table = np.concatenate([self.table, _table(self.table.shape[1])], axis=1)
         return len(self._slots) - 1
-
-    def _grow(self) -> None:
-        self.standing_ms = _doubled(self.standing_ms, np.inf)
-        self.sequences = _doubled(self.sequences, np.inf)
-        self.flat = _doubled(self.flat, np.inf)
-        self.is_remote = _doubled(self.is_remote, 0.0)
 
     def _close(self, number: int) -> None:
         self.open &= ~(1 << number)
-        self.flat[number] = self.sequences[number] = self.standing_ms[number] = np.inf
+        self.table[(STANDING, SEQUENCES, FLAT), number] = np.inf
 
 
-def _doubled(array: Scores, fill: float) -> Scores:
-    return np.concatenate([array, np.full(len(array), fill)])
+def _table(num_slots: int) -> Scores:
+    table = np.full((NUM_ROWS, num_slots), np.inf)
+    table[IS_REMOTE] = 0.0
+    return table

@@ -48,10 +48,11 @@ def _use(index: BlockIndex, request: RoutingRequest) -> BlockIndex:
     index.clear(1)
     while not index.sweep():
         pass
-    for _ in range(2):
-        note = index.note(0, ids)
+    for slot in range(9):
+        note = index.note(slot, ids)
     index.forget(note)
     index.holds(0, 0)
+    index.match(ids, 1)
     return index
 
 
@@ -60,5 +61,5 @@ def _choose(request: RoutingRequest, index: BlockIndex) -> None:
     slots = SlotTable(config)
     slots.join(Endpoint("", "", True, WorkerLoad(), 0, same_host=True))
     offer = Offer(request, encoder_items(request.media, request.block_size), (1,), 1, None)
-    chosen = policy("cost", costs=CostModel(config, slots), slots=slots, temperature_ms=0.0, seed=None)
-    chosen.choose(offer, index.match(request.block_ids, 1))
+    costs = CostModel(config)
+    policy("cost", costs=costs, slots=slots, index=index, seed=None).choose(offer)

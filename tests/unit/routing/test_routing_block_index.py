@@ -326,12 +326,3 @@ def test_slots_beyond_any_word_are_told_apart():
     found = index.match(ids(range(1000)), (1 << 1000) - 1).blocks
     assert found.nonzero()[0].tolist() == list(range(0, 1000, 7))
     assert all(found[slot] <= slot + 1 for slot in range(1000))
-
-
-def test_prefix_is_not_longer_than_asked():
-    index = BlockIndex()
-    index.store(0, ids(range(10)))
-    index.store(1, ids(range(4)))
-    index.note(2, ids(range(10)))
-    found = index.match(ids(range(10)), 0b111, max_length=9)
-    assert (found.blocks.tolist(), found.held.tolist()) == ([9, 4, 9], [9, 4, 0])

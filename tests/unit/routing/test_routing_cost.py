@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing.block_index import Matches
+from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.native_choice import SCORES
 from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
@@ -30,8 +31,9 @@ class World:
         self.config = RoutingConfig(**{"others_weight": 0.0} | config)
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
-        self.model = CostModel(self.config, self.slots)
-        self.policy = policy("cost", costs=self.model, slots=self.slots, temperature_ms=0.0, seed=None)
+        self.model = CostModel(self.config)
+        self.index = BlockIndex()
+        self.policy = policy("cost", costs=self.model, slots=self.slots, index=self.index, seed=None)
         for number in range(num_slots):
             endpoint = Endpoint(
                 f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=CARD
@@ -39,15 +41,18 @@ class World:
             self.caches.join(self.slots.join(endpoint).number, CARD.encoder_cache_tokens)
 
     def offer(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
-        request = RoutingRequest(np.empty(0, np.uint64), BLOCK, num_tokens, tuple(media), handover_bytes)
-        self.prefixes = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
+        ids = np.arange(-(-num_tokens // BLOCK), dtype=np.uint64)
+        request = RoutingRequest(ids, BLOCK, num_tokens, tuple(media), handover_bytes)
+        self.prefixes = prefixes or [0] * len(self.slots)
+        for slot, length in enumerate(self.prefixes):
+            self.index.replace(slot, ids[:length])
         items = encoder_items(media, BLOCK)
         holders = tuple(self.caches.holders(item.mm_hash) for item in items)
         return Offer(request, items, holders, self.slots.open, session_slot)
 
     def costs(self, offer):
-        self.choice = self.policy.choose(offer, Matches(self.prefixes, self.prefixes))
-        return self.policy.scores
+        self.choice = self.policy.choose(offer)
+        return self.slots.table[SCORES, : len(self.slots)].copy()
 
     def hold(self, slot, name, num_embeds):
         self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)
@@ -64,9 +69,9 @@ def test_item_that_ends_with_a_block_is_covered_by_it():
 
 @pytest.mark.parametrize("known", [0, 1, 15, 16, 17])
 def test_item_of_unknown_place_is_behind_all_blocks_that_are_known(known):
-    ((_, num_embeds, num_blocks),) = encoder_items([span("a", known, 0)], BLOCK)
-    assert num_embeds > 0
-    assert num_blocks > known // BLOCK
+    (item,) = encoder_items([span("a", known, 0)], BLOCK)
+    assert item.num_embeds > 0
+    assert item.num_blocks > known // BLOCK
 
 
 def test_cached_tokens_are_not_prefilled():
@@ -145,9 +150,9 @@ def test_parts_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, sessio
     world, offer = build(facts, spans, handover_bytes, session_slot)
     costs = world.costs(offer)
     for slot in world.slots:
-        cached_blocks = world.prefixes.item(slot.number)
+        cached_blocks = world.prefixes[slot.number]
         assert world.model.terms(offer, slot, cached_blocks).parts.total == pytest.approx(costs[slot.number])
-    assert world.choice.longest == world.prefixes.max()
+    assert world.choice.longest == max(world.prefixes)
     assert world.choice.blocks == world.prefixes[world.choice.slot]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.routing.block_index import Matches
+from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, Offer
 from medialane.routing.policies import policy
@@ -18,19 +18,20 @@ NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 
 class World:
     def __init__(self, name, loads, *, temperature_ms=0.0, seed=7):
-        config = RoutingConfig(running_ms=1.0)
+        config = RoutingConfig(running_ms=1.0, temperature_ms=temperature_ms)
         self.slots = SlotTable(config)
         for number, load in enumerate(loads):
             self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
-        costs = CostModel(config, self.slots)
-        self.policy = policy(name, costs=costs, slots=self.slots, temperature_ms=temperature_ms, seed=seed)
+        self.index = BlockIndex()
+        costs = CostModel(config)
+        self.policy = policy(name, costs=costs, slots=self.slots, index=self.index, seed=seed)
 
     def choose(self, *, prefixes=None, candidates=None):
-        held = np.array(prefixes if prefixes is not None else [0] * len(self.slots), np.int32)
+        ids = np.arange(62, dtype=np.uint64)
+        for slot, length in enumerate(prefixes or []):
+            self.index.replace(slot, ids[:length])
         mask = self.slots.open if candidates is None else candidates
-        seen = held[: mask.bit_length()]
-        request = RoutingRequest(np.empty(0, np.uint64), 16, 1000)
-        return self.policy.choose(Offer(request, (), (), mask, None), Matches(seen, seen))
+        return self.policy.choose(Offer(RoutingRequest(ids, 16, 1000), (), (), mask, None))
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))
