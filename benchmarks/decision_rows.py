@@ -1,7 +1,7 @@
 """For `medialane bench router`: what a whole choice takes, the search in the index included and hashing left out.
 
 The decision is what stands between a request and its worker; its bookkeeping (the record, the queue, the notes of what
-is cached soon) is done once the request is sent.
+is cached soon) can wait until the request is sent.
 
 The router has the same blocks as `match` does, a queue of a few requests at each slot, and encoder caches. A prompt has
 an image among its first blocks; what is sent is prefilled and released after some hundred others, as in service.

@@ -13,6 +13,7 @@ import gc
 import inspect
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
+    if "medialane.routing.compiled" in sys.modules:
+        # Some test is of the router, or starts a process that has one: compiling is no part of its time.
+        from medialane.routing.warm_up import warm_up
+
+        warm_up()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +27,6 @@ from numpy.typing import NDArray
 
 from medialane.core.kv_events import BlockIds
 from medialane.core.media_span import MediaSpan
-from medialane.core.native_hash import add_media, add_overlaps, chain, token_sums
 
 _U64 = np.dtype("<u8")
 
@@ -45,10 +45,10 @@ def prompt_block_ids(
     the rest; uint32 arrays are taken as they are. `lora` is the adapter's name; an empty string is as none, in
     `cache_salt` too. Raises OverflowError for a token id that is none.
     """
-    ids: BlockIds = token_sums(token_array(token_ids), _coefficients(block_size))
+    ids: BlockIds = _native().token_sums(token_array(token_ids), _coefficients(block_size))
     if media:
         _add_media(ids, sorted(media, key=lambda item: item.offset), block_size)
-    chain(ids, np.uint64(_start(block_size, lora or "", cache_salt or "")))
+    _native().chain(ids, np.uint64(_start(block_size, lora or "", cache_salt or "")))
     return ids
 
 
@@ -67,14 +67,27 @@ def stored_block_ids(
     """
     if len(token_ids) % block_size:
         raise ValueError("a stored event's tokens are not whole blocks")
-    ids: BlockIds = token_sums(token_array(token_ids), _coefficients(block_size))
+    ids: BlockIds = _native().token_sums(token_array(token_ids), _coefficients(block_size))
     salt = ""
     if extra_keys is not None:
         if len(extra_keys) != len(ids):
             raise ValueError("a stored event has not one entry of extra keys for each block")
         salt = _add_extra_keys(ids, extra_keys, lora_name, first=parent is None)
-    chain(ids, np.uint64(_start(block_size, lora_name or "", salt) if parent is None else parent))
+    _native().chain(ids, np.uint64(_start(block_size, lora_name or "", salt) if parent is None else parent))
     return ids
+
+
+def warm_up() -> None:
+    """Load the native loops, which takes a second. For who will make ids and must not wait when the first are due."""
+    _native()
+
+
+@lru_cache(maxsize=1)
+def _native() -> Any:
+    """Loaded when needed: most processes that import this module's callers make no ids."""
+    from medialane.core import native_hash
+
+    return native_hash
 
 
 def token_array(token_ids: Sequence[int] | NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -86,7 +99,7 @@ def token_array(token_ids: Sequence[int] | NDArray[np.uint32]) -> NDArray[np.uin
 
 
 def _add_media(sums: BlockIds, items: Sequence[MediaSpan], block_size: int) -> None:
-    add_media(
+    _native().add_media(
         sums,
         block_size,
         np.array([item.offset for item in items], np.int64),
@@ -116,7 +129,7 @@ def _add_extra_keys(
             digests.append(digest)
             offsets.append(offset)
     if blocks:
-        add_overlaps(sums, np.array(blocks, np.int64), np.array(digests, _U64), np.array(offsets, np.int64))
+        _native().add_overlaps(sums, np.array(blocks, np.int64), np.array(digests, _U64), np.array(offsets, np.int64))
     return salt
 
 

@@ -1,4 +1,4 @@
-"""The inner loops of `block_hash`, compiled when this module is imported.
+"""The inner loops of `block_hash`, compiled when this module is imported (`block_hash.warm_up`).
 
 All arithmetic is mod 2^64. Arrays are read and never kept.
 """

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,9 +36,11 @@ from medialane.gateway.source_entry import SourceStage
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
-from medialane.routing import Router
 from medialane.rpc import RemoteRequest
 from medialane.transfer import TransferConfig, Way, ways
+
+if TYPE_CHECKING:
+    from medialane.routing import Router
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from medialane.core.block_hash import prompt_block_ids
+from medialane.core.block_hash import prompt_block_ids, warm_up
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import KvChange
@@ -20,7 +20,10 @@ from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import annotate
-from medialane.routing import DecisionRecord, Routed, Router, RoutingRequest
+from medialane.routing import DecisionRecord, RoutingRequest
+
+if TYPE_CHECKING:  # it brings machine code, and who only reads settings of this room needs none
+    from medialane.routing import Routed, Router
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Routes:
         self._slots: dict[str, list[int]] = {}
         self._event_lag_s: dict[str, float] = {}
         self._block_size = _ANY_BLOCK_SIZE
+        warm_up()  # now, not in a request
         workers.listen(self)
 
     def joined(self, link: WorkerLink) -> None:

@@ -23,9 +23,9 @@ from medialane.routing.slot_words import slot_words
 
 #: Bounds a match's time: a dozen of different lengths are found exactly.
 MAX_PROBES: Final = 128
-#: A step of sweeping, in places looked at and in blocks changed: a tenth of a millisecond.
-_SWEPT_PLACES: Final = 1 << 14
-_SWEPT_BLOCKS: Final = 512
+#: A step of sweeping, in places looked at and in blocks changed: a few tenths of a millisecond.
+_SWEPT_PLACES: Final = 1 << 13
+_SWEPT_BLOCKS: Final = 256
 _FIRST_SLOTS: Final = 64
 _VIEW_LENGTH: Final = 27
 

@@ -182,14 +182,10 @@ class SlotTable:
             self._close(number)
             return
         self.open |= 1 << number
-        slot.parts = queue, running, pressure = (
-            self.queue_ms(slot),
-            self.running_ms(slot),
-            self.kv_pressure_ms(slot.load),
-        )
+        slot.parts = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
         table[FLAT, number] = 0.0
         table[SEQUENCES, number] = slot.num_sequences
-        table[STANDING, number] = queue + running + pressure
+        table[STANDING, number] = sum(slot.parts)
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""

@@ -48,7 +48,7 @@ def _use(index: BlockIndex, request: RoutingRequest) -> BlockIndex:
     index.clear(1)
     while not index.sweep():
         pass
-    for slot in range(9):
+    for slot in range(20):  # as many notes as need more room, too
         note = index.note(slot, ids)
     index.forget(note)
     index.holds(0, 0)

@@ -319,6 +319,48 @@ def test_worker_that_caches_as_predicted_is_not_told_of(make, clock):
     assert counts.predicted_tokens == counts.reported_tokens > 0
 
 
+def test_worker_is_known_before_the_books_are_kept(make):
+    router = make(2)
+    routed = router.pick(request(text(1), session_id="s"))
+    assert (routed.worker_id, routed.rank, routed.num_ranks) == ("w0", 0, 1)
+    assert (router.decisions(), router.index.num_notes, router.num_sessions) == ([], 0, 0)
+    with pytest.raises(RuntimeError, match="not begun"):
+        _ = routed.decision
+    routed.begin()
+    routed.begin()
+    assert [record.decision for record in router.decisions()] == [routed.decision]
+    assert (router.index.num_notes, router.num_sessions) == (1, 1)
+    assert router._slots[0].num_in_flight == 1
+
+
+def test_request_that_never_began_takes_nothing_and_gives_nothing_back(make):
+    router = make(1)
+    routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)]))
+    routed.prefilled(0)
+    routed.release()
+    routed.begin()
+    assert (router.decisions(), router.index.num_notes, router.num_encoder_items) == ([], 0, 0)
+    assert router._slots[0].num_in_flight == 0
+
+
+def test_request_whose_worker_left_before_it_began_ends_without_a_trace(make):
+    router = make(1)
+    routed = router.pick(request(text(1)))
+    router.leave(0)
+    router.join(endpoint("new"))
+    routed.begin()
+    assert routed.decision.worker_id == "w0"
+    routed.prefilled(0)
+    routed.release()
+    assert (router.index.num_notes, router._slots[0].num_in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize("ids", [np.arange(4, dtype=np.int64), np.arange(8, dtype=np.uint64)[::2]])
+def test_ids_that_native_code_would_be_compiled_for_anew_are_refused(ids):
+    with pytest.raises(ValueError, match="block_ids"):
+        RoutingRequest(ids, BLOCK, 100)
+
+
 class Bookkeeping(RuleBasedStateMachine):
     """Whatever comes in whatever order, what a request took is given back when it ends."""
 
