@@ -111,8 +111,8 @@ def test_wrong_value_or_name_is_told_by_where_it_came_from(flags, environ, messa
 
 def test_secret_is_not_repeated_in_the_message(file):
     with pytest.raises(StartupFailed) as failed:
-        load(file=file("rpc-token = [17]"))
-    assert "17" not in failed.value.message
+        load(file=file("rpc-token = [170171172]"))
+    assert "170171172" not in failed.value.message
 
 
 def test_unknown_setting_of_the_file_is_named(file):
