@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
-    if "medialane.routing.compiled" in sys.modules:
+    if "medialane.core.compiled" in sys.modules:
         # Some test is of the router, or starts a process that has one: compiling is no part of its time.
         from medialane.routing.warm_up import warm_up
 

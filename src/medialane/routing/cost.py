@@ -94,12 +94,8 @@ class CostModel:
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-
-    @property
-    def rates(self) -> Rates:
-        config = self._config
         weight = 1 + config.others_weight
-        return Rates(
+        self.rates = Rates(
             request=config.request_ms * weight,
             token=config.prefill_ms_per_token * weight,
             embed=config.encoder_ms_per_token * weight,
@@ -126,7 +122,7 @@ class CostModel:
         encoder = num_embeds * config.encoder_ms_per_token
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib
         if not slot.same_host and request.handover_bytes:
-            handover += self._remote_extra_ms(request.handover_bytes)
+            handover += self.rates.remote + request.handover_bytes * self.rates.remote_byte
         parts = CostParts(
             prefill=prefill,
             encoder=encoder,
@@ -138,7 +134,3 @@ class CostModel:
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
         return Terms(cached_blocks, needed, num_to_encode, parts)
-
-    def _remote_extra_ms(self, nbytes: int) -> float:
-        config = self._config
-        return config.remote_ms + nbytes / _MIB * (config.remote_ms_per_mib - config.local_ms_per_mib)

@@ -144,8 +144,7 @@ class SlotTable:
 
     def candidates(self, request: RoutingRequest, exclude: Collection[int] = ()) -> int:
         """Bit mask of the slots that take the request."""
-        found = self._serving.get((request.model, request.lora is not None, request.rank)) or self.serving(request)
-        found &= self.open
+        found = self.open & self.serving(request)
         for number in exclude:
             found &= ~(1 << number)
         return found
