@@ -46,13 +46,13 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
+from medialane.core.feature import HandedMedia
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
 from medialane.core.tensor import TensorDescriptor
 from medialane.rpc import RpcConfig, RpcServer
 from medialane.vllm_bridge import plugin
-from medialane.vllm_bridge.arena_encoder import ArenaConsumer
-from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
 from medialane.vllm_bridge.renderer_hook import to_vllm_range
 from medialane.vllm_bridge.validation import placeholder_of
 from medialane.worker import Worker, WorkerConfig
@@ -218,13 +218,13 @@ class FrontEnd:
     def __init__(self, addresses: Addresses, tensors: Queue[Any]) -> None:
         self._directory = addresses.arena_directory
         self._sender = TensorIpcSender(tensors)
-        self._consumer = ArenaConsumer(None)
         self._client = AsyncMPClient(
             vllm_config=_client_config(),
             executor_class=None,
             log_stats=False,
             client_addresses={"input_address": addresses.engine_input, "output_address": addresses.engine_output},
         )
+        self._client.encoder = ArenaEncoder()
         self.card = CARD
 
     def load(self) -> WorkerLoad:
@@ -243,20 +243,12 @@ class FrontEnd:
         prompt = request.prompt
         assert isinstance(prompt, ExpandedPrompt)
         features = prompt.features
-        items = [decode_item(f.header, datas) for f, datas in zip(features, tensors, strict=True)]
-        offered = [
-            (t, d)
-            for f, datas in zip(features, tensors, strict=True)
-            for t, d in zip(f.tensors, datas, strict=True)
-            if isinstance(t, TensorDescriptor)
-        ]
+        items = [ArenaItem(f.header, _descriptors(f), datas) for f, datas in zip(features, tensors, strict=True)]
         specs = [
             MultiModalFeatureSpec(item, f.modality, f.mm_hash, to_vllm_range(placeholder_of(f)), f.mm_hash)
             for f, item in zip(features, items, strict=True)
         ]
-        self._client.encoder.oob_tensor_consumer = self._consumer
-        with self._consumer.offering(offered):
-            await self._exchange(_request(request.request_id, prompt.token_ids, specs))
+        await self._exchange(_request(request.request_id, prompt.token_ids, specs))
         yield OutputDelta(request.request_id, [CompletionDelta(0, "", [1], finish_reason="stop")], finished=True)
 
     async def send_heap(
@@ -319,6 +311,12 @@ async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) 
         else:
             await front_end.forget_pages()
             wishes.send(None)
+
+
+def _descriptors(feature: HandedMedia) -> list[TensorDescriptor]:
+    found = [tensor for tensor in feature.tensors if isinstance(tensor, TensorDescriptor)]
+    assert len(found) == len(feature.tensors)
+    return found
 
 
 def _on_fresh_heap(spec: MultiModalFeatureSpec) -> MultiModalFeatureSpec:

@@ -15,8 +15,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, core
-from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.engine import EngineCoreRequest, core, core_client
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.errors import InvalidFeature
@@ -24,9 +23,10 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.tensor import TensorSpec
 from medialane.vllm_bridge import arena_decoder
-from medialane.vllm_bridge.arena_decoder import META, ArenaDecoder
-from medialane.vllm_bridge.arena_encoder import ArenaConsumer
+from medialane.vllm_bridge.arena_decoder import KEY, ArenaDecoder
+from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
 from medialane.vllm_bridge.engine_core import install
+from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.plugin import register
 
 SPEC = TensorSpec("float32", (100, 50))
@@ -59,8 +59,11 @@ def engine():
     return core.EngineCore.__new__(core.EngineCore)
 
 
-def request(data):
-    item = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data, MultiModalBatchedField())})
+def item_of(data):
+    return MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data, MultiModalBatchedField())})
+
+
+def request(item):
     feature = MultiModalFeatureSpec(
         data=item, modality="image", identifier="a", mm_position=PlaceholderRange(offset=0, length=4), mm_hash="a"
     )
@@ -80,11 +83,9 @@ def request(data):
 
 def sent(descriptor, view):
     """The frames of a request whose tensor lies at `descriptor`."""
-    data = view.tensor(descriptor)
-    consumer = ArenaConsumer(None)
-    with consumer.offering([(descriptor, data)]):
-        tensor = torch.frombuffer(data, dtype=torch.float32).view(SPEC.shape)
-        return [bytes(frame) for frame in MsgpackEncoder(oob_tensor_consumer=consumer).encode(request(tensor))]
+    header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
+    item = ArenaItem(header, [descriptor], [view.tensor(descriptor)])
+    return [bytes(frame) for frame in ArenaEncoder().encode(request(item))]
 
 
 def received(frames):
@@ -97,6 +98,12 @@ def pixel_values(found):
 
 def attach(engine, arena, nonce=None):
     return engine.medialane_attach(arena.id, "/dev/shm", (nonce or arena.nonce).hex())
+
+
+def test_front_end_encodes_every_request_with_the_attribute_that_we_replace():
+    source = inspect.getsource(core_client)
+    assert source.count("MsgpackEncoder(") == source.count("self.encoder = MsgpackEncoder(oob_tensor_consumer=") == 1
+    assert source.count("*self.encoder.encode(") == 3, "requests of both clients, and utilities"
 
 
 def test_engine_core_looks_up_its_decoder_by_name_and_with_our_arguments():
@@ -148,12 +155,18 @@ def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):
 
 
 def _with_meta(message, **changes):
-    """The message with some of the five numbers of its descriptor replaced."""
-    names = ("arena", "offset", "nbytes", "generation", "tensor_offset")
+    """The message with some of what its descriptor says replaced."""
 
     def walk(value):
-        if isinstance(value, dict) and META in value:
-            return {META: [changes.get(name, v) for name, v in zip(names, value[META], strict=True)]}
+        if isinstance(value, dict) and KEY in value:
+            header, (tensor,) = msgspec.msgpack.decode(value[KEY])
+            for part in (tensor, tensor["range"]):
+                part.update({name: new for name, new in changes.items() if name in part and name != "offset"})
+            if "offset" in changes:
+                tensor["range"]["offset"] = changes["offset"]
+            if "tensor_offset" in changes:
+                tensor["offset"] = changes["tensor_offset"]
+            return {KEY: msgspec.msgpack.encode((header, [tensor]))}
         if isinstance(value, dict):
             return {k: walk(v) for k, v in value.items()}
         return [walk(v) for v in value] if isinstance(value, list) else value
@@ -161,21 +174,32 @@ def _with_meta(message, **changes):
     return walk(message)
 
 
+WHERE = {
+    "type": "arena",
+    "spec": {"dtype": "float32", "shape": [100, 50]},
+    "range": {"arena": "f" * 32, "offset": 4096, "nbytes": 20480, "generation": 1},
+    "offset": 128,
+}
+
+
 @pytest.mark.parametrize(
-    "meta",
+    "wire",
     [
-        {},
-        {META: None},
-        {META: []},
-        {META: ["f" * 32, 0, 0, 0, 0]},
-        {META: ["f" * 32, "x", b"", None, {}]},
-        {META: [[], -1, 1 << 70, -1, -1]},
+        None,
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode([b"", []]),
+        msgspec.msgpack.encode([b"\x80", [WHERE]]),
+        msgspec.msgpack.encode([encode_item(item_of(torch.zeros(SPEC.shape)))[0], []]),
+        msgspec.msgpack.encode([encode_item(item_of(torch.zeros(SPEC.shape)))[0], [WHERE]]),
+        msgspec.msgpack.encode([encode_item(item_of(torch.zeros(SPEC.shape)))[0], [WHERE | {"offset": -64}]]),
+        b"\x91" * 5000,
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 2)), ("pickle", ()), ("uint8", (-1,)), ("int8", "abc")])
-def test_resolver_never_raises(meta, dtype, shape):
-    assert arena_decoder.ArenaResolver().resolve(dtype, shape, meta) is None
+def test_resolver_never_raises(wire):
+    assert arena_decoder.ArenaResolver().resolve(wire) is None
 
 
 @pytest.mark.parametrize(
@@ -190,18 +214,39 @@ def test_descriptor_out_of_bounds_is_refused(engine, arena, entry, change):
         engine.preprocess_add_request(received([msgspec.msgpack.encode(message)]))
 
 
-def test_other_tensors_travel_as_ever():
+def test_other_items_travel_as_ever():
     small, large = torch.arange(3), torch.arange(1000)
     for data in (small, large):
-        frames = [bytes(f) for f in MsgpackEncoder(oob_tensor_consumer=ArenaConsumer(None)).encode(request(data))]
+        frames = [bytes(frame) for frame in ArenaEncoder().encode(request(item_of(data)))]
         assert torch.equal(pixel_values(received(frames)), data)
 
 
-def test_provider_of_vllm_keeps_its_own_tensors():
-    decoder = ArenaDecoder(oob_tensor_provider=lambda dtype, shape, meta: torch.ones(shape) * meta["k"])
-    assert decoder._provide("float32", (2,), {"k": 3}).tolist() == [3, 3]
-    with pytest.raises(ValueError, match="out of band"):
-        ArenaDecoder()._provide("float32", (2,), {"k": 3})
+def test_vllms_own_out_of_band_tensors_travel_as_ever():
+    away = []
+
+    def consumer(tensor):
+        away.append(tensor)
+        return {"number": len(away) - 1}
+
+    consumer.new_message = away.clear
+    data = torch.arange(1000)
+    frames = ArenaEncoder(oob_tensor_consumer=consumer).encode(request(item_of(data)))
+    decoder = ArenaDecoder(EngineCoreRequest, oob_tensor_provider=lambda dtype, shape, meta: away[meta["number"]])
+    assert pixel_values(decoder.decode([bytes(frame) for frame in frames])) is data
+
+
+def test_item_of_an_arena_is_an_item_to_whoever_looks(arena, entry):
+    header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
+    item = ArenaItem(header, [entry], [arena.view.tensor(entry)])
+    assert list(item) == ["pixel_values"]
+    assert torch.equal(item.get_data()["pixel_values"].view(-1), torch.arange(5000, dtype=torch.float32))
+
+
+def test_item_whose_tensors_do_not_fit_its_header_is_not_made(arena, entry):
+    header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
+    for datas in ([], [arena.view.tensor(entry)[:-4]]):
+        with pytest.raises(InvalidFeature):
+            ArenaItem(header, [entry], datas)
 
 
 def test_engine_core_of_another_parent_is_not_tied(engine):

@@ -1,12 +1,12 @@
 """EngineCore's end of the zero-copy hand-over: tensors that arrive as descriptors become views of a mapped arena.
 
-Theory of operation. A worker's front end sends requests to its EngineCore as msgpack; where a tensor lies in an arena
-that EngineCore has mapped, `arena_encoder` puts `{"medialane": [arena, entry offset, entry nbytes, generation, tensor
-offset]}` in its place. EngineCore's input thread decodes requests with `MsgpackDecoder`, a name that it looks up in
-its module when it starts: `engine_core` puts a subclass there that resolves such a descriptor.
+Theory of operation. A worker's front end sends requests to its EngineCore as msgpack; an item whose tensors lie in
+arenas that EngineCore has mapped is sent by `arena_encoder` as `{"medialane": bytes}`, the bytes being a `WireItem`:
+the item's header, and where its tensors lie. EngineCore's input thread decodes requests with `MsgpackDecoder`, a name
+that it looks up in its module when it starts: `engine_core` puts a subclass there that makes such an item over views.
 
 An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
-what it cannot resolve becomes an empty tensor, and the request is marked. A marked request is refused one step
+what it cannot resolve becomes an empty item, and the request is marked. A marked request is refused one step
 later, in `preprocess_add_request`, whose exceptions vLLM does catch: it fails alone, before it is scheduled, and
 nothing is computed or cached from what is not there.
 
@@ -18,22 +18,33 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
+import msgspec
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, OOBTensorProvider
 
 from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.vllm_bridge.features import tensor_over
+from medialane.core.tensor import TensorDescriptor
+from medialane.vllm_bridge.features import decode_item
 
 logger = logging.getLogger(__name__)
 
-#: The key of our descriptors in the place of a tensor.
-META = "medialane"
+#: The one key of an item that is sent as a `WireItem`. No field of a model is called so.
+KEY = "medialane"
 
 #: Refused requests that are remembered: the front end asks as soon as it sees the error.
 MAX_REFUSED = 4096
+
+
+class WireItem(msgspec.Struct, frozen=True, array_like=True):
+    """An item on its way to EngineCore: its header (`features`) and the tensors that it names, in its order."""
+
+    header: bytes
+    tensors: tuple[TensorDescriptor, ...]
+
+
+_DECODER = msgspec.msgpack.Decoder(WireItem)
 
 
 class ArenaResolver:
@@ -65,16 +76,13 @@ class ArenaResolver:
         self._views[arena] = view
         return True
 
-    def resolve(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor | None:
-        """A view of the tensor's bytes; None for whatever is not one. Never raises."""
+    def resolve(self, wire: bytes) -> MultiModalKwargsItem | None:
+        """The item over views of the arenas; None for whatever is not one. Never raises."""
         try:
-            arena, offset, nbytes, generation, tensor_offset = meta[META]
-            spec = TensorSpec(dtype, tuple(shape))  # type: ignore[arg-type]  # tensor_over refuses other dtypes
-            entry = ArenaRange(arena, offset, nbytes, generation)
-            view = self._views[arena]
-            return tensor_over(spec, view.tensor(TensorDescriptor(spec, entry, tensor_offset)))
+            found = _DECODER.decode(wire)
+            return decode_item(found.header, [self._views[t.range.arena].tensor(t) for t in found.tensors])
         except Exception:  # see the theory of operation: whatever it is, it must not leave this thread
-            logger.exception("a tensor cannot be read from its arena; its request is refused")
+            logger.exception("an item cannot be read from its arena; its request is refused")
             return None
 
     def refuse(self, request_id: str) -> None:
@@ -92,13 +100,12 @@ RESOLVER = ArenaResolver()
 
 
 class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
-    """vLLM's decoder, with a provider that resolves our descriptors and leaves all others to the one given."""
+    """vLLM's decoder, which makes items of ours, too."""
 
     def __init__(
         self, t: Any | None = None, share_mem: bool = True, oob_tensor_provider: OOBTensorProvider | None = None
     ) -> None:
-        super().__init__(t, share_mem, self._provide)
-        self._inner = oob_tensor_provider
+        super().__init__(t, share_mem, oob_tensor_provider)
         self._faulted = False
 
     def decode(self, bufs: Any) -> Any:
@@ -108,15 +115,12 @@ class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
             found.mm_features = Unreadable()
         return found
 
-    def _provide(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
-        if META not in meta:
-            if self._inner is None:
-                raise ValueError("a tensor came out of band, by a way that this engine does not know")
-            found: torch.Tensor = self._inner(dtype, shape, meta)
-            return found
-        resolved = RESOLVER.resolve(dtype, shape, meta)
-        self._faulted = self._faulted or resolved is None
-        return torch.empty(0) if resolved is None else resolved
+    def _decode_mm_item(self, obj: dict[str, Any]) -> MultiModalKwargsItem:
+        if KEY not in obj:
+            return super()._decode_mm_item(obj)
+        item = RESOLVER.resolve(obj[KEY])
+        self._faulted = self._faulted or item is None
+        return MultiModalKwargsItem() if item is None else item
 
 
 class Unreadable:

@@ -1,55 +1,47 @@
-"""The front end's end of the zero-copy hand-over: which tensors EngineCore can map by itself (see `arena_decoder`)."""
+"""The front end's end of the zero-copy hand-over: items whose tensors EngineCore maps itself (see `arena_decoder`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from vllm.v1.serial_utils import OOBTensorConsumer
+import msgspec
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.core.tensor import TensorDescriptor
-from medialane.vllm_bridge.arena_decoder import META
+from medialane.vllm_bridge.arena_decoder import KEY, WireItem
+from medialane.vllm_bridge.features import check_tensors, decode_item
+
+_ENCODER = msgspec.msgpack.Encoder()
 
 
-class ArenaConsumer(OOBTensorConsumer):  # type: ignore[misc]  # vllm is not typed
-    """Replaces tensors by descriptors while `offering` them; every other tensor goes to `inner`, if there is one."""
+class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not typed
+    """An item of which EngineCore is told where its tensors lie. This process decodes it only if somebody looks at its
+    fields: in the way of a request there is nobody.
 
-    def __init__(self, inner: OOBTensorConsumer | None) -> None:
-        self._inner = inner
-        self._offered: dict[int, list[TensorDescriptor]] = {}
+    `tensors` and their bytes are those that the header names, in its order; raises InvalidFeature if they do not fit.
+    """
 
-    @contextmanager
-    def offering(self, tensors: Sequence[tuple[TensorDescriptor, memoryview]]) -> Iterator[None]:
-        """While it lasts, a tensor over the very bytes of one of `tensors` is sent as that descriptor.
+    def __init__(self, header: bytes, tensors: Sequence[TensorDescriptor], datas: Sequence[memoryview]) -> None:
+        # vLLM's own __init__ would fill `data`, which is made on demand here.
+        check_tensors(header, datas)
+        self.wire = WireItem(header, tuple(tensors))
+        self._datas = datas
+        self._decoded: dict[str, MultiModalFieldElem] | None = None
 
-        Two requests may offer the same entry at the same time. The bytes must stay where they are meanwhile.
-        """
-        addresses = [address_of(data) for _, data in tensors]
-        for address, (descriptor, _) in zip(addresses, tensors, strict=True):
-            self._offered.setdefault(address, []).append(descriptor)
-        try:
-            yield
-        finally:
-            for address, (descriptor, _) in zip(addresses, tensors, strict=True):
-                self._offered[address].remove(descriptor)
-                if not self._offered[address]:
-                    del self._offered[address]
-
-    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        for descriptor in self._offered.get(tensor.data_ptr(), ()):
-            if descriptor.spec.nbytes == tensor.nbytes and tensor.is_contiguous():
-                entry = descriptor.range
-                return {META: [entry.arena, entry.offset, entry.nbytes, entry.generation, descriptor.offset]}
-        return None if self._inner is None else self._inner(tensor)
-
-    def new_message(self) -> None:
-        if self._inner is not None:
-            self._inner.new_message()
+    @property
+    def data(self) -> dict[str, MultiModalFieldElem]:
+        if self._decoded is None:
+            self._decoded = decode_item(self.wire.header, self._datas).data
+        return self._decoded
 
 
-def address_of(data: memoryview) -> int:
-    """Where in this process's memory the bytes begin."""
-    return int(np.frombuffer(data, np.uint8).ctypes.data)
+class ArenaEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's encoder; an `ArenaItem` travels as its `WireItem`."""
+
+    def _encode_mm_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
+        if isinstance(item, ArenaItem):
+            return {KEY: _ENCODER.encode(item.wire)}
+        found: dict[str, Any] = super()._encode_mm_item(item)
+        return found

@@ -2,7 +2,8 @@
 
 Theory of operation. A request's features arrive as views of an arena or of the message, and everything about them is
 checked before vLLM sees them (`validation`). vLLM's front end, in this process, sends the request to its EngineCore
-process; tensors that lie in an arena that EngineCore has mapped go as descriptors (`arena_encoder`, `arena_decoder`).
+process; an item whose tensors lie in arenas that EngineCore has mapped goes as a descriptor (`arena_encoder`,
+`arena_decoder`).
 
 *Letting go.* The caller may reuse a request's bytes when `generate` has ended, so it must not end while EngineCore may
 read them. After a finish that EngineCore decided, it does not. After an abort, or a stop string, which only the front
@@ -31,14 +32,12 @@ from vllm.v1.metrics.stats import SchedulerStats
 from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
-    InvalidFeature,
     StartupFailed,
     WorkerLost,
 )
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
-from medialane.core.tensor import TensorDescriptor
-from medialane.vllm_bridge.arena_encoder import ArenaConsumer
+from medialane.core.request import EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
+from medialane.vllm_bridge.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import engine_args
@@ -127,9 +126,9 @@ class VllmEngine:
         self._closed = False
         self._tied = False
         self._arenas: set[str] = set()
-        self._consumer = ArenaConsumer(llm.engine_core.encoder.oob_tensor_consumer)
-        llm.engine_core.encoder.oob_tensor_consumer = self._consumer
-        self._reader = RequestReader(llm)
+        inner = llm.engine_core.encoder
+        llm.engine_core.encoder = ArenaEncoder(inner.size_threshold, inner.oob_tensor_consumer)
+        self._reader = RequestReader(llm, self._arenas)
         self.card = _card(llm)
 
     def load(self) -> WorkerLoad:
@@ -156,15 +155,14 @@ class VllmEngine:
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
     ) -> AsyncGenerator[OutputDelta, None]:
-        offered = self._offered(request, tensors)
-        with mapped_errors(), self._consumer.offering(offered):
+        with mapped_errors():
             engine_input = await self._reader.engine_input(request, tensors)
             expanded_here = isinstance(request.prompt, SourcePrompt)
             placed = placed_media(engine_input) if expanded_here else []
             async with aclosing(self._outputs(request, engine_input)) as outputs:
                 first = True
                 async for output in outputs:
-                    if offered and _has_error(output):
+                    if request.prompt.media and _has_error(output):
                         await self._check_refused(request.request_id)
                     yield to_delta(output, first=first, expanded_here=expanded_here, placed=placed)
                     first = False
@@ -256,25 +254,9 @@ class VllmEngine:
             logger.warning("the engine's processes may survive this one, when it is killed")
 
     async def _check_refused(self, request_id: str) -> None:
-        """A request with arena tensors ended in an error: raise HandoverFailed if EngineCore could not read them."""
+        """A request with media ended in an error: raise HandoverFailed if EngineCore could not read them."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
-
-    def _offered(
-        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
-    ) -> list[tuple[TensorDescriptor, memoryview]]:
-        """Descriptors that EngineCore can resolve by itself, with their bytes."""
-        if not isinstance(request.prompt, ExpandedPrompt):
-            return []
-        features = request.prompt.features
-        if [len(f.tensors) for f in features] != [len(found) for found in tensors]:
-            raise InvalidFeature("a feature's tensors are not all there")
-        return [
-            (tensor, data)
-            for feature, found in zip(features, tensors, strict=True)
-            for tensor, data in zip(feature.tensors, found, strict=True)
-            if isinstance(tensor, TensorDescriptor) and tensor.range.arena in self._arenas and data.nbytes
-        ]
 
 
 def _card(llm: AsyncLLM) -> ModelCard:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from vllm.inputs import mm_input, tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalKwargsItems
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from medialane.core.errors import PromptRejected
+from medialane.core.errors import InvalidFeature, PromptRejected
+from medialane.core.feature import HandedMedia
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.core.tensor import TensorDescriptor
+from medialane.vllm_bridge.arena_encoder import ArenaItem
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.renderer_hook import to_vllm_range
 from medialane.vllm_bridge.source_prompt import SourceRenderer
@@ -29,7 +32,9 @@ _UNREADABLE = (msgspec.DecodeError, NotImplementedError, TypeError, ValueError, 
 class RequestReader:
     """Reads requests for one engine, and checks what vLLM would believe. The owner calls `close`."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, arenas: Container[str]) -> None:
+        """`arenas` are those that EngineCore has mapped, at any time."""
+        self._arenas = arenas
         takes_media = llm.model_config.supports_multimodal_inputs
         self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
         self._sources = SourceRenderer(llm.renderer, llm.model_config)
@@ -78,7 +83,7 @@ class RequestReader:
     ) -> Any:
         if self._checker is None:
             raise PromptRejected("this model takes no media")
-        items = [decode_item(f.header, data) for f, data in zip(prompt.features, tensors, strict=True)]
+        items = [self._item(feature, datas) for feature, datas in zip(prompt.features, tensors, strict=True)]
         self._checker.check(prompt, items)
         kwargs: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
@@ -95,6 +100,15 @@ class RequestReader:
             prompt=request.prompt_text,
             cache_salt=request.cache_salt,
         )
+
+    def _item(self, feature: HandedMedia, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
+        """The item as EngineCore will have it. Raises InvalidFeature."""
+        if len(feature.tensors) != len(datas):
+            raise InvalidFeature("a feature's tensors are not all there")
+        mapped = [t for t in feature.tensors if isinstance(t, TensorDescriptor) and t.range.arena in self._arenas]
+        if mapped and len(mapped) == len(datas):
+            return ArenaItem(feature.header, mapped, datas)
+        return decode_item(feature.header, datas)
 
     def close(self) -> None:
         self._sources.close()

@@ -10,9 +10,9 @@ so a header alone is enough to expand a prompt. Nothing here is pickled; field k
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -117,34 +117,76 @@ def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwarg
     return _rebuild(header, lambda large: _large_over(large, tensors))
 
 
+def check_tensors(header: bytes, tensors: Sequence[memoryview]) -> None:
+    """Raise InvalidFeature where `decode_item` would, without making the item."""
+    for large in _template(header).large:
+        _bytes_of(large, tensors)
+
+
 def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
     """Rebuild an item for prompt assembly: large tensors are zero-stride stand-ins of the right dtype and shape."""
     return _rebuild(header, lambda large: torch.zeros((), dtype=_DTYPES[large.spec.dtype]).expand(large.spec.shape))
 
 
-def _decode(header: bytes) -> Header:
-    return _decode_kept(header) if len(header) <= _KEPT_BYTES else _decode_new(header)
+class _Field(NamedTuple):
+    """A field as all items of one header have it. `value` is complete, or what is built of large tensors."""
+
+    name: str
+    field: BaseMultiModalField
+    value: Any
+    is_complete: bool
 
 
-def _decode_new(header: bytes) -> Header:
+class _Template(NamedTuple):
+    """A header that was read. `large` are the tensors that it does not hold."""
+
+    fields: tuple[_Field, ...]
+    large: tuple[LargeTensor, ...]
+
+
+def _template(header: bytes) -> _Template:
+    return _kept_template(header) if len(header) <= _KEPT_BYTES else _new_template(header)
+
+
+def _new_template(header: bytes) -> _Template:
     if len(header) > MAX_HEADER_BYTES:
         raise InvalidFeature(f"a feature's header has {len(header)} bytes, more than {MAX_HEADER_BYTES}")
     try:
-        return _DECODER.decode(header)
+        fields = _DECODER.decode(header).fields
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidFeature("a feature's header cannot be read") from error
+    large: list[LargeTensor] = []
+    return _Template(tuple(_read_field(found, large) for found in fields), tuple(large))
 
 
-@lru_cache(maxsize=512)  # images of one size have one header
-def _decode_kept(header: bytes) -> Header:
-    return _decode_new(header)
+def _read_field(found: Field, large: list[LargeTensor]) -> _Field:
+    outside = list(_large(found.value))
+    large += outside
+    value = found.value if outside else _nested(found.value, _no_large)
+    return _Field(found.name, _field(found.kind), value, is_complete=not outside)
+
+
+# Images of one size have one header. Their items share its small tensors, as those in vLLM's own processor cache do.
+_kept_template = lru_cache(maxsize=512)(_new_template)
+
+
+def _large(value: Value) -> Iterator[LargeTensor]:
+    if isinstance(value, LargeTensor):
+        yield value
+    elif isinstance(value, Nested):
+        for inner in value.items:
+            yield from _large(inner)
+
+
+def _no_large(_large: LargeTensor) -> torch.Tensor:
+    raise AssertionError("a value without large tensors has one")
 
 
 def _rebuild(header: bytes, large: Callable[[LargeTensor], torch.Tensor]) -> MultiModalKwargsItem:
     return MultiModalKwargsItem(
         {
-            field.name: MultiModalFieldElem(data=_nested(field.value, large), field=_field(field.kind))
-            for field in _decode(header).fields
+            name: MultiModalFieldElem(data=value if is_complete else _nested(value, large), field=field)
+            for name, field, value, is_complete in _template(header).fields
         }
     )
 
@@ -160,12 +202,19 @@ def _nested(value: Value, large: Callable[[LargeTensor], torch.Tensor]) -> Any:
 
 
 def _large_over(large: LargeTensor, tensors: Sequence[memoryview]) -> torch.Tensor:
+    return tensor_over(large.spec, _bytes_of(large, tensors))
+
+
+def _bytes_of(large: LargeTensor, tensors: Sequence[memoryview]) -> memoryview:
     if not 0 <= large.index < len(tensors):
         raise InvalidFeature(f"a feature's header names tensor {large.index} of {len(tensors)}")
     if large.spec.nbytes <= INLINE_BYTES:
         # Equal headers must mean equal small tensors: `placing` and `validation` go by that.
         raise InvalidFeature(f"a tensor of {large.spec.nbytes} bytes stands outside its feature's header")
-    return tensor_over(large.spec, tensors[large.index])
+    data = tensors[large.index]
+    if data.nbytes != large.spec.nbytes:
+        raise InvalidFeature(f"{data.nbytes} bytes for a tensor {large.spec.dtype} {large.spec.shape}")
+    return data
 
 
 def tensor_over(spec: TensorSpec, data: memoryview) -> torch.Tensor:
