@@ -44,6 +44,16 @@ POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "pref
 EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
+#: Three of four requests ask about one and the same image.
+HOT = SessionTrace(
+    num_system_prompts=1,
+    num_images=1,
+    image=(1000, 1000),
+    images_of_first=(0.25, 0.75),
+    more_images=0.0,
+    mean_turns=1.0,
+    max_turns=1,
+)
 #: Requests a second and worker that fill round-robin's workers, about; how near the utilisation has to be to the one
 #: asked for, and how many runs that may take.
 GUESS_PER_S = 19.0
@@ -288,6 +298,12 @@ def run(options: harness.Options) -> harness.Report:
     rows, outcomes, best = compare(rates[1], NUM_WORKERS, trace, policies)
     report.tables[f"at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
     report.bars += _bars_of_high_load(outcomes["cost"], outcomes["round-robin"])
+    hot = HOT._replace(num_turns=trace.num_turns)
+    rows, outcomes, best = compare(rate_for(HIGH, NUM_WORKERS, hot), NUM_WORKERS, hot, policies)
+    report.tables[f"one hot image, at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    report.bars.append(
+        harness.Bar("one hot image: worst worker's load, of the mean", outcomes["cost"].imbalance, 1.5, "at most")
+    )
     return report
 
 

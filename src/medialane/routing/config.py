@@ -14,8 +14,11 @@ _MUST_BE_POSITIVE = ("session_ttl_s", "max_sessions", "soon_ttl_s", "num_decisio
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs are expected milliseconds until the first token, and what others lose by them. Only their ratios decide;
-    the defaults are those of a 7B vision-language model on one large GPU."""
+    """Costs are expected milliseconds until the first token, and what others lose by them. Only their ratios decide.
+
+    The times are those of a 7B vision-language model on one large GPU. That, of all values tried at 80 % utilisation,
+    none does better by much than these defaults, is what `benchmarks/fit_weights.py` shows.
+    """
 
     router: Annotated[
         PolicyName,
@@ -37,7 +40,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="how much more a ms of computing counts than a ms of waiting: who computes what another worker "
             "has keeps others waiting; 0 sends a copy of a prompt under way elsewhere at once"
         ),
-    ] = 1.0
+    ] = 2.0
     running_ms: Annotated[float, msgspec.Meta(description="cost of each sequence that the engine runs already, ms")] = (
         0.2
     )

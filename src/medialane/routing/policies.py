@@ -133,7 +133,7 @@ class Policy:
         for number, item in enumerate(offer.items):
             _ITEM.pack_into(self._items, number * _ITEM.size, item.num_blocks, item.num_embeds)
             end = size * (number + 2)
-            self._masks[end - size : end] = (offer.holders[number] & candidates).to_bytes(size, "little")
+            self._masks[end - size : end] = offer.holders[number].to_bytes(size, "little")
 
 
 def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:
