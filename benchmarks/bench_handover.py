@@ -45,6 +45,7 @@ from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, Work
 from medialane.observability.metrics import Metrics
 from medialane.prepare.fake import FakeAssembler
 from medialane.routing import Router
+from medialane.routing.config import RoutingConfig
 from medialane.rpc import ArenaOffer, Hello, RpcConfig
 from medialane.transfer import ShmTransport, TransferConfig
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
@@ -162,7 +163,7 @@ def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gatew
         handover=Handover(transports=[ShmTransport()], features=nothing, max_inline_bytes=0),
         assembler=FakeAssembler(),
         workers=workers,
-        router=Router(),
+        router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache, and tells of no blocks
         metrics=metrics,
     )
     return workers, gateway

@@ -20,17 +20,20 @@ from indexed_prompts import SYSTEM_BLOCKS, IndexedPrompts
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Routed, Router, RoutingRequest
+from medialane.routing.config import RoutingConfig
 
 BLOCK = 16
 IN_FLIGHT = 500
 #: Hot images, and tokens of each.
 NUM_IMAGES, IMAGE_TOKENS = 64, 1000
+#: No engine stores what is sent here; nobody shall wonder.
+_CONFIG = RoutingConfig(store_grace_s=1e9)
 _CARD = ModelCard("m", 1 << 20, BLOCK, {}, {}, encoder_cache_tokens=1 << 16, max_num_seqs=256)
 
 
 def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
     """One row for each length of a prompt, in blocks."""
-    router, prompts = Router(seed=1), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
+    router, prompts = Router(_CONFIG, seed=1), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
     for number in range(num_slots):
         router.join(Endpoint(f"w{number}", "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD))
     prompts.store(router.index.store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -28,13 +29,11 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
         check_tensors(header, datas)
         self.wire = WireItem(header, tuple(tensors))
         self._datas = datas
-        self._decoded: dict[str, MultiModalFieldElem] | None = None
 
-    @property
+    @cached_property
     def data(self) -> dict[str, MultiModalFieldElem]:
-        if self._decoded is None:
-            self._decoded = decode_item(self.wire.header, self._datas).data
-        return self._decoded
+        found: dict[str, MultiModalFieldElem] = decode_item(self.wire.header, self._datas).data
+        return found
 
 
 class ArenaEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
