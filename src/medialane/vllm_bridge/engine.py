@@ -162,7 +162,7 @@ class VllmEngine:
             async with aclosing(self._outputs(request, engine_input)) as outputs:
                 first = True
                 async for output in outputs:
-                    if request.prompt.media and _has_error(output):
+                    if self._arenas and request.prompt.media and _has_error(output):
                         await self._check_refused(request.request_id)
                     yield to_delta(output, first=first, expanded_here=expanded_here, placed=placed)
                     first = False
@@ -254,7 +254,7 @@ class VllmEngine:
             logger.warning("the engine's processes may survive this one, when it is killed")
 
     async def _check_refused(self, request_id: str) -> None:
-        """A request with media ended in an error: raise HandoverFailed if EngineCore could not read them."""
+        """A request with media ended in an error, and EngineCore has arenas: raise HandoverFailed if EngineCore could not read them."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
 
