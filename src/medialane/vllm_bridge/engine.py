@@ -254,7 +254,8 @@ class VllmEngine:
             logger.warning("the engine's processes may survive this one, when it is killed")
 
     async def _check_refused(self, request_id: str) -> None:
-        """A request with media ended in an error, and EngineCore has arenas: raise HandoverFailed if EngineCore could not read them."""
+        """A request with media ended in an error: raise HandoverFailed if EngineCore, which maps arenas, could not read
+        the items."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
 
