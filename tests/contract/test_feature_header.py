@@ -14,6 +14,7 @@ from vllm.multimodal.inputs import (
 from medialane.core.errors import InvalidFeature, PreparationFailed
 from medialane.vllm_bridge.features import (
     INLINE_BYTES,
+    check_tensors,
     decode_item,
     decode_item_without_tensors,
     encode_item,
@@ -77,6 +78,25 @@ def test_header_alone_keeps_small_tensors_and_large_shapes():
     assert assembled["grid"].data.tolist() == [1, 4, 6]
     assert assembled["pixels"].data.shape == (100, 1176)
     assert assembled["pixels"].data.untyped_storage().nbytes() == 1
+
+
+def test_items_of_one_header_share_what_it_holds_and_nothing_else():
+    pixels = torch.ones(100, 1176, dtype=torch.uint8)
+    original = item(grid=(torch.tensor([1, 4, 6]), MultiModalBatchedField()), pixels=(pixels, MultiModalBatchedField()))
+    header, _, (buffer,) = encode_item(original)
+    one, other = (decode_item(header, [memoryview(bytes(buffer))]) for _ in range(2))
+    assert one["grid"].data is other["grid"].data
+    assert one["pixels"].data.data_ptr() != other["pixels"].data.data_ptr()
+    one["grid"].data = None
+    assert other["grid"].data.tolist() == [1, 4, 6]
+
+
+@pytest.mark.parametrize("datas", [[], [b"x" * 99], [b"x" * (INLINE_BYTES * 4 + 4)]], ids=["none", "short", "long"])
+def test_tensors_that_do_not_fit_are_found_without_making_the_item(datas):
+    header, _, (buffer,) = encode_item(item(x=(torch.zeros(INLINE_BYTES), MultiModalBatchedField())))
+    check_tensors(header, [buffer])
+    with pytest.raises(InvalidFeature):
+        check_tensors(header, list(map(memoryview, datas)))
 
 
 @pytest.mark.parametrize(
