@@ -6,6 +6,8 @@ equal runs give equal figures. Every policy gets the same requests. RPC and the 
 
 Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is
 round-robin's, which sets the rate of all.
+
+`one hot image` is what a policy for caches alone fails at: all requests would wait for the worker that has it.
 """
 
 from __future__ import annotations
@@ -44,13 +46,15 @@ POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "pref
 EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
-#: Three of four requests ask about one and the same image.
+#: Three of four requests ask about one and the same image, each something else at length.
 HOT = SessionTrace(
     num_system_prompts=1,
     num_images=1,
     image=(1000, 1000),
     images_of_first=(0.25, 0.75),
     more_images=0.0,
+    question=(300, 1500),
+    answer=(10, 50),
     mean_turns=1.0,
     max_turns=1,
 )
@@ -301,9 +305,12 @@ def run(options: harness.Options) -> harness.Report:
     hot = HOT._replace(num_turns=trace.num_turns)
     rows, outcomes, best = compare(rate_for(HIGH, NUM_WORKERS, hot), NUM_WORKERS, hot, policies)
     report.tables[f"one hot image, at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
-    report.bars.append(
-        harness.Bar("one hot image: worst worker's load, of the mean", outcomes["cost"].imbalance, 1.5, "at most")
-    )
+    cost, robin = outcomes["cost"], outcomes["round-robin"]
+    p99 = harness.percentile(cost.ttft_s, 0.99) / harness.percentile(robin.ttft_s, 0.99)
+    report.bars += [
+        harness.Bar("one hot image: worst worker's load, of the mean", cost.imbalance, 1.5, "at most"),
+        harness.Bar("one hot image: ttft p99, of round-robin's", p99, 1.0, "at most"),
+    ]
     return report
 
 

@@ -6,7 +6,7 @@ One pair of workers, two gateways over it, asked in turns with pictures and word
 turn they push each other out, as the hot pictures of a larger fleet do. All are asked about several times, each time in
 another order. The first time is not counted; the second is that of a follow-up question, and stands by itself: later
 ones find a picture at both workers of a round-robin, if it was not pushed out. How often it was depends on how much
-more there is than one worker holds: a worker has room for seven, and there are ten, and twelve.
+more there is than one worker holds: a worker has room for seven, and there are ten, twelve, and fourteen.
 
 `sessions`: a trace of `traces/` in small: hot images, follow-up questions, shared system prompts; its order, not its
 times. `cached` is the share of prompt tokens that the engines had in their caches, as they tell it.
@@ -39,7 +39,7 @@ ABOUT = "repeated images over two real workers: TTFT, routed by cache and round-
 
 OURS, PEER = "cost", "round-robin"
 SIZE = (1024, 768)
-NUMS_PICTURES, ASKED_EACH = (10, 12), 5
+NUMS_PICTURES, ASKED_EACH = (10, 12, 14), 5
 CONCURRENCY = 2
 #: A picture takes 8 blocks of 128 tokens: seven pictures fit in a worker, with room for the requests that run.
 FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=4096", "--num-gpu-blocks-override=64")
@@ -68,7 +68,7 @@ async def _run(options: Options) -> Report:
     repeated = {number: Repeated() for number in NUMS_PICTURES}
     sessions: dict[str, list[float]] = {OURS: [], PEER: []}
     cached: dict[str, float] = {}
-    rounds = options.rounds or (2 if options.quick else 6)
+    rounds = options.rounds or (2 if options.quick else 4)
     async with _servers(model) as urls:
         for turn in range(rounds):
             for number, times in repeated.items():
