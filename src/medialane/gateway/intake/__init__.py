@@ -21,6 +21,6 @@ A body that is not JSON, or not of the expected form, is passed on untouched, an
 URL that was not lifted from its place is nothing that the application could fetch: it resolves references only.
 """
 
-from medialane.gateway.intake.intake import Intake, lift
+from medialane.gateway.intake.lifting import Intake, lift
 
 __all__ = ["Intake", "lift"]
