@@ -1,5 +1,6 @@
 """The private seams of vLLM that let EngineCore read tensors out of arenas: they say which upgrade broke what."""
 
+import copy
 import inspect
 import os
 
@@ -238,7 +239,7 @@ def test_vllms_own_out_of_band_tensors_travel_as_ever():
 def test_item_of_an_arena_is_an_item_to_whoever_looks(arena, entry):
     header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
     item = ArenaItem(header, [entry], [arena.view.tensor(entry)])
-    assert list(item) == ["pixel_values"]
+    assert list(copy.copy(item)) == list(item.copy()) == list(item) == ["pixel_values"]
     assert torch.equal(item.get_data()["pixel_values"].view(-1), torch.arange(5000, dtype=torch.float32))
 
 

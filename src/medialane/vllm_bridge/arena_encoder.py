@@ -35,6 +35,10 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
         found: dict[str, MultiModalFieldElem] = decode_item(self.wire.header, self._datas).data
         return found
 
+    def __copy__(self) -> MultiModalKwargsItem:
+        # UserDict's own looks for `data` where it is not before it is made.
+        return MultiModalKwargsItem(self.data)
+
 
 class ArenaEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
     """vLLM's encoder; an `ArenaItem` travels as its `WireItem`."""
