@@ -301,16 +301,11 @@ def run(options: harness.Options) -> harness.Report:
     )
     rows, outcomes, best = compare(rates[1], NUM_WORKERS, trace, policies)
     report.tables[f"at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
-    report.bars += _bars_of_high_load(outcomes["cost"], outcomes["round-robin"])
+    report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.5: 0.5, 0.99: 0.8})
     hot = HOT._replace(num_turns=trace.num_turns)
     rows, outcomes, best = compare(rate_for(HIGH, NUM_WORKERS, hot), NUM_WORKERS, hot, policies)
     report.tables[f"one hot image, at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
-    cost, robin = outcomes["cost"], outcomes["round-robin"]
-    p99 = harness.percentile(cost.ttft_s, 0.99) / harness.percentile(robin.ttft_s, 0.99)
-    report.bars += [
-        harness.Bar("one hot image: worst worker's load, of the mean", cost.imbalance, 1.5, "at most"),
-        harness.Bar("one hot image: ttft p99, of round-robin's", p99, 1.0, "at most"),
-    ]
+    report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.99: 1.0}, prefix="one hot image: ")
     return report
 
 
@@ -321,11 +316,12 @@ def scale(num_workers: int) -> harness.Report:
     return harness.Report("routing", {f"{num_workers} workers (oracle {best:.3f})": rows})
 
 
-def _bars_of_high_load(cost: Outcome, robin: Outcome) -> list[harness.Bar]:
-    bars = [harness.Bar("worst worker's load, of the mean", cost.imbalance, 1.5, "at most")]
-    for share, limit in ((0.5, 0.5), (0.99, 0.8)):
+def _bars(cost: Outcome, robin: Outcome, limits: dict[float, float], *, prefix: str = "") -> list[harness.Bar]:
+    """`limits`: share of requests -> what the TTFT within which they are answered may be of round-robin's."""
+    bars = [harness.Bar(f"{prefix}worst worker's load, of the mean", cost.imbalance, 1.5, "at most")]
+    for share, limit in limits.items():
         ratio = harness.percentile(cost.ttft_s, share) / harness.percentile(robin.ttft_s, share)
-        bars.append(harness.Bar(f"ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
+        bars.append(harness.Bar(f"{prefix}ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
     return bars
 
 

@@ -84,8 +84,7 @@ def request(item):
 
 def sent(descriptor, view):
     """The frames of a request whose tensor lies at `descriptor`."""
-    header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
-    item = ArenaItem(header, [descriptor], [view.tensor(descriptor)])
+    item = ArenaItem(HEADER, [descriptor], [view.tensor(descriptor)])
     return [bytes(frame) for frame in ArenaEncoder().encode(request(item))]
 
 
@@ -156,18 +155,14 @@ def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):
 
 
 def _with_meta(message, **changes):
-    """The message with some of what its descriptor says replaced."""
+    """The message with some of what its descriptor says replaced: `tensor_offset`, or what its entry's range has."""
 
     def walk(value):
         if isinstance(value, dict) and KEY in value:
             header, (tensor,) = msgspec.msgpack.decode(value[KEY])
-            for part in (tensor, tensor["range"]):
-                part.update({name: new for name, new in changes.items() if name in part and name != "offset"})
-            if "offset" in changes:
-                tensor["range"]["offset"] = changes["offset"]
-            if "tensor_offset" in changes:
-                tensor["offset"] = changes["tensor_offset"]
-            return {KEY: msgspec.msgpack.encode((header, [tensor]))}
+            own = {"offset": changes["tensor_offset"]} if "tensor_offset" in changes else {}
+            of_entry = {name: new for name, new in changes.items() if name != "tensor_offset"}
+            return {KEY: wire_of(header, tensor | own | {"range": tensor["range"] | of_entry})}
         if isinstance(value, dict):
             return {k: walk(v) for k, v in value.items()}
         return [walk(v) for v in value] if isinstance(value, list) else value
@@ -175,6 +170,11 @@ def _with_meta(message, **changes):
     return walk(message)
 
 
+def wire_of(header, *tensors):
+    return msgspec.msgpack.encode((header, tensors))
+
+
+HEADER = encode_item(item_of(torch.zeros(SPEC.shape)))[0]
 WHERE = {
     "type": "arena",
     "spec": {"dtype": "float32", "shape": [100, 50]},
@@ -186,18 +186,17 @@ WHERE = {
 @pytest.mark.parametrize(
     "wire",
     [
-        None,
-        b"",
-        b"\xc1",
-        msgspec.msgpack.encode([]),
-        msgspec.msgpack.encode([b"", []]),
-        msgspec.msgpack.encode([b"\x80", [WHERE]]),
-        msgspec.msgpack.encode([encode_item(item_of(torch.zeros(SPEC.shape)))[0], []]),
-        msgspec.msgpack.encode([encode_item(item_of(torch.zeros(SPEC.shape)))[0], [WHERE]]),
-        msgspec.msgpack.encode([encode_item(item_of(torch.zeros(SPEC.shape)))[0], [WHERE | {"offset": -64}]]),
-        b"\x91" * 5000,
+        pytest.param(None, id="nothing"),
+        pytest.param(b"", id="no bytes"),
+        pytest.param(b"\xc1", id="no msgpack"),
+        pytest.param(msgspec.msgpack.encode([]), id="no header"),
+        pytest.param(wire_of(b""), id="empty header"),
+        pytest.param(wire_of(b"\x80", WHERE), id="header of no fields"),
+        pytest.param(wire_of(HEADER), id="no tensor"),
+        pytest.param(wire_of(HEADER, WHERE), id="arena that is not mapped"),
+        pytest.param(wire_of(HEADER, WHERE | {"offset": -64}), id="before its entry"),
+        pytest.param(b"\x91" * 5000, id="deep"),
     ],
-    ids=str,
 )
 def test_resolver_never_raises(wire):
     assert arena_decoder.ArenaResolver().resolve(wire) is None
@@ -237,17 +236,15 @@ def test_vllms_own_out_of_band_tensors_travel_as_ever():
 
 
 def test_item_of_an_arena_is_an_item_to_whoever_looks(arena, entry):
-    header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
-    item = ArenaItem(header, [entry], [arena.view.tensor(entry)])
+    item = ArenaItem(HEADER, [entry], [arena.view.tensor(entry)])
     assert list(copy.copy(item)) == list(item.copy()) == list(item) == ["pixel_values"]
     assert torch.equal(item.get_data()["pixel_values"].view(-1), torch.arange(5000, dtype=torch.float32))
 
 
 def test_item_whose_tensors_do_not_fit_its_header_is_not_made(arena, entry):
-    header, _, _ = encode_item(item_of(torch.zeros(SPEC.shape)))
     for datas in ([], [arena.view.tensor(entry)[:-4]]):
         with pytest.raises(InvalidFeature):
-            ArenaItem(header, [entry], datas)
+            ArenaItem(HEADER, [entry], datas)
 
 
 def test_engine_core_of_another_parent_is_not_tied(engine):

@@ -178,8 +178,8 @@ def _large(value: Value) -> Iterator[LargeTensor]:
             yield from _large(inner)
 
 
-def _no_large(_large: LargeTensor) -> torch.Tensor:
-    raise AssertionError("a value without large tensors has one")
+def _no_large(large: LargeTensor) -> torch.Tensor:
+    raise AssertionError(f"a value without large tensors has {large}")
 
 
 def _rebuild(header: bytes, large: Callable[[LargeTensor], torch.Tensor]) -> MultiModalKwargsItem:
@@ -212,15 +212,18 @@ def _bytes_of(large: LargeTensor, tensors: Sequence[memoryview]) -> memoryview:
         # Equal headers must mean equal small tensors: `placing` and `validation` go by that.
         raise InvalidFeature(f"a tensor of {large.spec.nbytes} bytes stands outside its feature's header")
     data = tensors[large.index]
-    if data.nbytes != large.spec.nbytes:
-        raise InvalidFeature(f"{data.nbytes} bytes for a tensor {large.spec.dtype} {large.spec.shape}")
+    _check_size(large.spec, data)
     return data
+
+
+def _check_size(spec: TensorSpec, data: memoryview) -> None:
+    if data.nbytes != spec.nbytes:
+        raise InvalidFeature(f"{data.nbytes} bytes for a tensor {spec.dtype} {spec.shape}")
 
 
 def tensor_over(spec: TensorSpec, data: memoryview) -> torch.Tensor:
     """A tensor whose memory is `data`. Raises InvalidFeature when sizes differ, KeyError for a dtype we do not have."""
-    if data.nbytes != spec.nbytes:
-        raise InvalidFeature(f"{data.nbytes} bytes for a tensor {spec.dtype} {spec.shape}")
+    _check_size(spec, data)
     dtype = _DTYPES[spec.dtype]
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
