@@ -102,9 +102,9 @@ def place_workers(
 
 
 def _on_cores(num_cores: int, num_workers: int, environ: Mapping[str, str]) -> Placement:
-    if "OMP_NUM_THREADS" in environ:
+    if num_workers == 1 or "OMP_NUM_THREADS" in environ:
         return Placement()
-    return Placement({"OMP_NUM_THREADS": str(max(1, num_cores // num_workers))})
+    return Placement({"OMP_NUM_THREADS": str(max(1, (num_cores - 1) // num_workers))})
 
 
 def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], num_workers: int) -> list[Placement]:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from vllm import envs
 from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge import cpu_executor
 from medialane.vllm_bridge.arguments import parse_vllm_args
 
 #: Independent of Python's version and of the process: gateways compute the same block hashes.
@@ -34,7 +36,14 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
     found.enable_prefix_caching = True
     found.prefix_caching_hash_algo = HASH_ALGORITHM
     found.kv_events_config = kv_events
+    if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
+        found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
     return found
+
+
+def _is_single(args: AsyncEngineArgs) -> bool:
+    """One process computes the model."""
+    return args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size == 1
 
 
 def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:

@@ -1,0 +1,196 @@
+"""Long answers through medialane and through plain vLLM: each server at its own defaults, in turns in one run.
+
+Every case is measured in turns, A B, B A, ...; a figure is the median over the turns, a ratio that of the medians.
+CPU time is that of all of a server's processes, spinning included.
+
+Inter-token times are taken where the client reads its socket. Events that are read together came in one burst: for the
+median they share the gap before it, so that a server does not look fast by holding tokens back; for the 99th percentile
+the first of them has the whole gap, which is the stall that a user sees, and the others none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+import aiohttp
+
+from harness import Bar, Options, Report, median, percentile
+from load import cpu_seconds, data_url
+from medialane.cli.sample_images import sample_jpeg
+from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
+from servers import Server, both_servers, settle
+
+NAME = "stream"
+ABOUT = "answers of 64 and 256 tokens through medialane and through plain vLLM: tokens/s, inter-token time, CPU"
+
+_SIZE = (512, 384)
+_ROUNDS = 5
+_ROUNDS_QUICK = 1
+#: Of each request, in both servers: the model answers to the end of its budget.
+_SAMPLING = {"temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    num_tokens: int
+    concurrency: int
+    streamed: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.num_tokens} c={self.concurrency} {'streamed' if self.streamed else 'whole'}"
+
+    @property
+    def num_requests(self) -> int:
+        """Enough for half a second and more of a turn."""
+        each = {1: 6, 4: 6, 16: 3}[self.concurrency] if self.num_tokens == 64 else {1: 2, 4: 2, 16: 1}[self.concurrency]
+        return each * self.concurrency
+
+
+CASES = [
+    Case(kind, num_tokens, concurrency, streamed)
+    for kind in ("text", "image")
+    for num_tokens in (64, 256)
+    for concurrency in (1, 4, 16)
+    for streamed in (True, False)
+]
+
+
+@dataclass
+class Turn:
+    """What one turn of a case took."""
+
+    num_tokens: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    shared_gaps_s: list[float] = field(default_factory=list)
+
+    def note(self, reads: Sequence[tuple[float, int]]) -> None:
+        """When one stream was read, and how many events were read then."""
+        for (before, _), (now, num_events) in pairwise(reads):
+            self.gaps_s += [now - before, *[0.0] * (num_events - 1)]
+            self.shared_gaps_s += [(now - before) / num_events] * num_events
+
+
+def run(options: Options) -> Report:
+    return asyncio.run(_run(options))
+
+
+async def _run(options: Options) -> Report:
+    model = str(build_tiny_model(cache_folder(os.environ)))
+    report = Report(NAME)
+    async with both_servers(model) as (ours, theirs):
+        for server in (ours, theirs):
+            await _turn(server, Case("image", 64, 4, streamed=True), model)
+        for case in CASES:
+            await _measure(report, case, (ours, theirs), model, options)
+    return report
+
+
+async def _measure(report: Report, case: Case, servers: tuple[Server, Server], model: str, options: Options) -> None:
+    turns: dict[str, list[Turn]] = {server.name: [] for server in servers}
+    for number in range(options.rounds or (_ROUNDS_QUICK if options.quick else _ROUNDS)):
+        for server in servers if number % 2 == 0 else servers[::-1]:
+            await settle()
+            turns[server.name].append(await _turn(server, case, model))
+    rows = {name: _row(case, name, found) for name, found in turns.items()}
+    report.tables.setdefault(NAME, []).extend(rows.values())
+    ours, theirs = (rows[server.name] for server in servers)
+    report.bars += _bars(case, ours, theirs)
+
+
+async def _turn(server: Server, case: Case, model: str) -> Turn:
+    """All requests of a case, `concurrency` at a time. Raises RuntimeError for an answer that is not whole."""
+    turn = Turn()
+    bodies = iter([_body(case, model) for _ in range(case.num_requests)])
+    before = cpu_seconds(server.pids())
+    started = time.perf_counter()
+    connector = aiohttp.TCPConnector(limit=case.concurrency)
+    headers = {"content-type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+
+        async def client() -> None:
+            for body in bodies:
+                await _ask(session, f"{server.base_url}/chat/completions", body, case, turn)
+
+        await asyncio.gather(*(client() for _ in range(case.concurrency)))
+    turn.wall_s = time.perf_counter() - started
+    turn.cpu_s = cpu_seconds(server.pids()) - before
+    return turn
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, body: bytes, case: Case, turn: Turn) -> None:
+    async with session.post(url, data=body) as response:
+        if case.streamed:
+            event, reads = await _read_stream(response)
+            turn.note(reads)
+        else:
+            event = await response.read()
+    num_tokens = json.loads(event)["usage"]["completion_tokens"] if response.status == 200 else 0
+    if num_tokens != case.num_tokens:
+        raise RuntimeError(f"{case.name}: {response.status}, {num_tokens} tokens: {event[:500]!r}")
+    turn.num_tokens += num_tokens
+
+
+async def _read_stream(response: aiohttp.ClientResponse) -> tuple[bytes, list[tuple[float, int]]]:
+    """The last event, which has the usage; and when the stream was read, and how many events it brought."""
+    last = rest = b""
+    reads = []
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        events = [event for event in events if event != _DONE]
+        if events:
+            last = events[-1]
+            reads.append((time.perf_counter(), len(events)))
+    return (last or rest).removeprefix(b"data: "), reads
+
+
+_DONE = b"data: [DONE]"
+
+#: No two prompts of a run are the same; their first blocks and the image are.
+_NUMBERS = count(1)
+
+
+def _body(case: Case, model: str) -> bytes:
+    text = f"Count all objects and name their colours. This is question {next(_NUMBERS)}."
+    content: list[dict[str, object]] = [{"type": "text", "text": text}]
+    if case.kind == "image":
+        content.insert(0, {"type": "image_url", "image_url": {"url": data_url(sample_jpeg(1, *_SIZE))}})
+    body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": content}], **_SAMPLING}
+    body |= {"max_tokens": case.num_tokens, "stream": case.streamed}
+    if case.streamed:
+        body["stream_options"] = {"include_usage": True}
+    return json.dumps(body).encode()
+
+
+def _row(case: Case, server: str, turns: Sequence[Turn]) -> dict[str, object]:
+    return {
+        "case": case.name,
+        "server": server,
+        "tokens/s": median(t.num_tokens / t.wall_s for t in turns),
+        "gap_p50_ms": 1000 * median(median(t.shared_gaps_s) for t in turns) if case.streamed else None,
+        "gap_p99_ms": 1000 * median(percentile(t.gaps_s, 0.99) for t in turns) if case.streamed else None,
+        "cpu_ms/token": median(1000 * t.cpu_s / t.num_tokens for t in turns),
+    }
+
+
+def _bars(case: Case, ours: dict[str, object], theirs: dict[str, object]) -> list[Bar]:
+    def ratio(key: str) -> float:
+        return float(str(ours[key])) / float(str(theirs[key]))
+
+    bars = [
+        Bar(f"{case.name}: tokens/s / plain", ratio("tokens/s"), 0.97, "at least"),
+        Bar(f"{case.name}: CPU per token / plain", ratio("cpu_ms/token"), 1.05, "at most"),
+    ]
+    if case.streamed:
+        bars.append(Bar(f"{case.name}: inter-token p50 / plain", ratio("gap_p50_ms"), 1.05, "at most"))
+        bars.append(Bar(f"{case.name}: inter-token p99 / plain", ratio("gap_p99_ms"), 1.2, "at most"))
+    return bars

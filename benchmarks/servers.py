@@ -1,0 +1,93 @@
+"""`medialane serve` with one worker and plain vLLM's API server, both up at once, each at its own defaults.
+
+Nothing that decides about speed is set for either: no thread counts, no binding to cores. What is set is what two servers
+on one machine need (a bound on the KV cache, whose default is most of the memory) and what keeps them off the network.
+
+Both servers are idle while the other is asked. An engine's processes may go on spinning for a second after their last
+step (vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores is half of what the other one has: so every turn begins
+when that is over (`settle`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from load import process_tree
+from medialane.cli.plain_vllm import plain_vllm
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
+
+#: More than the second for which vLLM's engine spins when it has nothing to do.
+SETTLE_S = 1.5
+
+#: What decides about the speed of vLLM on a CPU, and `medialane bench` or its user may have set for its own process.
+_SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_KVCACHE_SPACE")
+
+_ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A ready server: where its OpenAI API is (ends in /v1), and all of its processes."""
+
+    name: str
+    base_url: str
+    pids: Callable[[], list[int]]
+
+
+async def settle() -> None:
+    """Wait until no engine spins any more."""
+    await asyncio.sleep(SETTLE_S)
+
+
+@asynccontextmanager
+async def both_servers(model: str) -> AsyncIterator[tuple[Server, Server]]:
+    """medialane, then plain vLLM, serving `model`."""
+    environ = {name: value for name, value in os.environ.items() if name not in _SPEED} | _ENVIRON
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "plain.log"
+        async with (
+            plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log) as plain,
+            _medialane(model, TINY_MODEL_FLAGS, environ=environ) as ours,
+        ):
+            yield ours, Server("plain vLLM", plain.base_url, lambda: process_tree(plain.process_id))
+
+
+@asynccontextmanager
+async def _medialane(model: str, flags: Sequence[str], *, environ: Mapping[str, str]) -> AsyncIterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "1"]
+    command += ["--port", str(port), "--arena-size", "1GiB", "--", *flags]
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - it returns at once
+    try:
+        await _ready(process, f"http://127.0.0.1:{port}/health")
+        yield Server("medialane", f"http://127.0.0.1:{port}/v1", lambda: process_tree(process.pid))
+    finally:
+        process.send_signal(signal.SIGINT)
+        await asyncio.to_thread(process.wait, 60)
+
+
+async def _ready(process: subprocess.Popen[bytes], url: str) -> None:
+    async with asyncio.timeout(300), aiohttp.ClientSession() as session:
+        while process.poll() is None:
+            try:
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+    raise RuntimeError("medialane serve ended before it was ready")
