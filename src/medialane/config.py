@@ -356,8 +356,6 @@ def vllm_defaults(model: str, vllm_args: Sequence[str], *, on_gpu: bool, num_wor
         found["HF_HUB_OFFLINE"] = "1"  # nothing to fetch, and every look-up would wait for the network
     if on_gpu:
         return found
-    if num_workers > 1:
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     # vLLM's own default is most of the machine's memory for each worker. The variable would beat the flag.
     if not any(arg.replace("_", "-").startswith("--kv-cache-memory-bytes") for arg in vllm_args):
         found["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(num_workers))

@@ -1,40 +1,74 @@
-"""The private seam that `vllm_bridge.cpu_waiting` leans on: the flag is read at every wait, by the waits that spin."""
+"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues make their reader's `SpinCondition` by its name
+in `shm_broadcast`, and ask it to wait between two looks."""
 
 import os
+import time
 
 import pytest
-import vllm.distributed.utils as waiting
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
 from medialane.vllm_bridge import cpu_waiting
 from medialane.vllm_bridge.plugin import register
 
+cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
+
 
 @pytest.fixture
-def yields(monkeypatch):
-    """How often a wait has called the kernel's sched_yield."""
-    calls = []
-    monkeypatch.setattr(os, "sched_yield", lambda: calls.append(1))
-    monkeypatch.setattr(waiting, "USE_SCHED_YIELD", True)
-    return calls
+def vllms_condition(monkeypatch):
+    """What the name stands for, put back after the test."""
+    original = cpu_waiting._Spinning.__mro__[1]
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", original)
+    return original
 
 
-def test_engine_and_worker_wait_by_the_function_that_reads_the_flag(yields):
-    assert shm_broadcast.sched_yield is waiting.sched_yield
-    shm_broadcast.sched_yield()
-    assert yields
+@pytest.fixture
+def queue(vllms_condition):
+    """A reader of a message queue, with its writer, in this process."""
+    cpu_waiting.install()
+    writer = shm_broadcast.MessageQueue(1, 1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    yield reader, writer
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
-def test_plugin_makes_waits_on_a_cpu_sleep(yields):
+@cpu_only
+def test_plugin_gives_message_queues_our_condition(vllms_condition):
     register()
-    shm_broadcast.sched_yield()
-    assert not yields
+    assert shm_broadcast.SpinCondition is cpu_waiting._Spinning
 
 
-def test_gpu_host_keeps_vllms_way(yields, monkeypatch):
+def test_gpu_host_keeps_vllms_way(vllms_condition, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _self: False)
     cpu_waiting.install()
-    shm_broadcast.sched_yield()
-    assert yields
+    assert shm_broadcast.SpinCondition is vllms_condition
+
+
+@cpu_only
+def test_reader_spins_and_sleeps_in_turns_while_a_step_is_under_way(queue, monkeypatch):
+    reader, _ = queue
+    calls = []
+    monkeypatch.setattr(os, "sched_yield", lambda: calls.append("yield"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(("sleep", seconds)))
+    reader._spin_condition.last_read = time.monotonic() + 60  # as if it had just read
+    for _ in range(2 * cpu_waiting.LOOKS_PER_SLEEP):
+        reader._spin_condition.wait()
+    assert calls.count(("sleep", 0)) == 2
+    assert calls.count("yield") == 2 * cpu_waiting.LOOKS_PER_SLEEP - 2
+
+
+@cpu_only
+def test_idle_reader_uses_no_cpu_time(queue):
+    reader, _ = queue
+    reader._spin_condition.record_read()
+    before = time.process_time()
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.5)
+    assert time.process_time() - before < 0.2  # it spins for SPIN_S of the half second; vLLM's spins throughout
+
+
+@cpu_only
+def test_idle_reader_is_woken_by_a_message(queue):
+    reader, writer = queue
+    reader._spin_condition.last_read = 0
+    writer.enqueue(["a step"])
+    assert reader.dequeue(timeout=5) == ["a step"]

@@ -17,6 +17,7 @@ from medialane.core.errors import StartupFailed
 
 #: vLLM's own default of --gpu-memory-utilization, which workers on one GPU divide.
 _GPU_MEMORY_UTILIZATION = 0.92
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _QUERY_TIMEOUT_S = 20
 _GPU_LINE = re.compile(r"GPU (\d+): ")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
@@ -102,9 +103,17 @@ def place_workers(
 
 
 def _on_cores(num_cores: int, num_workers: int, environ: Mapping[str, str]) -> Placement:
-    if num_workers == 1 or "OMP_NUM_THREADS" in environ:
+    """OpenMP threads. One worker has vLLM's own choice: a thread on each physical core but one, which it leaves to the
+    processes beside the model (two threads on two cores would wait for each other at every step). vLLM would bind
+    several workers to the same cores: they get equal parts, and the kernel places them.
+    """
+    if _BIND in environ:
         return Placement()
-    return Placement({"OMP_NUM_THREADS": str(max(1, (num_cores - 1) // num_workers))})
+    if "OMP_NUM_THREADS" in environ:
+        return Placement({_BIND: "nobind"})  # else vLLM sets a number of its own
+    if num_workers == 1:
+        return Placement()
+    return Placement({_BIND: "nobind", "OMP_NUM_THREADS": str(max(1, (num_cores - 1) // num_workers))})
 
 
 def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], num_workers: int) -> list[Placement]:

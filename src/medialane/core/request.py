@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -54,7 +55,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker generates from. `sampling_params` is the engine's own encoding; only the bridge reads it.
 
     `lora` is the engine's own encoding of a LoRA request, `lora_name` the adapter's name in it; `reasoning` are its
-    reasoning-parser arguments.
+    reasoning-parser arguments. Outputs are deltas, or one at the end, unless `cumulative`: then each has all so far.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     trace_headers: dict[str, str] | None = None
     reasoning_ended: bool | None = None
     reasoning: bytes | None = None
+    cumulative: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +119,35 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cache_creation_tokens: int | None = None
     times: EngineTimes | None = None
     placed: tuple[MediaSpan, ...] = ()
+
+
+def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Successive deltas of one request as one that says the same: what a slow reader gets in one piece."""
+    first, last = deltas[0], deltas[-1]
+    by_index: dict[int, list[CompletionDelta]] = {}
+    for delta in deltas:
+        for completion in delta.completions:
+            by_index.setdefault(completion.index, []).append(completion)
+    return msgspec.structs.replace(
+        last,
+        completions=[_merge_completions(parts) for parts in by_index.values()],
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=first.prompt_logprobs,
+        times=first.times,
+        placed=first.placed,
+    )
+
+
+def _merge_completions(parts: Sequence[CompletionDelta]) -> CompletionDelta:
+    if len(parts) == 1:
+        return parts[0]
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    return msgspec.structs.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=[position for positions in logprobs for position in positions] if logprobs else None,
+    )
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -236,4 +267,5 @@ __all__ = [
     "TokenLogprob",
     "TransportName",
     "WorkerLoad",
+    "merge_deltas",
 ]

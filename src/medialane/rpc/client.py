@@ -129,6 +129,7 @@ class RpcClient:
         remote = RemoteRequest(
             request_id,
             max_queued_bytes=self._config.max_queued_bytes,
+            mergeable=not request.cumulative,
             send_abort=self._abort,
             on_released=on_released,
         )

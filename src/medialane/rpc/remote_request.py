@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Callable
 
 from medialane.core.errors import GenerationFailed, MedialaneError
-from medialane.core.request import OutputDelta
+from medialane.core.request import OutputDelta, merge_deltas
 
 
 class RemoteRequest:
     """Async iterator over the answer's deltas, for one consumer. Made by `RpcClient.submit`.
+
+    Deltas that have come while the consumer was busy (with a client that reads slowly, say) are given as one, if
+    `mergeable`: what follows costs per delta, whatever number of tokens it has.
 
     The iteration ends after the finished delta. It raises what the worker reported, WorkerLost when the connection
     ends first, GenerationFailed after `abort` or when more than `max_queued_bytes` wait for a slow consumer; what
@@ -24,11 +27,13 @@ class RemoteRequest:
         request_id: str,
         *,
         max_queued_bytes: int,
+        mergeable: bool = True,
         send_abort: Callable[[str], None],
         on_released: Callable[[str], None] | None,
     ) -> None:
         self.request_id = request_id
         self._max_queued_bytes = max_queued_bytes
+        self._mergeable = mergeable
         self._send_abort = send_abort
         self._on_released = on_released
         self._queue: deque[tuple[OutputDelta, int]] = deque()
@@ -49,6 +54,11 @@ class RemoteRequest:
             if self._complete:
                 raise StopAsyncIteration
             await self._wait()
+        if self._mergeable and len(self._queue) > 1:
+            deltas = [delta for delta, _ in self._queue]
+            self._queue.clear()
+            self._num_queued_bytes = 0
+            return merge_deltas(deltas)
         delta, nbytes = self._queue.popleft()
         self._num_queued_bytes -= nbytes
         return delta

@@ -1,21 +1,53 @@
-"""exp"""
-import os, time
-from vllm.platforms import current_platform
-import vllm.distributed.utils as waiting
+"""How vLLM's processes wait for each other on a machine without a GPU.
+
+Where a model has several processes there (tensor or pipeline parallel), EngineCore exchanges every step with them through
+shared memory, and its readers wait in `SpinCondition`: they spin in `sched_yield` for a second after the last message,
+then sleep until the writer's notification. On two cores such spinners keep every other process off the CPU: with Linux
+6.18 and one stream of 6000 tokens the gateway waited up to 5 s for a core, and gateways took workers for dead. Sleeping
+at every look lets the others run, but halves the tokens per second, since each step waits for timers.
+
+So readers spin as long as a step is under way, with a short sleep now and then, in which the kernel runs what waits; and
+they sleep until they are notified soon after the last message, not after a second.
+
+On GPU hosts, where cores are many and steps are short, vLLM's choice stays. The seam is private to vLLM 0.32;
+`tests/contract/test_vllm_cpu_waiting.py` pins it. A model in one process does not wait at all (`cpu_executor`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
 from vllm.distributed.device_communicators import shm_broadcast
-MODE=os.environ.get("MLX_MODE","m2"); EVERY=int(os.environ.get("MLX_EVERY","32")); BUSY=float(os.environ.get("MLX_BUSY","0.01"))
-def install():
-    if not current_platform.is_cpu() or MODE=="m0": return
-    if MODE=="m1":
-        waiting.USE_SCHED_YIELD=False; return
-    n=[0]
-    inner=shm_broadcast.SpinCondition.wait
-    def wait(self, timeout_ms=None):
-        self.busy_loop_s = BUSY
-        if time.monotonic() <= self.last_read + BUSY:
-            n[0]+=1
-            if n[0] % EVERY: os.sched_yield()
-            else: time.sleep(0)
+from vllm.platforms import current_platform
+
+#: Of so many looks one is a sleep: 30 to 50 us of spinning, then about 55 us (Linux's default timer slack) for others.
+LOOKS_PER_SLEEP = 32
+
+#: After the last message. Steps of a model that answers come closer together; an idle one has none.
+SPIN_S = 0.01
+
+
+class _Spinning(shm_broadcast.SpinCondition):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's wait with both constants above."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_looks = 0
+        if self.is_reader:
+            self.busy_loop_s = SPIN_S
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        self._num_looks += 1
+        if time.monotonic() > self.last_read + self.busy_loop_s:
+            super().wait(timeout_ms)
+        elif self._num_looks % LOOKS_PER_SLEEP:
+            os.sched_yield()
         else:
-            inner(self, timeout_ms)
-    shm_broadcast.SpinCondition.wait = wait
+            time.sleep(0)
+
+
+def install() -> None:
+    """Have this process's readers wait so, if it computes on the CPU. Idempotent."""
+    if current_platform.is_cpu():
+        shm_broadcast.SpinCondition = _Spinning

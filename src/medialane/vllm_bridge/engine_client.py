@@ -14,7 +14,7 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import BaseRenderer
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -113,6 +113,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
             trace_headers=None if trace_headers is None else dict(trace_headers),
             reasoning_ended=reasoning_ended,
             reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
+            cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
         )
         prompt_token_ids = request.prompt.token_ids
         try:

@@ -98,7 +98,13 @@ def test_parts_load_the_configuration_that_serve_had(tmp_path):
         assert (loaded.gateway.stage, loaded.rpc.token) == ("url", "secret")
         assert not any("secret" in word for word in part.argv)
     assert worker.environ["HOME"] == "/root"
-    assert worker.environ["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in worker.environ
+    assert "OMP_NUM_THREADS" not in gateway.environ
+
+
+def test_threads_are_set_for_workers_alone(tmp_path):
+    worker, _, gateway = make_parts(tmp_path, workers="2")
+    assert worker.environ["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in gateway.environ
 
 

@@ -11,13 +11,28 @@ def place(hardware, vllm_args=(), *, num_workers=2, single_gpu=False, environ=No
     return place_workers(hardware, vllm_args, num_workers=num_workers, single_gpu=single_gpu, environ=environ or {})
 
 
-def test_cores_are_shared_fairly():
-    assert [dict(p.environ) for p in place(CPU, num_workers=3)] == [{"OMP_NUM_THREADS": "2"}] * 3
-    assert place(Hardware((), 2), num_workers=4)[3].environ == {"OMP_NUM_THREADS": "1"}
+def test_several_workers_share_the_cores_and_leave_one():
+    assert [dict(p.environ) for p in place(CPU, num_workers=3)] == [unbound(2)] * 3
+    assert place(Hardware((), 2), num_workers=4)[3].environ == unbound(1)
 
 
-def test_number_of_threads_that_the_user_set_stays():
-    assert place(CPU, environ={"OMP_NUM_THREADS": "7"})[0].environ == {}
+def unbound(num_threads):
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
+
+
+def test_single_worker_has_vllms_own_choice_of_cores():
+    assert place(CPU, num_workers=1)[0].environ == {}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_number_of_threads_that_the_user_set_stays(num_workers):
+    placed = place(CPU, num_workers=num_workers, environ={"OMP_NUM_THREADS": "7"})[0]
+    assert placed.environ == {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else vLLM would overrule it
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_cores_that_the_user_chose_stay(num_workers):
+    assert place(CPU, num_workers=num_workers, environ={"VLLM_CPU_OMP_THREADS_BIND": "0-3"})[0].environ == {}
 
 
 def test_each_worker_gets_gpus_of_its_own():

@@ -7,10 +7,12 @@ from medialane.core.media import MediaSize
 from medialane.core.request import (
     CompletionDelta,
     EngineRequest,
+    EngineTimes,
     ExpandedPrompt,
     OutputDelta,
     SourcePrompt,
     TokenLogprob,
+    merge_deltas,
 )
 from medialane.core.tensor import InlineTensor, TensorSpec
 
@@ -40,3 +42,45 @@ def test_prompts_print_no_media():
     secret = InlineTensor(TensorSpec("uint8", (6,)), b"secret")
     assert "secret" not in repr(SourcePrompt([1], (HandedMedia("image", "b" * 64, b"", (secret,)),)))
     assert repr(ExpandedPrompt([1, 2])) == "ExpandedPrompt(2 tokens, 0 features)"
+
+
+def test_merged_deltas_say_what_they_said_one_by_one():
+    first = OutputDelta(
+        "r",
+        [CompletionDelta(0, "a ", [1], -0.5, [[TokenLogprob(1, -0.5, 1, "a ")]])],
+        prompt_token_ids=[7, 8],
+        num_cached_tokens=16,
+        times=EngineTimes(0.1, 0.2),
+    )
+    second = OutputDelta("r", [CompletionDelta(0, "cat", [2, 3], -2.0, [[TokenLogprob(2, -1.5, 2, "cat")], None])])
+    last = OutputDelta("r", [CompletionDelta(0, "", [4], -2.5, None, "stop", 4)], finished=True, num_cached_tokens=16)
+    assert merge_deltas([first, second, last]) == OutputDelta(
+        "r",
+        [
+            CompletionDelta(
+                0,
+                "a cat",
+                [1, 2, 3, 4],
+                -2.5,
+                [[TokenLogprob(1, -0.5, 1, "a ")], [TokenLogprob(2, -1.5, 2, "cat")], None],
+                "stop",
+                4,
+            )
+        ],
+        finished=True,
+        prompt_token_ids=[7, 8],
+        num_cached_tokens=16,
+        times=EngineTimes(0.1, 0.2),
+    )
+
+
+def test_merged_deltas_keep_completions_apart():
+    deltas = [
+        OutputDelta("r", [CompletionDelta(0, "a", [1]), CompletionDelta(1, "b", [2])]),
+        OutputDelta("r", [CompletionDelta(1, "d", [4], finish_reason="length")]),
+        OutputDelta("r", [CompletionDelta(0, "c", [3])]),
+    ]
+    assert merge_deltas(deltas).completions == [
+        CompletionDelta(0, "ac", [1, 3]),
+        CompletionDelta(1, "bd", [2, 4], finish_reason="length"),
+    ]

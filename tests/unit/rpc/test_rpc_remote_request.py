@@ -13,10 +13,14 @@ def delta(token, *, finished=False):
 
 
 class Told:
-    def __init__(self):
+    def __init__(self, *, mergeable=True):
         self.aborts, self.releases = [], []
         self.remote = RemoteRequest(
-            "r", max_queued_bytes=100, send_abort=self.aborts.append, on_released=self.releases.append
+            "r",
+            max_queued_bytes=100,
+            mergeable=mergeable,
+            send_abort=self.aborts.append,
+            on_released=self.releases.append,
         )
 
 
@@ -39,6 +43,32 @@ async def test_iteration_waits_for_what_comes_later(told):
     await asyncio.sleep(0)
     told.remote.on_output(delta(2, finished=True), 10)
     assert await reading == [1, 2]
+
+
+async def test_deltas_that_wait_for_their_reader_are_given_as_one(told):
+    for token in (1, 2, 3):
+        told.remote.on_output(delta(token), 30)
+    told.remote.on_output(delta(4, finished=True), 10)
+    merged = await anext(told.remote)
+    assert merged.completions[0].token_ids == [1, 2, 3, 4]
+    assert merged.finished
+    assert await tokens_of(told.remote) == []
+
+
+async def test_merged_deltas_make_room_for_others(told):
+    for token in (1, 2):
+        told.remote.on_output(delta(token), 50)
+    await anext(told.remote)
+    for token in (3, 4):
+        told.remote.on_output(delta(token), 50)
+    assert told.aborts == []
+
+
+async def test_cumulative_outputs_are_given_one_by_one():
+    told = Told(mergeable=False)
+    told.remote.on_output(delta(1), 10)
+    told.remote.on_output(delta(2, finished=True), 10)
+    assert [(await anext(told.remote)).completions[0].token_ids for _ in range(2)] == [[1], [2]]
 
 
 async def test_error_comes_after_the_deltas_before_it(told):

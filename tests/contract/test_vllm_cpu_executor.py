@@ -1,0 +1,61 @@
+"""What `vllm_bridge.cpu_executor` leans on: vLLM takes an executor by its qualified name, leaves it alone on a CPU, and
+offers the cores that it would bind its own process to."""
+
+import os
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from medialane.vllm_bridge import cpu_executor
+from medialane.vllm_bridge.engine_options import engine_args
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM itself runs the model in EngineCore")
+
+
+def executor(model, *flags):
+    """The class that vLLM takes for these flags."""
+    return Executor.get_class(engine_args(model, ["--max-model-len=512", *flags]).create_engine_config())
+
+
+def test_one_process_computes_the_model_where_one_can(tiny_model):
+    assert executor(tiny_model) is cpu_executor.CpuExecutor
+
+
+def test_executor_that_the_user_asks_for_is_kept(tiny_model):
+    assert executor(tiny_model, "--distributed-executor-backend=mp") is MultiprocExecutor
+
+
+def test_several_ranks_keep_vllms_executor(tiny_model):
+    assert executor(tiny_model, "--tensor-parallel-size=2") is MultiprocExecutor
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """What the executor asks of torch and of the kernel."""
+    asked = {}
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: asked.update(number=number))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.update(pid=pid, cores=cores))
+    return asked
+
+
+def test_cores_are_those_that_vllm_would_bind_its_process_to(tiny_model, threads, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "3-5")
+    monkeypatch.setattr(cpu_executor.UniProcExecutor, "_init_executor", lambda _self: None)
+    config = engine_args(tiny_model, ["--max-model-len=512"]).create_engine_config()
+    cpu_executor.CpuExecutor(config)
+    assert threads == {"number": 3, "pid": 0, "cores": [3, 4, 5]}
+
+
+def test_single_thread_may_run_on_every_core(threads):
+    cpu_executor._set_threads([[1]])
+    assert threads == {"number": 1}
+
+
+def test_threads_are_left_alone_where_binding_is_off(tiny_model, threads, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setattr(cpu_executor.UniProcExecutor, "_init_executor", lambda _self: None)
+    cpu_executor.CpuExecutor(engine_args(tiny_model, ["--max-model-len=512"]).create_engine_config())
+    assert threads == {}
