@@ -1,50 +1,27 @@
-"""The whole thing against plain vLLM: same flags, same engine, one worker, in turns in one run.
+"""The whole thing against plain vLLM, one worker, each server at its own defaults (`servers`), in turns in one run.
 
-Both servers are up the whole time and idle while the other is asked. An engine's processes go on spinning for a second
-after its last step (vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores is half of what the other one has: so
-every turn begins when that is over. On a machine where engine and everything else share the cores the measure is cost:
-requests per second of a closed loop, and the CPU time of all of a server's processes per request. Each case is measured
-in turns, A B A B ...; a figure is the median over the turns, a ratio that of the medians. vLLM's engine process polls
-while it waits: its CPU time grows with wall time, on both sides.
+On a machine where engine and everything else share the cores the measure is cost: requests per second of a closed loop,
+and the CPU time of all of a server's processes per request, spinning included. Each case is measured in turns, A B A B
+...; a figure is the median over the turns, a ratio that of the medians.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-
-import aiohttp
 
 from harness import Bar, Options, Report, median, percentile
-from load import Answered, data_url, image_request, process_tree, send
-from medialane.cli.plain_vllm import plain_vllm
+from load import Answered, data_url, image_request, send
 from medialane.cli.sample_images import sample_jpeg
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
+from servers import Server, both_servers, settle
 
 NAME = "serve"
 ABOUT = "requests with images through medialane and through plain vLLM: requests/s, TTFT, CPU per request"
 
 SIZES = ((512, 384), (1024, 768))
-
-#: More than the second for which vLLM's engine spins when it has nothing to do.
-SETTLE_S = 1.5
-
-
-@dataclass(frozen=True)
-class Server:
-    name: str
-    base_url: str
-    pids: Callable[[], list[int]]
 
 
 @dataclass(frozen=True)
@@ -73,13 +50,9 @@ def run(options: Options) -> Report:
 async def _run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
     report = Report(NAME)
-    environ = {**os.environ, **TINY_MODEL_ENVIRON}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "plain.log"
-        async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log) as plain, _medialane(model) as ours:
-            theirs = Server("plain vLLM", plain.base_url, lambda: process_tree(plain.process_id))
-            for case in CASES:
-                await _measure(report, case, (ours, theirs), model, options)
+    async with both_servers(model) as servers:
+        for case in CASES:
+            await _measure(report, case, servers, model, options)
     return report
 
 
@@ -89,7 +62,7 @@ async def _measure(report: Report, case: Case, servers: tuple[Server, Server], m
     for turn in range(options.rounds or (2 if options.quick else 5)):
         bodies = _bodies(case, model, quick=options.quick)
         for server in servers if turn % 2 == 0 else servers[::-1]:
-            await asyncio.sleep(SETTLE_S)
+            await settle()
             if case.repeated:
                 await send(server.base_url, bodies[:2], concurrency=1, pids=server.pids)
             answered = await send(server.base_url, bodies, concurrency=case.concurrency, pids=server.pids)
@@ -132,34 +105,3 @@ def _bars(case: Case, ours: dict[str, object], theirs: dict[str, object]) -> lis
     if case.repeated and case.concurrency == 8:
         bars.append(Bar(f"{case.name}: TTFT p50 / plain", ratio("ttft_p50_ms"), 1.0, "at most"))
     return bars
-
-
-@asynccontextmanager
-async def _medialane(model: str) -> AsyncIterator[Server]:
-    """`medialane serve` with one worker and one preparer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "1", "--preparers", "1"]
-    command += ["--port", str(port), "--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
-    environ = {**os.environ, **TINY_MODEL_ENVIRON}
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - it returns at once
-    try:
-        await _ready(process, f"http://127.0.0.1:{port}/health")
-        yield Server("medialane", f"http://127.0.0.1:{port}/v1", lambda: process_tree(process.pid))
-    finally:
-        process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(process.wait, 60)
-
-
-async def _ready(process: subprocess.Popen[bytes], url: str) -> None:
-    async with asyncio.timeout(300), aiohttp.ClientSession() as session:
-        while process.poll() is None:
-            try:
-                async with session.get(url) as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.2)
-    raise RuntimeError("medialane serve ended before it was ready")

@@ -1,11 +1,12 @@
 """`medialane serve` with one worker and plain vLLM's API server, both up at once, each at its own defaults.
 
-Nothing that decides about speed is set for either: no thread counts, no binding to cores. What is set is what two servers
-on one machine need (a bound on the KV cache, whose default is most of the memory) and what keeps them off the network.
+Nothing that decides about speed is set for either: no thread counts, no binding to cores. What is set is what two
+servers on one machine need (a bound on the KV cache, whose default is most of the memory) and what keeps them off the
+network.
 
 Both servers are idle while the other is asked. An engine's processes may go on spinning for a second after their last
-step (vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores is half of what the other one has: so every turn begins
-when that is over (`settle`).
+step (vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores is half of what the other one has: so every turn
+begins when that is over (`settle`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from medialane.vllm_bridge import cpu_executor
 from medialane.vllm_bridge.engine_options import engine_args
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM itself runs the model in EngineCore")
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM does so itself")
 
 
 def executor(model, *flags):

@@ -1,5 +1,5 @@
-"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues make their reader's `SpinCondition` by its name
-in `shm_broadcast`, and ask it to wait between two looks."""
+"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues make their reader's `SpinCondition` by its
+name in `shm_broadcast`, and ask it to wait between two looks."""
 
 import os
 import time
@@ -28,7 +28,7 @@ def queue(vllms_condition):
     cpu_waiting.install()
     writer = shm_broadcast.MessageQueue(1, 1)
     reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    yield reader, writer
+    return reader, writer
 
 
 @cpu_only

@@ -1,13 +1,13 @@
 """How vLLM's processes wait for each other on a machine without a GPU.
 
-Where a model has several processes there (tensor or pipeline parallel), EngineCore exchanges every step with them through
-shared memory, and its readers wait in `SpinCondition`: they spin in `sched_yield` for a second after the last message,
-then sleep until the writer's notification. On two cores such spinners keep every other process off the CPU: with Linux
+Where a model has several processes there (tensor or pipeline parallel), EngineCore exchanges every step with them
+through shared memory. A reader waits in `SpinCondition`: it spins in `sched_yield` for a second after the last message,
+then sleeps until the writer's notification. On two cores such spinners keep every other process off the CPU: with Linux
 6.18 and one stream of 6000 tokens the gateway waited up to 5 s for a core, and gateways took workers for dead. Sleeping
 at every look lets the others run, but halves the tokens per second, since each step waits for timers.
 
-So readers spin as long as a step is under way, with a short sleep now and then, in which the kernel runs what waits; and
-they sleep until they are notified soon after the last message, not after a second.
+So readers spin as long as a step is under way, with a short sleep now and then, in which the kernel runs what waits;
+and they sleep until they are notified soon after the last message, not after a second.
 
 On GPU hosts, where cores are many and steps are short, vLLM's choice stays. The seam is private to vLLM 0.32;
 `tests/contract/test_vllm_cpu_waiting.py` pins it. A model in one process does not wait at all (`cpu_executor`).

@@ -43,7 +43,7 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
 
 def _is_single(args: AsyncEngineArgs) -> bool:
     """One process computes the model."""
-    return args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size == 1
+    return (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
 
 
 def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
