@@ -148,7 +148,7 @@ class ForkserverProcess:
                 return
             try:
                 self._take(decode_control_report(packet), fds)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, LookupError) as error:  # LookupError: a fork that nobody asked for
                 self._lose(f"it broke the protocol: {error}")
 
     async def close(self, grace_s: float = 2.0) -> None:

@@ -30,7 +30,8 @@ import struct
 
 import msgspec
 
-from medialane.core.errors import ErrorReport
+from medialane.core.errors import ErrorReport, PreparationFailed
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
@@ -38,8 +39,11 @@ from medialane.media import MediaConfig
 #: Below the kernel's default send buffer (212 992), so that a packet never has to be split.
 MAX_CONTROL_BYTES = 128 * 1024
 
-#: A header holds small tensors only (vllm.md 6b: fields under 512 elements); a larger frame is a broken peer.
-MAX_FRAME_BYTES = 1024 * 1024
+#: What a message may hold besides a header: tensor specs, sizes, options (bounded where they come in).
+_OTHER_BYTES = 256 * 1024
+
+#: The largest message that is ever due is a NeedRange with the largest header; a larger frame is a broken peer.
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + _OTHER_BYTES
 
 LENGTH = struct.Struct("<I")
 
@@ -178,10 +182,11 @@ def decode_control_report(packet: bytes) -> ControlReport:
 
 
 def encode_frame(message: JobRequest | JobReport) -> bytes:
-    """One frame. Raises ValueError if its message is over MAX_FRAME_BYTES."""
+    """One frame. Raises PreparationFailed if its message is over MAX_FRAME_BYTES: this job fails, the channel is fine."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} of a frame")
+        name = type(message).__name__
+        raise PreparationFailed(f"this item's {name} message has {len(body)} bytes, more than {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
 
 

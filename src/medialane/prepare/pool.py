@@ -6,7 +6,8 @@ one job at a time, so everything about a job happens in one task, in order:
 
     take from queue -> send -> NeedRange -> reserve in the arena -> send -> Done -> publish -> result
 
-What may go wrong, and who notices. A preparer that dies closes its channel: the job fails with PreparerCrashed. A
+What may go wrong, and who notices. Nothing that a job does ends the pool: an error fails the job, an exception that
+nobody foresaw fails the job and costs its preparer; one outside of jobs is logged, and everything starts again. A preparer that dies closes its channel: the job fails with PreparerCrashed. A
 preparer that takes too long: the slot's deadline fires, the job fails with PreparerTimeout. Either way the caller is
 told first; then the process is killed, its end is confirmed by its pidfd, and only then are the job's range and its
 pin on the encoded bytes given back, for until then the process may still write. A fork server that dies takes its
@@ -29,6 +30,7 @@ from medialane.arena import Arena, Lease, describe, layout
 from medialane.core.errors import (
     ArenaFull,
     MedialaneError,
+    PreparationFailed,
     PreparerCrashed,
     PreparerTimeout,
     StartupFailed,
@@ -188,23 +190,20 @@ class PreparerPool:
                 num_done = self._num_done
                 try:
                     await self._live(started)
-                    if not started.done():
-                        raise StartupFailed("the process that prepares media ended while it started; its log says why")
                 except StartupFailed as error:
-                    if not started.done():
-                        started.set_exception(error)
-                        return
-                    logger.error("media preparation cannot restart: %s", error.message)
+                    logger.error("media preparation cannot start: %s", error.message)
+                    _fail_start(started, error)
+                except Exception:  # the supervisor: whatever ended it, media preparation starts again
+                    logger.exception("media preparation has failed and starts again")
+                _fail_start(started, StartupFailed("media preparation ended while it started; its log says why"))
+                if started.exception() is not None:
+                    return
                 pause_s = _longer(0.0 if self._num_done > num_done else pause_s)
                 self._num_forkserver_restarts += 1
                 await asyncio.sleep(pause_s)
-        except Exception:
-            logger.exception("media preparation has ended")
-            raise
         finally:
             self._refuse_jobs("media preparation has ended")
-            if not started.done():
-                started.set_exception(StartupFailed("media preparation was closed while it started"))
+            _fail_start(started, StartupFailed("media preparation was closed while it started"))
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
@@ -223,6 +222,7 @@ class PreparerPool:
                     slots.create_task(self._run_slot(forkserver, started), name=f"preparer-slot-{index}")
                 slots.create_task(self._watch(forkserver), name="forkserver-watch")
         finally:
+            self._refuse_jobs("media preparation is restarting")
             await _to_the_end(forkserver.close())
 
     async def _watch(self, forkserver: ForkserverProcess) -> None:
@@ -244,8 +244,7 @@ class PreparerPool:
                 return
             except PreparerLost as error:
                 logger.warning("no new preparer: %s", error)
-                if not started.done():
-                    started.set_exception(StartupFailed("a preparer ended while it started; its log says why"))
+                _fail_start(started, StartupFailed("a preparer ended while it started; its log says why"))
             else:
                 self._join(preparer, forkserver, started)
                 num_jobs = await self._serve(preparer, forkserver)
@@ -303,6 +302,9 @@ class PreparerPool:
         except PreparerLost as error:
             logger.warning("a job has lost its preparer: %s", error)
             self._fail(job, _crash(forkserver))
+        except Exception:  # this slot supervises jobs: one job's surprise must not end those of the others
+            logger.exception("a job failed unexpectedly; preparer %d is replaced", preparer.preparer_id)
+            self._fail(job, PreparationFailed("this item could not be prepared"))
         except BaseException:
             self._fail(job, Unavailable("media preparation has ended"))
             await _to_the_end(self._bury(job, preparer))
@@ -367,6 +369,11 @@ def _crash(forkserver: ForkserverProcess) -> MedialaneError:
     if forkserver.lost.is_set():
         return Unavailable("media preparation is restarting")
     return PreparerCrashed("the process that decoded this item has crashed")
+
+
+def _fail_start(started: asyncio.Future[None], error: StartupFailed) -> None:
+    if not started.done():
+        started.set_exception(error)
 
 
 def _longer(pause_s: float) -> float:

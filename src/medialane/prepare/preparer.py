@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 
 from medialane.arena import ArenaView, describe
-from medialane.core.errors import MedialaneError, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.errors import MediaTooLarge, MedialaneError, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
 from medialane.media import decode
@@ -93,6 +94,7 @@ class Preparer:
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # its pixels need not stay while the gateway makes room
         processed = time.perf_counter()
+        _check_header(item)
         self._send(NeedRange(job.job_id, item.specs, item.header, item.size, decoded - started, processed - decoded))
         reply = self._receive()
         if reply is None or isinstance(reply, NoRange):
@@ -127,6 +129,13 @@ class Preparer:
         """Exactly so many bytes; None when the channel has ended."""
         data = self._jobs.recv(nbytes, socket.MSG_WAITALL)
         return data if len(data) == nbytes else None
+
+
+def _check_header(item: ProcessedItem) -> None:
+    if len(item.header) > MAX_HEADER_BYTES:
+        raise MediaTooLarge(
+            f"the model's processor makes {len(item.header)} bytes of metadata of this item; at most {MAX_HEADER_BYTES}"
+        )
 
 
 class _SizeChooser:

@@ -25,6 +25,7 @@ from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.media_options import final_io, model_io
+from medialane.vllm_bridge.option_limits import check_options
 from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
 from medialane.vllm_bridge.story import Story
 
@@ -80,6 +81,7 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
+        check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
         options = canonical_options(mm_processor_kwargs or {})
         items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
         return engine_input(await story.prepare(MediaPrompt(list(prompt), items, options)))

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from medialane.core.errors import ErrorReport
+from medialane.core.errors import ErrorReport, PreparationFailed
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
@@ -52,7 +52,7 @@ def test_job_report_survives_its_frame(message):
 
 
 def test_frame_over_the_limit_is_refused_by_both_ends():
-    with pytest.raises(ValueError, match="NeedRange"):
+    with pytest.raises(PreparationFailed, match="NeedRange"):
         m.encode_frame(m.NeedRange(1, (), bytes(m.MAX_FRAME_BYTES), MediaSize(), 0, 0))
     with pytest.raises(ValueError, match="over the limit"):
         m.frame_length(m.LENGTH.pack(m.MAX_FRAME_BYTES + 1))

@@ -17,6 +17,7 @@ from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
     InvalidRequest,
+    MediaTooLarge,
     PreparationFailed,
     PreparerCrashed,
     PreparersBusy,
@@ -24,9 +25,12 @@ from medialane.core.errors import (
     StartupFailed,
     Unavailable,
 )
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import forkserver_process
+from medialane.prepare.forkserver_process import ForkserverProcess
+from medialane.prepare.messages import MAX_FRAME_BYTES
 
 
 def options(**wanted) -> bytes:
@@ -175,12 +179,64 @@ async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
         assert pool.stats().num_failed == 3
 
 
-async def test_header_over_the_frame_limit_fails_the_job_only(arena, encoded):
+@pytest.mark.parametrize("header_bytes", [200_000, 2 << 20, MAX_HEADER_BYTES])
+async def test_header_up_to_the_limit_passes(arena, encoded, header_bytes):
     async with running(make_pool(arena)) as pool:
+        with await pool.prepare_item(encoded, options(header_bytes=header_bytes), "b" * 64) as lease:
+            assert len(lease.value.header) == header_bytes
+
+
+async def test_header_over_the_limit_fails_its_job_by_name_and_nothing_else(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        before = pool.stats().pids
+        with pytest.raises(MediaTooLarge, match=str(MAX_HEADER_BYTES)):
+            await pool.prepare_item(encoded, options(header_bytes=MAX_HEADER_BYTES + 1), "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids == before
+
+
+async def test_options_too_large_for_a_frame_fail_their_job_and_nothing_else(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        before = pool.stats().pids
         with pytest.raises(PreparationFailed):
-            await pool.prepare_item(encoded, options(header_bytes=2 << 20), "a" * 64)
-        with await pool.prepare_item(encoded, options(header_bytes=200_000), "b" * 64) as lease:
-            assert len(lease.value.header) == 200_000
+            await pool.prepare_item(encoded, options(padding="x" * MAX_FRAME_BYTES), "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids == before
+
+
+async def test_exception_that_nobody_foresaw_fails_its_job_and_costs_only_its_preparer(arena, encoded, monkeypatch):
+    async with running(make_pool(arena)) as pool:
+        (before,) = pool.stats().pids
+
+        def publish(*_):
+            raise TypeError("a bug")
+
+        monkeypatch.setattr(arena, "publish", publish)
+        with pytest.raises(PreparationFailed):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        monkeypatch.undo()
+        await eventually(lambda: pool.stats().num_alive == 1)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert not is_running(before)
+        assert pool.stats().num_forkserver_restarts == 0
+
+
+async def test_exception_outside_of_jobs_restarts_media_preparation(arena, encoded, monkeypatch):
+    async with running(make_pool(arena)) as pool:
+        forks = []
+        fork = ForkserverProcess.fork
+
+        async def fork_that_fails_once(self, on_exit):
+            forks.append(on_exit)
+            if len(forks) == 1:
+                raise RuntimeError("a bug")
+            return await fork(self, on_exit)
+
+        monkeypatch.setattr(ForkserverProcess, "fork", fork_that_fails_once)
+        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        await eventually(lambda: len(forks) == 2 and pool.stats().num_alive == 1, timeout_s=15)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().num_forkserver_restarts == 1
 
 
 async def test_full_arena_fails_the_job_and_the_preparer_takes_the_next(arena, encoded):
