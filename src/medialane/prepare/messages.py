@@ -3,7 +3,8 @@
 Theory of operation. There are two kinds of channel, both unix sockets that exist only between the two ends.
 
 *Control*, gateway <-> fork server, SOCK_SEQPACKET: one packet is one msgpack message, and a packet may carry one file
-descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server and of all its preparers.
+descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server and of all its preparers; its spare has a
+channel of its own.
 
     gateway                       fork server
     Setup ----------------------> imports, builds and warms the processor
@@ -11,6 +12,8 @@ descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server an
     Fork + job socket ----------> forks
           <---------------------- Forked + pidfd | ForkFailed
           <---------------------- Exited, when a preparer has ended and is reaped
+    ForkSpare + control socket -> forks another fork server, whose control channel that is
+          <---------------------- SpareForked + pidfd | ForkFailed (preparer 0)
 
 *Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. One job at a time.
 
@@ -70,6 +73,10 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     preparer_id: int
 
 
+class ForkSpare(msgspec.Struct, frozen=True, tag=True):
+    """Fork a fork server, warm like this one; the descriptor that comes along is its end of its control channel."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The processor is warm; `warm_s` is what that took."""
 
@@ -89,6 +96,12 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class SpareForked(msgspec.Struct, frozen=True, tag=True):
+    """The spare fork server runs; its pidfd comes along."""
+
+    pid: int
+
+
 class ForkFailed(msgspec.Struct, frozen=True, tag=True):
     """The kernel refused another process."""
 
@@ -103,8 +116,11 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
-ControlRequest = Setup | Fork
-ControlReport = Ready | Refused | Forked | ForkFailed | Exited
+#: In the place of a preparer's number: the spare fork server. Preparers are counted from 1.
+SPARE = 0
+
+ControlRequest = Setup | Fork | ForkSpare
+ControlReport = Ready | Refused | Forked | SpareForked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
@@ -182,7 +198,7 @@ def decode_control_report(packet: bytes) -> ControlReport:
 
 
 def encode_frame(message: JobRequest | JobReport) -> bytes:
-    """One frame. Raises PreparationFailed if its message is over MAX_FRAME_BYTES: this job fails, the channel is fine."""
+    """One frame. Raises PreparationFailed if its message is over MAX_FRAME_BYTES: the job fails, not the channel."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         name = type(message).__name__

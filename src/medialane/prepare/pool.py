@@ -7,11 +7,13 @@ one job at a time, so everything about a job happens in one task, in order:
     take from queue -> send -> NeedRange -> reserve in the arena -> send -> Done -> publish -> result
 
 What may go wrong, and who notices. Nothing that a job does ends the pool: an error fails the job, an exception that
-nobody foresaw fails the job and costs its preparer; one outside of jobs is logged, and everything starts again. A preparer that dies closes its channel: the job fails with PreparerCrashed. A
-preparer that takes too long: the slot's deadline fires, the job fails with PreparerTimeout. Either way the caller is
-told first; then the process is killed, its end is confirmed by its pidfd, and only then are the job's range and its
-pin on the encoded bytes given back, for until then the process may still write. A fork server that dies takes its
-preparers with it: running and waiting jobs fail with Unavailable, and a new one is started.
+nobody foresaw fails the job and costs its preparer; one outside of jobs is logged, and everything starts again. A
+preparer that dies closes its channel: the job fails with PreparerCrashed. A preparer that takes too long: the slot's
+deadline fires, the job fails with PreparerTimeout. Either way the caller is told first; then the process is killed, its
+end is confirmed by its pidfd, and only then are the job's range and its pin on the encoded bytes given back, for until
+then the process may still write. A fork server that dies takes its preparers with it: running jobs fail with
+Unavailable, waiting ones wait on for the spare fork server, which takes over; without one they fail, too, and a
+processor is built anew.
 
 Preparers that die before they have done a job, and fork servers that do not come up, are replaced ever more slowly.
 """
@@ -43,6 +45,7 @@ from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
+from medialane.prepare.forkservers import Forkservers
 from medialane.prepare.job_queue import Job, JobQueue
 from medialane.prepare.messages import Done, JobFailed, JobReport, NeedRange, NoRange, PreparerSetup, ProcessItem, Range
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
@@ -99,6 +102,8 @@ class PreparerPool:
         self._environment = dict(environment or {})
         self._progress = progress
         self._num_preparers = config.resolved_num_preparers()
+        self._forkservers = Forkservers(self._start_forkserver)
+        self._forkserver: ForkserverProcess | None = None
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s)
         self._alive: set[PreparerProcess] = set()
         self._unavailable: str | None = "media preparation has not started"
@@ -173,6 +178,17 @@ class PreparerPool:
             pids=tuple(p.pid for p in self._alive if p.pid is not None),
         )
 
+    @property
+    def impairment(self) -> str | None:
+        """What is wrong with media preparation now; None when nothing is."""
+        if self._unavailable is not None:
+            return self._unavailable
+        if self._forkserver is not None and self._forkserver.lost.is_set():
+            return "preparers are being started again"
+        if len(self._alive) < self._num_preparers:
+            return f"{len(self._alive)} of {self._num_preparers} preparers are running"
+        return None
+
     async def close(self) -> None:
         """Fail all jobs with Unavailable and end all processes: busy preparers are killed. Idempotent."""
         self._unavailable = "the server is shutting down"
@@ -185,9 +201,10 @@ class PreparerPool:
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         """Keep a fork server alive until cancelled, or until the first one does not come up."""
         pause_s = 0.0
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                num_done = self._num_done
+                num_done, began = self._num_done, loop.time()
                 try:
                     await self._live(started)
                 except StartupFailed as error:
@@ -198,36 +215,47 @@ class PreparerPool:
                 _fail_start(started, StartupFailed("media preparation ended while it started; its log says why"))
                 if started.exception() is not None:
                     return
-                pause_s = _longer(0.0 if self._num_done > num_done else pause_s)
+                was_of_use = self._num_done > num_done or loop.time() - began > LAST_PAUSE_S
+                pause_s = _longer(0.0 if was_of_use else pause_s)
                 self._num_forkserver_restarts += 1
                 await asyncio.sleep(pause_s)
         finally:
             self._refuse_jobs("media preparation has ended")
             _fail_start(started, StartupFailed("media preparation was closed while it started"))
+            await _to_the_end(self._forkservers.close())
 
-    async def _live(self, started: asyncio.Future[None]) -> None:
-        """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
+    async def _start_forkserver(self) -> ForkserverProcess:
         self._progress("loading the model's processor")
-        forkserver = await ForkserverProcess.start(
+        return await ForkserverProcess.start(
             factory=self._factory,
             factory_config=self._factory_config,
             setup=self._setup,
             environment=self._environment,
             timeout_s=self._config.start_timeout_s,
         )
+
+    async def _live(self, started: asyncio.Future[None]) -> None:
+        """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
+        forkserver = self._forkserver = await self._forkservers.take()
         try:
             self._progress(f"starting {self._num_preparers} preparers")
             async with asyncio.TaskGroup() as slots:
                 for index in range(self._num_preparers):
                     slots.create_task(self._run_slot(forkserver, started), name=f"preparer-slot-{index}")
                 slots.create_task(self._watch(forkserver), name="forkserver-watch")
+                slots.create_task(self._forkservers.keep_spare(forkserver), name="forkserver-spare")
         finally:
-            self._refuse_jobs("media preparation is restarting")
+            self._refuse_jobs_for_long()
             await _to_the_end(forkserver.close())
 
     async def _watch(self, forkserver: ForkserverProcess) -> None:
         await forkserver.lost.wait()
-        self._refuse_jobs("media preparation is restarting")
+        self._refuse_jobs_for_long()
+
+    def _refuse_jobs_for_long(self) -> None:
+        """Refuse jobs where another processor has to be built; a spare takes them over in milliseconds."""
+        if not self._forkservers.has_spare:
+            self._refuse_jobs("media preparation is restarting")
 
     def _refuse_jobs(self, why: str) -> None:
         self._unavailable = why

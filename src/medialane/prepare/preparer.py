@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from medialane.arena import ArenaView, describe
-from medialane.core.errors import MediaTooLarge, MedialaneError, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, ProtocolViolation, to_report
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange

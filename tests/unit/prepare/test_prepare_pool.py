@@ -28,9 +28,27 @@ from medialane.core.errors import (
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare import forkserver_process
+from medialane.prepare import forkserver_process, forkservers
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES
+
+#: A processor that takes longer to build than any of these tests may take to go on.
+SLOW_START_S = 4.0
+SLOW_START = json.dumps({"warm_s": SLOW_START_S}).encode()
+
+
+def spare_of(pool) -> int | None:
+    found = pool._forkservers._spare
+    return None if found is None or found.lost.is_set() else found.pid
+
+
+def forkserver_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def descendants(pid: int) -> set[int]:
+    found = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return found.union(*map(descendants, found))
 
 
 def options(**wanted) -> bytes:
@@ -344,20 +362,69 @@ async def test_preparers_that_die_before_their_first_job_are_replaced_ever_more_
         assert 2 <= len(killed) <= 5
 
 
-async def test_forkserver_that_dies_fails_jobs_as_unavailable_and_is_replaced(arena, encoded):
-    async with running(make_pool(arena, num_preparers=2)) as pool:
+async def test_spare_takes_over_from_a_killed_forkserver_before_waiting_jobs_notice(arena, encoded):
+    async with running(make_pool(arena, SLOW_START, num_preparers=2)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
         old = pool.stats().pids
-        running_job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
+        lost = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), f"{n:064}")) for n in range(2)]
+        await eventually(lambda: pool.stats().num_busy == 2)
+        waiting = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
+        (forkserver,) = children()
+        killed_at = time.monotonic()
+        os.kill(forkserver, signal.SIGKILL)
+        for job in lost:
+            with pytest.raises(Unavailable):
+                await job
+        assert pool.impairment is not None
+        (await waiting).release()
+        await eventually(lambda: pool.impairment is None)
+        assert time.monotonic() - killed_at < SLOW_START_S
+        assert pool.stats().num_forkserver_restarts == 1
+        assert not [pid for pid in old if is_running(pid)]
+
+
+async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
+    async with running(make_pool(arena, SLOW_START)) as pool:
+        started = time.monotonic()
+        pids = children()
+        for number in range(3):
+            await eventually(lambda: spare_of(pool) is not None)
+            pids.add(used := spare_of(pool))
+            os.kill(forkserver_of(pool.stats().pids[0]), signal.SIGKILL)
+            await eventually(lambda: pool.impairment is None and forkserver_of(pool.stats().pids[0]) == used)
+            (await pool.prepare_item(encoded, b"{}", f"{number:064}")).release()
+        assert time.monotonic() - started < SLOW_START_S
+        await eventually(lambda: spare_of(pool) is not None)
+        pids.add(spare_of(pool))
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+async def test_spare_that_dies_alone_is_replaced_and_nobody_is_harmed(arena, encoded, monkeypatch):
+    monkeypatch.setattr(forkservers, "FIRST_PAUSE_S", 0.05)
+    async with running(make_pool(arena)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
+        before, first = pool.stats().pids, spare_of(pool)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: spare_of(pool) not in (None, first))
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        assert pool.stats().pids == before
+        assert pool.impairment is None
+
+
+async def test_forkserver_and_spare_that_die_together_fail_jobs_as_unavailable_and_are_replaced(arena, encoded):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
+        job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         (forkserver,) = children()
+        os.kill(spare_of(pool), signal.SIGKILL)
         os.kill(forkserver, signal.SIGKILL)
         with pytest.raises(Unavailable):
-            await running_job
+            await job
         with pytest.raises(Unavailable):
             await pool.prepare_item(encoded, b"{}", "b" * 64)
-        await eventually(lambda: pool.stats().num_forkserver_restarts == 1)
-        assert not [pid for pid in old if is_running(pid)]
-        await eventually(lambda: pool.stats().num_alive == 2, timeout_s=10)
+        assert "restarting" in pool.impairment
+        await eventually(lambda: pool.impairment is None, timeout_s=10)
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
 
 
@@ -372,6 +439,7 @@ async def test_close_while_a_dead_preparer_is_put_away_gives_back_what_its_job_h
 async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
     monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 0.3)
     async with running(make_pool(arena)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
         (forkserver,) = children()
         os.kill(forkserver, signal.SIGSTOP)
         with pytest.raises(PreparerCrashed):
@@ -468,6 +536,8 @@ async def main():
                         arena=arena, media=MediaConfig())
     print(arena.path, flush=True)
     await pool.start()
+    while not pool._forkservers.has_spare:
+        await asyncio.sleep(0.01)
     print(*pool.stats().pids, flush=True)
     await asyncio.sleep(60)
 
@@ -485,9 +555,10 @@ def test_nothing_survives_a_killed_owner(factory_config):
             if factory_config == "{}":
                 others.update(int(pid) for pid in owner.stdout.readline().split())
                 assert len(others) == 2
+                assert len(descendants(owner.pid)) == 4  # and fork server and spare
             listing = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
             assert wait_until(lambda: listing.read_text().strip())
-            others.update(int(pid) for pid in listing.read_text().split())
+            others.update(descendants(owner.pid))
             assert all(is_running(pid) for pid in others)
         finally:
             owner.kill()
