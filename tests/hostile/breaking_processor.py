@@ -35,6 +35,7 @@ BREAKS: dict[int, Callable[[], object]] = {
 class BreakingProcessor:
     def __init__(self, inner: Processor) -> None:
         self._inner = inner
+        self.files = inner.files
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         return self._inner.sample(video, io)

@@ -70,6 +70,8 @@ def build_processor(config: bytes) -> FakeProcessor:
 class FakeProcessor:
     """Two tensors an item: pixels times `scale` as float32, and height and width as int64. Images only."""
 
+    files = ()
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake takes images only")
 

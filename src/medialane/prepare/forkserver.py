@@ -18,6 +18,7 @@ never confused with a later one's). It is the only place where preparers are rea
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -54,7 +55,9 @@ from medialane.prepare.messages import (
     encode_control,
 )
 from medialane.prepare.preparer import Preparer
+from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
+from medialane.prepare.sandbox import Sandbox, available
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +74,32 @@ class Child:
     pidfd: int
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a fork server and its spares know of themselves."""
+
+    gateway_pid: int
+    warm_s: float
+    sandbox: Sandbox
+
+
 class Forkserver:
     """Forks preparers on request and reports their ends, until the control channel ends."""
 
-    def __init__(self, control: socket.socket, processor: Processor, setup: PreparerSetup, warm_s: float = 0.0) -> None:
+    def __init__(self, control: socket.socket, processor: Processor, setup: PreparerSetup, facts: Facts) -> None:
         self._control = control
-        self._warm_s = warm_s
         self._processor = processor
         self._setup = setup
+        self._facts = facts
+        self._probe = ctypes.create_string_buffer(setup.arena.encode())
         self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until the gateway closes its end; then every preparer is dead and reaped."""
-        send_report(self._control, Ready(self._warm_s))
+        allow_reader(self._facts.gateway_pid)
+        send_report(self._control, Ready(self._facts.warm_s, self._facts.sandbox, ctypes.addressof(self._probe)))
         try:
             while self._serve_once(None):
                 pass
@@ -111,21 +125,33 @@ class Forkserver:
         confinement.require_one_thread()
         parent_pid = os.getpid()
         child_id = request.preparer_id if isinstance(request, Fork) else SPARE
+        writes_arena = isinstance(request, Fork) and request.writes_arena
         try:
             pid = os.fork()
         except OSError as error:
             send_report(self._control, ForkFailed(child_id, f"fork: {error.strerror}"))
             return
         if pid == 0 and child_id == SPARE:
-            self._become(lambda: Forkserver(channel, self._processor, self._setup).run())
+            self._become(lambda: Forkserver(channel, self._processor, self._setup, self._facts).run())
         elif pid == 0:
             confinement.die_with_parent(parent_pid)
-            self._become(lambda: Preparer(channel, self._processor, self._setup).run())
+            self._become(lambda: self._preparer(channel, writes_arena=writes_arena).run())
         child = Child(child_id, pid, os.pidfd_open(pid))
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         forked = SpareForked(pid) if child_id == SPARE else Forked(child_id, pid)
         send_report(self._control, forked, child.pidfd)
+
+    def _preparer(self, jobs: socket.socket, *, writes_arena: bool) -> Preparer:
+        facts = self._facts
+        return Preparer(
+            jobs,
+            self._processor,
+            self._setup,
+            facts.sandbox,
+            writes_arena=writes_arena,
+            reader_pid=facts.gateway_pid,
+        )
 
     def _become(self, run: Callable[[], None]) -> NoReturn:
         """Be the child: it must never return into the fork server's stack."""
@@ -216,7 +242,8 @@ def main(argv: list[str]) -> int:
         started = time.monotonic()
         try:
             processor = build(factory_name, setup)
-            Forkserver(control, processor, setup.preparer, time.monotonic() - started).run()
+            facts = Facts(parent_pid, time.monotonic() - started, available())
+            Forkserver(control, processor, setup.preparer, facts).run()
         except MedialaneError as error:
             send_report(control, Refused(error.message))
             return 1

@@ -36,6 +36,8 @@ from medialane.prepare.messages import (
     encode_control,
 )
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.process_memory import read_into
+from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,16 @@ class _Process(Protocol):
 
 
 class ForkserverProcess:
-    """Owns the fork server's process and control channel, until `close`. Preparers belong to those who forked them."""
+    """Owns the fork server's process and control channel, until `close`. Preparers belong to those who forked them.
 
-    def __init__(self, process: _Process, control: socket.socket) -> None:
+    Once it is ready, `sandbox` is what confines its preparers, and `reads_memory` whether tensors are read out of them.
+    """
+
+    def __init__(self, process: _Process, control: socket.socket, arena: str) -> None:
         self.lost = asyncio.Event()
+        self.sandbox = Sandbox()
+        self.reads_memory = False
+        self._arena = arena
         self._process = process
         self._control = control
         self._loop = asyncio.get_running_loop()
@@ -109,7 +117,7 @@ class ForkserverProcess:
             except BaseException:  # cancelled or failed, the socket has no other owner
                 mine.close()
                 raise
-        self = cls(process, mine)
+        self = cls(process, mine, setup.arena)
         try:
             mine.send(encode_control(Setup(factory_config, setup)))
             await self._wait_ready(timeout_s)
@@ -127,11 +135,11 @@ class ForkserverProcess:
         self._num_forks += 1
         preparer_id = self._num_forks
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        preparer = PreparerProcess(preparer_id, mine, on_exit)
+        preparer = PreparerProcess(preparer_id, mine, on_exit, writes_arena=not self.reads_memory)
         forked: asyncio.Future[None] = self._loop.create_future()
         try:
             with theirs:
-                self._request(Fork(preparer_id), theirs)
+                self._request(Fork(preparer_id, preparer.writes_arena), theirs)
             self._forks[preparer_id] = (preparer, forked)
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 await forked
@@ -164,7 +172,7 @@ class ForkserverProcess:
                 self._lose("it does not fork")
                 raise ForkserverLost from error
             raise
-        spare = ForkserverProcess(process, mine)
+        spare = ForkserverProcess(process, mine, self._arena)
         try:
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 await spare._ready
@@ -235,8 +243,7 @@ class ForkserverProcess:
     def _take(self, report: ControlReport, fds: list[int]) -> None:
         match report:
             case Ready():
-                if not self._ready.done():
-                    self._ready.set_result(report.warm_s)
+                self._take_ready(report)
             case Refused():
                 self._refusal = report.message
             case Forked():
@@ -247,6 +254,21 @@ class ForkserverProcess:
                 self._take_failure(report)
             case Exited():
                 _log_exit(report)
+
+    def _take_ready(self, report: Ready) -> None:
+        self.sandbox = report.sandbox
+        self.reads_memory = self._may_read(report.probe)
+        if not self._ready.done():
+            self._ready.set_result(report.warm_s)
+
+    def _may_read(self, probe: int) -> bool:
+        """Whether this process may read the fork server's memory, and so that of its preparers."""
+        found = bytearray(len(self._arena))
+        try:
+            read_into(self.pid, probe, memoryview(found))
+        except OSError:
+            return False
+        return found == self._arena.encode()
 
     def _take_forked(self, report: Forked, fds: list[int]) -> None:
         preparer, forked = self._forks.pop(report.preparer_id)

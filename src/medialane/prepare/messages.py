@@ -21,7 +21,11 @@ channel of its own.
           <---------------------- Hello, once: it has mapped the arena and confined itself
     ProcessItem ----------------> decodes, processes
           <---------------------- NeedRange | JobFailed
-    Range | NoRange ------------> copies its tensors into the range; NoRange ends the job
+    Copied | NoRange -----------> forgets its tensors: the gateway has copied them, or has no room
+
+Where the kernel does not let the gateway read a preparer's memory, it asks for the copy instead of Copied:
+
+    Range ----------------------> copies its tensors into the range
           <---------------------- Done | JobFailed
 
 Tensors never pass through either channel: encoded bytes and results lie in the arena.
@@ -38,6 +42,7 @@ from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
+from medialane.prepare.sandbox import Sandbox
 
 #: Below the kernel's default send buffer (212 992), so that a packet never has to be split.
 MAX_CONTROL_BYTES = 128 * 1024
@@ -68,9 +73,13 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a preparer; the descriptor that comes along is its end of the job channel."""
+    """Fork a preparer; the descriptor that comes along is its end of the job channel.
+
+    One that `writes_arena` copies its tensors there itself; the gateway cannot read its memory.
+    """
 
     preparer_id: int
+    writes_arena: bool = False
 
 
 class ForkSpare(msgspec.Struct, frozen=True, tag=True):
@@ -78,9 +87,15 @@ class ForkSpare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The processor is warm; `warm_s` is what that took."""
+    """The processor is warm; `warm_s` is what that took.
+
+    `sandbox` is what its preparers are confined by. At `probe` in its memory stands the arena's id, which tells the
+    gateway whether it may read there.
+    """
 
     warm_s: float
+    sandbox: Sandbox
+    probe: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -140,6 +155,10 @@ class Range(msgspec.Struct, frozen=True, tag=True):
     range: ArenaRange
 
 
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
+
+
 class NoRange(msgspec.Struct, frozen=True, tag=True):
     job_id: int
 
@@ -149,10 +168,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedRange(msgspec.Struct, frozen=True, tag=True):
-    """The item is processed; its tensors wait for room in the arena."""
+    """The item is processed; its tensors wait at `addresses` in the preparer's memory for room in the arena."""
 
     job_id: int
     specs: tuple[TensorSpec, ...]
+    addresses: tuple[int, ...]
     header: bytes
     size: MediaSize
     decode_s: float
@@ -170,7 +190,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
     report: ErrorReport
 
 
-JobRequest = ProcessItem | Range | NoRange
+JobRequest = ProcessItem | Range | Copied | NoRange
 JobReport = Hello | NeedRange | Done | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -4,7 +4,7 @@ Theory of operation. One supervisor task keeps a fork server alive; below it one
 preparer, gives it jobs from the common queue, and forks another when it has died, hung or served its time. A slot runs
 one job at a time, so everything about a job happens in one task, in order:
 
-    take from queue -> send -> NeedRange -> reserve in the arena -> send -> Done -> publish -> result
+    take from queue -> send -> NeedRange -> reserve in the arena -> copy -> publish -> result
 
 What may go wrong, and who notices. Nothing that a job does ends the pool: an error fails the job, an exception that
 nobody foresaw fails the job and costs its preparer; one outside of jobs is logged, and everything starts again. A
@@ -23,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -41,20 +42,35 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.tensor import TensorDescriptor
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 from medialane.prepare.forkservers import Forkservers
 from medialane.prepare.job_queue import Job, JobQueue
-from medialane.prepare.messages import Done, JobFailed, JobReport, NeedRange, NoRange, PreparerSetup, ProcessItem, Range
+from medialane.prepare.messages import (
+    Copied,
+    Done,
+    JobFailed,
+    JobReport,
+    NeedRange,
+    NoRange,
+    PreparerSetup,
+    ProcessItem,
+    Range,
+)
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.sandbox import WRITE_ARENA
 
 logger = logging.getLogger(__name__)
 
 #: First and last pause before a preparer or fork server that failed at once is replaced; it doubles in between.
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 10.0
+
+#: Up to here a copy takes less time than it takes to wake a thread.
+COPIED_AT_ONCE_BYTES = 256 * 1024
 
 #: How long an idle preparer may take to end by itself.
 GRACE_S = 1.0
@@ -104,6 +120,7 @@ class PreparerPool:
         self._num_preparers = config.resolved_num_preparers()
         self._forkservers = Forkservers(self._start_forkserver)
         self._forkserver: ForkserverProcess | None = None
+        self._copiers = ThreadPoolExecutor(self._num_preparers, "medialane-copy")
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s)
         self._alive: set[PreparerProcess] = set()
         self._unavailable: str | None = "media preparation has not started"
@@ -223,16 +240,22 @@ class PreparerPool:
             self._refuse_jobs("media preparation has ended")
             _fail_start(started, StartupFailed("media preparation was closed while it started"))
             await _to_the_end(self._forkservers.close())
+            self._copiers.shutdown(wait=False)
 
     async def _start_forkserver(self) -> ForkserverProcess:
         self._progress("loading the model's processor")
-        return await ForkserverProcess.start(
+        forkserver = await ForkserverProcess.start(
             factory=self._factory,
             factory_config=self._factory_config,
             setup=self._setup,
             environment=self._environment,
             timeout_s=self._config.start_timeout_s,
         )
+        for could in forkserver.sandbox.missing():
+            logger.warning("a preparer that a hostile file takes over could %s", could)
+        if not forkserver.reads_memory:
+            logger.warning("a preparer that a hostile file takes over could %s", WRITE_ARENA)
+        return forkserver
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
@@ -363,11 +386,27 @@ class PreparerPool:
         except ArenaFull:
             await preparer.send(NoRange(job_id))
             raise
-        await preparer.send(Range(job_id, reservation.range))
-        _expect(Done, await preparer.receive(), job_id)
         tensors = describe(reservation.range, need.specs)
+        if preparer.writes_arena:
+            await preparer.send(Range(job_id, reservation.range))
+            _expect(Done, await preparer.receive(), job_id)
+        else:
+            await self._copy(preparer, need, tensors)
+            await preparer.send(Copied(job_id))
         feature = Feature(encoded.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
+
+    async def _copy(self, preparer: PreparerProcess, need: NeedRange, tensors: Sequence[TensorDescriptor]) -> None:
+        """Copy tensors from the preparer into the arena, in a thread unless they are few. Raises PreparerLost.
+
+        Cancelled, it waits for the thread: until then the range is written to.
+        """
+        into = [self._arena.view.tensor(tensor, writable=True) for tensor in tensors]
+        if sum(data.nbytes for data in into) <= COPIED_AT_ONCE_BYTES:
+            preparer.read(need.addresses, into)
+        else:
+            copying = asyncio.get_running_loop().run_in_executor(self._copiers, preparer.read, need.addresses, into)
+            await _to_the_end(copying)
 
     async def _bury(self, job: Job, preparer: PreparerProcess) -> None:
         """End the preparer, then give back what its job held; if it does not die, that stays held for ever."""
@@ -408,7 +447,7 @@ def _longer(pause_s: float) -> float:
     return min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
 
 
-async def _to_the_end(work: Coroutine[None, None, object]) -> None:
+async def _to_the_end(work: Awaitable[object]) -> None:
     """Wait for clean-up that must not stop half-way: cancelled meanwhile, this waits on, then is cancelled."""
     task = asyncio.ensure_future(work)
     try:

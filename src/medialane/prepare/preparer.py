@@ -1,7 +1,10 @@
 """One preparer: a forked process that takes jobs from its channel, one at a time, until the channel ends.
 
-A job reads encoded bytes from the arena, decodes them, runs the engine's processor, asks the gateway for a range of the
-arena and copies the tensors in. It allocates nothing there by itself and writes only into the range that it was given.
+A job reads encoded bytes from the arena, decodes them, runs the engine's processor and reports where the tensors lie in
+this process's memory, from where the gateway copies them into the arena. A decoder that a hostile file has taken over
+finds no network, no file to write, no process to start or signal, and no page of the arena that it could change
+(`sandbox`); it can read the arena, and spoil its own results. Where the kernel does not let the gateway read this
+process's memory, the arena is mapped writable, and tensors are copied into a range that the gateway gives.
 An error of the house's tree fails the job and nothing else; so does an unexpected exception, which is logged here.
 Whatever kills the process is seen by the pool, which fails the job and forks another. The protocol is in `messages`.
 """
@@ -24,6 +27,7 @@ from medialane.prepare import confinement
 from medialane.prepare.decoded import decoded_item
 from medialane.prepare.messages import (
     LENGTH,
+    Copied,
     Done,
     Hello,
     JobFailed,
@@ -38,7 +42,9 @@ from medialane.prepare.messages import (
     encode_frame,
     frame_length,
 )
+from medialane.prepare.process_memory import address_of, allow_reader
 from medialane.prepare.processor import ProcessedItem, Processor
+from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +52,26 @@ logger = logging.getLogger(__name__)
 class Preparer:
     """The child's side of the job channel. It owns the channel and its mapping of the arena."""
 
-    def __init__(self, jobs: socket.socket, processor: Processor, setup: PreparerSetup) -> None:
+    def __init__(
+        self,
+        jobs: socket.socket,
+        processor: Processor,
+        setup: PreparerSetup,
+        sandbox: Sandbox,
+        *,
+        writes_arena: bool,
+        reader_pid: int,
+    ) -> None:
         self._jobs = jobs
         self._processor = processor
         self._media = setup.media
         confinement.drop_sockets(keep={jobs.fileno()})
-        self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=True)
+        self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=writes_arena)
+        allow_reader(reader_pid)
         confinement.forgo_privileges()
         confinement.die_of_faults()
         confinement.limit_memory(setup.memory_limit_bytes)
+        sandbox.enter(processor.files)
 
     def run(self) -> None:
         """Take jobs until the gateway closes the channel. Raises ValueError for what the protocol does not allow."""
@@ -95,9 +112,12 @@ class Preparer:
         del media  # its pixels need not stay while the gateway makes room
         processed = time.perf_counter()
         _check_header(item)
-        self._send(NeedRange(job.job_id, item.specs, item.header, item.size, decoded - started, processed - decoded))
+        addresses = tuple(map(address_of, item.buffers))
+        self._send(
+            NeedRange(job.job_id, item.specs, addresses, item.header, item.size, decoded - started, processed - decoded)
+        )
         reply = self._receive()
-        if reply is None or isinstance(reply, NoRange):
+        if reply is None or isinstance(reply, Copied | NoRange):
             return None
         if not isinstance(reply, Range) or reply.job_id != job.job_id:
             raise ProtocolViolation(f"unexpected {type(reply).__name__} inside a job")

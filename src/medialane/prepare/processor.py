@@ -27,6 +27,11 @@ class ProcessedItem:
 class Processor(Protocol):
     """Runs the engine's multimodal processor on one decoded item, inside a preparer. Synchronous, one thread."""
 
+    @property
+    def files(self) -> Sequence[str]:
+        """Files and folders that it may still have to read once it is warm, beside Python's own."""
+        ...
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         """Take the frames that the engine's own sampler takes (`media.FrameSampler`)."""
         ...

@@ -35,6 +35,7 @@ from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 
@@ -60,11 +61,14 @@ def build_processor(config: bytes) -> Processor:
     processor = VllmProcessor(engine_processor, sampler if takes_video else None)
     if supports_split(engine_processor):
         processor.warm_up()
+    use_no_network()  # preparers have none
     return processor
 
 
 class _NoMedia:
     """The processor of a model of text alone: the gateway has no jobs for it."""
+
+    files = ()
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("this model takes no media")
@@ -100,6 +104,11 @@ class VllmProcessor:
         self._processor = processor
         self._sampler = sampler
         self._takes_tensors = False
+
+    @property
+    def files(self) -> Sequence[str]:
+        """vLLM loads the processor again, from the model's files, for options that it has not seen before."""
+        return model_files(self._processor.info.ctx.model_config)
 
     @cached_property
     def _targets(self) -> ResizeTargets:
