@@ -401,12 +401,13 @@ class PreparerPool:
 
         Cancelled, it waits for the thread: until then the range is written to.
         """
-        into = [self._arena.view.tensor(tensor, writable=True) for tensor in tensors]
-        if sum(data.nbytes for data in into) <= COPIED_AT_ONCE_BYTES:
-            preparer.read(need.addresses, into)
-        else:
-            copying = asyncio.get_running_loop().run_in_executor(self._copiers, preparer.read, need.addresses, into)
-            await _to_the_end(copying)
+        with contextlib.ExitStack() as views:
+            into = [views.enter_context(self._arena.view.tensor(tensor, writable=True)) for tensor in tensors]
+            if sum(data.nbytes for data in into) <= COPIED_AT_ONCE_BYTES:
+                preparer.read(need.addresses, into)
+            else:
+                loop = asyncio.get_running_loop()
+                await _to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
 
     async def _bury(self, job: Job, preparer: PreparerProcess) -> None:
         """End the preparer, then give back what its job held; if it does not die, that stays held for ever."""

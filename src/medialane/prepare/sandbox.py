@@ -54,6 +54,13 @@ def available() -> Sandbox:
     )
 
 
+def missing_here() -> Iterator[str]:
+    """All that is missing on this machine, `Sandbox.missing` and the arena. Forks, as above."""
+    yield from available().missing()
+    if not memory_is_readable():
+        yield WRITE_ARENA
+
+
 def memory_is_readable() -> bool:
     """Whether a process may read the memory of its child here. Forks, as above."""
     data = ctypes.create_string_buffer(b"read me")

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -29,8 +30,10 @@ from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import forkserver_process, forkservers
+from medialane.prepare import pool as pool_module
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES
+from medialane.prepare.sandbox import WRITE_ARENA
 
 #: A processor that takes longer to build than any of these tests may take to go on.
 SLOW_START_S = 4.0
@@ -67,6 +70,49 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
         assert arena.contains("a" * 64)
     assert timeline.seconds["decode"] > 0
     assert timeline.seconds["process"] > 0
+
+
+async def test_where_memory_cannot_be_read_preparers_write_the_arena_and_it_is_said(
+    arena, encoded, monkeypatch, caplog
+):
+    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)
+    async with running(make_pool(arena)) as pool:
+        with await pool.prepare_item(encoded, options(scale=2.0), "a" * 64) as lease:
+            pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
+            total = np.frombuffer(pixels, np.float32).sum(dtype=np.float64)
+            assert json.loads(lease.value.header) == {"sum": total / 2}
+    assert WRITE_ARENA in caplog.text
+
+
+@pytest.mark.parametrize("forged", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
+async def test_tensors_that_are_not_where_a_preparer_says_cost_it_its_life(arena, encoded, monkeypatch, forged):
+    monkeypatch.setattr(pool_module, "_expect", forging(pool_module._expect, forged))
+    async with running(make_pool(arena)) as pool:
+        (before,) = pool.stats().pids
+        with pytest.raises(PreparerCrashed):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        monkeypatch.undo()
+        await eventually(lambda: pool.stats().num_alive == 1)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids != (before,)
+        assert arena.stats().num_reservations == 0
+
+
+def forging(expect, addresses):
+    def forged(*arguments):
+        return msgspec.structs.replace(expect(*arguments), addresses=addresses)
+
+    return forged
+
+
+async def test_large_tensors_are_copied_whole(arena):
+    with put(arena, png(900, 700, seed=9)) as encoded:
+        async with running(make_pool(arena)) as pool:
+            with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
+                assert lease.value.nbytes > 7_000_000
+                pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
+                expected = np.random.default_rng(9).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+                assert np.array_equal(np.frombuffer(pixels, np.float32), expected.astype(np.float32).ravel())
 
 
 async def test_without_options_an_item_is_only_decoded(arena):
