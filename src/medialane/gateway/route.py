@@ -76,7 +76,9 @@ class Routes:
 
     def joined(self, link: WorkerLink) -> None:
         endpoints = link.endpoints()
-        self._slots[link.address] = [self._router.join(endpoint) for endpoint in endpoints]
+        slots = self._slots[link.address] = []
+        for endpoint in endpoints:
+            slots.append(self._router.join(endpoint))  # noqa: PERF401 - what joined must leave, should another fail
         card = endpoints[0].card
         if card is None:
             return
@@ -91,7 +93,7 @@ class Routes:
 
     def left(self, link: WorkerLink) -> None:
         self._event_lag_s.pop(link.address, None)
-        for slot in self._slots.pop(link.address):
+        for slot in self._slots.pop(link.address, ()):
             self._router.leave(slot)
 
     def reported(self, link: WorkerLink, load: WorkerLoad) -> None:
@@ -128,7 +130,7 @@ class Routes:
             request_id=request.request_id,
         )
         started = time.perf_counter()
-        routed = self._router.pick(wanted, exclude=self._lost())
+        routed = self._router.pick(wanted)
         self._metrics.observe_routing(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
         return Route(self._workers.links[routed.worker_id], routed, known, rank)
@@ -175,13 +177,6 @@ class Routes:
             dict(self._event_lag_s),
             {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client},
         )
-
-    def _lost(self) -> list[int]:
-        """Slots of workers whose connection has just ended, which their links are about to notice."""
-        return [slot for link in self._workers.links.values() if link.client is None for slot in self._of(link)]
-
-    def _of(self, link: WorkerLink) -> list[int]:
-        return self._slots.get(link.address, [])
 
     def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:
         """The prompt as the engine will see it."""

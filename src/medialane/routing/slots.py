@@ -6,7 +6,7 @@ between a thousand of them is one call of native code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -142,12 +142,9 @@ class SlotTable:
         """Whether the slot has not left."""
         return self._slots[slot.number] is slot
 
-    def candidates(self, request: RoutingRequest, exclude: Collection[int] = ()) -> int:
+    def candidates(self, request: RoutingRequest) -> int:
         """Bit mask of the slots that take the request."""
-        found = self.open & self.serving(request)
-        for number in exclude:
-            found &= ~(1 << number)
-        return found
+        return self.open & self.serving(request)
 
     def serving(self, request: RoutingRequest) -> int:
         """Bit mask of the slots that have the model, the adapter and the rank, open or not."""
