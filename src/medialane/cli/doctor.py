@@ -188,7 +188,7 @@ def _devices() -> Finding:
 def _no_gpu_advice() -> str:
     if vllm_is_for_cpu():
         return ""
-    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one: install medialane with the extra cpu, as README says"
+    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one take the extra cpu, as README says"
 
 
 def _memory() -> Finding:

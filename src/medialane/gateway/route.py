@@ -12,7 +12,7 @@ import msgspec
 from medialane.core.block_hash import prompt_block_ids, warm_up
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import PlacedFeature, PreparedPrompt
-from medialane.core.kv_events import KvChange
+from medialane.core.kv_events import BlockIds, KvChange
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway.expansions import Expansions, Item
@@ -110,17 +110,9 @@ class Routes:
     def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
         """The worker for a request, which the router does not count there yet: see `begin`. Raises NoWorkerReady."""
         known = self._known(request, prepared)
-        block_size = self._block_size
-        ids = prompt_block_ids(
-            known.token_ids,
-            block_size=block_size,
-            media=known.media,
-            lora=request.lora_name,
-            cache_salt=request.cache_salt,
-        )
         wanted = RoutingRequest(
-            block_ids=ids,
-            block_size=block_size,
+            block_ids=self._block_ids(request, known),
+            block_size=self._block_size,
             num_tokens=len(known.token_ids) + len(known.unplaced),  # each has at least one
             media=known.media + known.unplaced,
             handover_bytes=_num_bytes(prepared),
@@ -143,14 +135,14 @@ class Routes:
         route.routed.begin()
         decision = route.routed.decision
         logger.debug("%s goes to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
-        annotate(_attributes(decision))
+        annotate(lambda: _attributes(decision))
 
     def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
         """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
         if num_cached is not None:
-            annotate({"medialane.routing.engine_cached_tokens": num_cached})
+            annotate(lambda: {"medialane.routing.engine_cached_tokens": num_cached})
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
@@ -176,6 +168,15 @@ class Routes:
             counts.num_never_stored,
             dict(self._event_lag_s),
             {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client},
+        )
+
+    def _block_ids(self, request: EngineRequest, known: Known) -> BlockIds:
+        return prompt_block_ids(
+            known.token_ids,
+            block_size=self._block_size,
+            media=known.media,
+            lora=request.lora_name,
+            cache_salt=request.cache_salt,
         )
 
     def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:

@@ -177,11 +177,13 @@ class SlotTable:
         if slot.draining or (limit and slot.num_in_flight >= limit):
             self._close(number)
             return
-        self.open |= 1 << number
-        slot.parts = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
-        table[FLAT, number] = 0.0
+        if not self.open >> number & 1:
+            self.open |= 1 << number
+            table[FLAT, number] = 0.0
+        queue, running, kv_pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
+        slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
-        table[STANDING, number] = sum(slot.parts)
+        table[STANDING, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""

@@ -1,4 +1,4 @@
-"""What the wheels put into an environment: whoever has a GPU gets no code that runs in each of their Python processes."""
+"""What the wheels put into an environment: on GPUs no code of ours runs in each Python process."""
 
 import subprocess
 import sys
