@@ -142,7 +142,7 @@ async def _serve(
             inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
             answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
-            health=lambda: health_of(links).answer(),
+            health=lambda: health_of(links, [pool.impairment]).answer(),
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
         started.set()

@@ -125,6 +125,7 @@ class PreparerPool:
         self._alive: set[PreparerProcess] = set()
         self._unavailable: str | None = "media preparation has not started"
         self._supervisor: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._num_jobs = 0
         self._num_busy = 0
         self._num_restarts = 0
@@ -197,7 +198,9 @@ class PreparerPool:
 
     @property
     def impairment(self) -> str | None:
-        """What is wrong with media preparation now; None when nothing is."""
+        """What is wrong with media preparation now; None when nothing is, or it was never started, or is closed."""
+        if self._supervisor is None or self._is_closed:
+            return None
         if self._unavailable is not None:
             return self._unavailable
         if self._forkserver is not None and self._forkserver.lost.is_set():
@@ -209,6 +212,7 @@ class PreparerPool:
     async def close(self) -> None:
         """Fail all jobs with Unavailable and end all processes: busy preparers are killed. Idempotent."""
         self._unavailable = "the server is shutting down"
+        self._is_closed = True
         if self._supervisor is None:
             return
         self._supervisor.cancel()

@@ -497,6 +497,21 @@ async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
         assert not is_running(forkserver)
 
 
+async def test_pool_that_is_not_wanted_is_not_impaired(arena):
+    pool = make_pool(arena)
+    assert pool.impairment is None
+    async with running(pool):
+        assert pool.impairment is None
+    assert pool.impairment is None
+
+
+async def test_killed_preparer_is_an_impairment_until_it_is_replaced(arena):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        await eventually(lambda: pool.impairment == "1 of 2 preparers are running")
+        await eventually(lambda: pool.impairment is None)
+
+
 async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):
     async with running(make_pool(arena)) as pool:
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), f"{n:064}")) for n in range(2)]
