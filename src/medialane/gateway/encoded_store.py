@@ -115,6 +115,7 @@ class ArenaBody:
             return old
         most = self._expected_bytes if self._expected_bytes >= num_bytes else self._max_bytes
         step = next((step for step in STEPS if step >= num_bytes), most)
+        most = min(most, self._arena.max_payload_bytes)
         new = self._arena.reserve(max(num_bytes, min(step, most)), "encoded")
         if old is not None:
             new.buffer[: self._num_bytes] = old.buffer[: self._num_bytes]

@@ -21,6 +21,9 @@ descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server an
     Range | NoRange ------------> copies its tensors into the range; NoRange ends the job
           <---------------------- Done | JobFailed
 
+    ProbeItem ------------------> opens the item, decodes nothing
+          <---------------------- Done | JobFailed
+
 Tensors never pass through either channel: encoded bytes and results lie in the arena.
 """
 
@@ -115,6 +118,13 @@ class ProcessItem(msgspec.Struct, frozen=True, tag=True):
     options: bytes | None
 
 
+class ProbeItem(msgspec.Struct, frozen=True, tag=True):
+    """Open one item as its decoder would, without decoding it. The answer is Done or JobFailed."""
+
+    job_id: int
+    encoded: EncodedMedia
+
+
 class Range(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     range: ArenaRange
@@ -140,7 +150,7 @@ class NeedRange(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All tensors are in the range, at the offsets that `arena.describe` gives."""
+    """All tensors are in the range, at the offsets that `arena.describe` gives; or a probed item may be decoded."""
 
     job_id: int
 
@@ -150,7 +160,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
     report: ErrorReport
 
 
-JobRequest = ProcessItem | Range | NoRange
+JobRequest = ProcessItem | ProbeItem | Range | NoRange
 JobReport = Hello | NeedRange | Done | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()

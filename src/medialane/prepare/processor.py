@@ -35,6 +35,13 @@ class Processor(Protocol):
         """Process one item alone. `options` are canonical JSON. Raises MedialaneError for what the client did wrong."""
         ...
 
+    def check_size(self, size: tuple[int, int], options: bytes) -> None:
+        """Raise PromptTooLong if an image of this (width, height), either way round, has more tokens than any prompt.
+
+        Called before the image is decoded. What cannot be told without its pixels passes.
+        """
+        ...
+
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:

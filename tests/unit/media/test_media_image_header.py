@@ -224,7 +224,10 @@ def test_largest_size_that_an_avif_names_counts():
     """A grid's own size stands among those of its tiles."""
     data = encode("AVIF", (500, 300))
     at = data.index(b"ispe") + 16
-    assert sniff_image(data[:at] + b"\0\0\0\x14ispe\0\0\0\0" + struct.pack(">II", 900, 400) + data[at:], CONFIG).width == 900
+    assert (
+        sniff_image(data[:at] + b"\0\0\0\x14ispe\0\0\0\0" + struct.pack(">II", 900, 400) + data[at:], CONFIG).width
+        == 900
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"quality": 100}, {"subsampling": "4:0:0"}, {"tile_rows": 1, "tile_cols": 1}])
