@@ -40,7 +40,7 @@ from medialane.gateway import (
 )
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
-from medialane.prepare import PreparerPool, no_processor
+from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello
 from medialane.transfer import InlineTransport, ShmTransport
@@ -104,7 +104,7 @@ async def _serve(
         arena, prefaulted = await stack.enter_async_context(_arena(config))
         pool = PreparerPool(
             config.prepare,
-            factory=no_processor.FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
+            factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
             factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
             arena=arena,
             media=config.media,

@@ -54,6 +54,10 @@ class EncodedStore:
             reservation.buffer[:] = data
             return self._publish(reservation, ref.modality, ref.salt, content, media_type)
 
+    def forget(self, ref: MediaRef, content: str) -> None:
+        """Drop the entry of this content, unless somebody holds it."""
+        self._arena.evict(_key(content, ref.salt), "encoded")
+
     def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:
         """A body that becomes an entry."""
         return ArenaBody(self, self._arena, modality, salt, max_bytes)

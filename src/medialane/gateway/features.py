@@ -14,7 +14,7 @@ import msgspec
 from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease
-from medialane.core.errors import ArenaFull, MedialaneError, MediaTooLarge, UnknownMediaUuid
+from medialane.core.errors import ArenaFull, InvalidRequest, MedialaneError, MediaTooLarge, UnknownMediaUuid
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash, decoded_key, feature_key, merged_options
@@ -207,7 +207,7 @@ class FeatureSource:
     async def _probe(self, ref: MediaRef, lease: Lease[EncodedMedia]) -> None:
         """Have a preparer open what a worker is about to decode, once for all who want it.
 
-        A lease on what is refused is released here.
+        A lease on what is refused is released here, and the bytes are not kept.
         """
         encoded = lease.value
         key = _probe_key(encoded, ref.salt)
@@ -215,8 +215,10 @@ class FeatureSource:
             return
         try:
             await self._flights.do(key, lambda: self._probe_stored(ref, encoded.content_hash))
-        except BaseException:  # whatever ends it, nobody else has this lease
+        except BaseException as error:  # whatever ends it, nobody else has this lease
             lease.release()
+            if isinstance(error, InvalidRequest):
+                self._store.forget(ref, encoded.content_hash)
             raise
         self._probed[key] = None
 

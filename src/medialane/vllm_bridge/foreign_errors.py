@@ -11,14 +11,19 @@ import re
 #: vLLM's longest message for clients has some 500 characters.
 MAX_CHARS = 1000
 
-#: Where contents begin: of arrays, tensors, images, nested or long lists of numbers, and `repr`s with an address.
+_FLOAT = r"(?: -? \d+ \. \d* (?: e [-+]? \d+ )? | -? nan | -? inf )"
+_INTEGER = r"-? \d+"
+
+#: Where contents begin: `data=`, the `repr` of an array, of a tensor or with an address, and nested or long lists of
+#: numbers. A shape or a range of values is none.
 _CONTENTS = re.compile(
-    r"""
-    \b (?: array | tensor | ndarray | Tensor ) \(
-    | \b data= [{\[(]
+    rf"""
+    \b data=
+    | \b (?: array | tensor | ndarray | Tensor ) \(
     | < [\w.]+ [^<>]* \b (?: at \s 0x | size= | mode= )
-    | \[ \s* \[ [\s\[]* -? [\d.]
-    | [\[(] \s* (?: -? (?: \d+ \.? \d* (?: e [-+]? \d+ )? | nan | inf ) [\s,]+ ){8}
+    | \[ \s* \[ [\s\[]* (?: {_FLOAT} | {_INTEGER} )
+    | [\[(] \s* {_FLOAT} (?: [\s,]+ {_FLOAT} ){{2}}
+    | [\[(] \s* {_INTEGER} (?: [\s,]+ {_INTEGER} ){{7}}
     """,
     re.VERBOSE,
 )
