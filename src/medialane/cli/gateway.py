@@ -42,7 +42,7 @@ from medialane.gateway import (
 )
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
-from medialane.prepare import PreparerPool
+from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello
 from medialane.transfer import InlineTransport, ShmTransport
@@ -51,7 +51,8 @@ from medialane.vllm_bridge.preparation import FactoryConfig
 
 logger = logging.getLogger(__name__)
 
-#: What the fork server of the preparers builds its processor with.
+#: What the fork server of the preparers builds its processor with, but in stage `url`: there preparers only open what
+#: workers are about to decode.
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
 #: Exit status of a gateway that cannot go on: EX_SOFTWARE of sysexits.h. Start it again.
@@ -113,13 +114,13 @@ async def _serve(
         arena, prefaulted = await stack.enter_async_context(_arena(config))
         pool = PreparerPool(
             config.prepare,
-            factory=PROCESSOR_FACTORY,
+            factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
             factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
             arena=arena,
             media=config.media,
         )
         stack.push_async_callback(pool.close)
-        frontend = await _load(pool, model, vllm_args, needs_preparers=config.gateway.stage != "url")
+        frontend = await _load(pool, model, vllm_args)
         config = await _fit(config, frontend, pool)
         if config.media.jpeg_scaled_decode:
             _tell_scaling(config, frontend)
@@ -151,12 +152,11 @@ async def _serve(
             tasks.fail("the HTTP server")
 
 
-async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str], *, needs_preparers: bool) -> Frontend:
+async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Frontend:
     """Load vLLM's front end here and the preparers beside, at the same time. Raises StartupFailed."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            if needs_preparers:
-                tasks.create_task(pool.start())
+            tasks.create_task(pool.start())
             # Imports and processors take seconds; the loop goes on to serve the preparers' start meanwhile.
             loading = tasks.create_task(asyncio.to_thread(Frontend, model, vllm_args))
     except* StartupFailed as failed:

@@ -28,6 +28,9 @@ Where the kernel does not let the gateway read a preparer's memory, it asks for 
     Range ----------------------> copies its tensors into the range
           <---------------------- Done | JobFailed
 
+    ProbeItem ------------------> opens the item, decodes nothing
+          <---------------------- Done | JobFailed
+
 Tensors never pass through either channel: encoded bytes and results lie in the arena.
 """
 
@@ -150,6 +153,13 @@ class ProcessItem(msgspec.Struct, frozen=True, tag=True):
     options: bytes | None
 
 
+class ProbeItem(msgspec.Struct, frozen=True, tag=True):
+    """Open one item as its decoder would, without decoding it. The answer is Done or JobFailed."""
+
+    job_id: int
+    encoded: EncodedMedia
+
+
 class Range(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     range: ArenaRange
@@ -180,7 +190,7 @@ class NeedRange(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All tensors are in the range, at the offsets that `arena.describe` gives."""
+    """All tensors are in the range, at the offsets that `arena.describe` gives; or a probed item may be decoded."""
 
     job_id: int
 
@@ -190,7 +200,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
     report: ErrorReport
 
 
-JobRequest = ProcessItem | Range | Copied | NoRange
+JobRequest = ProcessItem | ProbeItem | Range | Copied | NoRange
 JobReport = Hello | NeedRange | Done | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()

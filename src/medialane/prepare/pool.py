@@ -29,10 +29,10 @@ from typing import TypeVar
 
 import msgspec
 
-from medialane.arena import Arena, Lease, describe, layout
+from medialane.arena import Arena, Lease, Reservation, describe, layout
 from medialane.core.errors import (
-    ArenaFull,
     MedialaneError,
+    MediaTooLarge,
     PreparationFailed,
     PreparerCrashed,
     PreparerTimeout,
@@ -57,6 +57,7 @@ from medialane.prepare.messages import (
     NeedRange,
     NoRange,
     PreparerSetup,
+    ProbeItem,
     ProcessItem,
     Range,
 )
@@ -74,6 +75,10 @@ COPIED_AT_ONCE_BYTES = 256 * 1024
 
 #: How long an idle preparer may take to end by itself.
 GRACE_S = 1.0
+
+#: How long a running job goes on that nobody waits for any more. Most images are done by then, and whoever asks again
+#: finds them; the others would keep a preparer from those who wait, so theirs is killed and another one forked.
+DISOWNED_S = 0.25
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -164,14 +169,29 @@ class PreparerPool:
 
         `encoded` stays the caller's: the job takes a pin of its own. Raises PreparersBusy (queue full, or no preparer
         in time), ArenaFull, PreparerTimeout, PreparerCrashed, Unavailable, and what decoding and processing raise.
-        Cancelled while it waits, the job is dropped; cancelled while it runs, it goes on to its end within its deadline
-        and its feature stays cached.
+        Raises MediaTooLarge where the feature is larger than the arena. Cancelled while it waits, the job is dropped;
+        cancelled while it runs, it is stopped unless it ends within DISOWNED_S: then its feature stays cached.
         """
-        if self._unavailable is not None:
-            raise Unavailable(self._unavailable)
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
         job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
+        lease = await self._submit(job)
+        if lease is None:
+            raise RuntimeError("a job that prepares has no result")
+        return lease
+
+    async def probe_item(self, encoded: Lease[EncodedMedia]) -> None:
+        """Raise what decoding this item would raise for what the file says of itself (`media.probe`).
+
+        As `prepare_item` for all else.
+        """
+        timeout_s = self._config.job_timeout_s(encoded.value.modality)
+        await self._submit(Job(encoded.duplicate(), None, "", timeout_s=timeout_s, is_probe=True))
+
+    async def _submit(self, job: Job) -> Lease[Feature] | None:
+        """Queue the job, which is closed whatever happens, and wait for its result."""
         try:
+            if self._unavailable is not None:
+                raise Unavailable(self._unavailable)
             self._queue.put(job)
         except MedialaneError:
             job.close()
@@ -180,7 +200,7 @@ class PreparerPool:
             return await asyncio.shield(job.result)
         except asyncio.CancelledError:
             if not self._queue.withdraw(job):
-                job.disown()
+                job.disown(DISOWNED_S)
             raise
 
     def stats(self) -> PoolStats:
@@ -342,18 +362,16 @@ class PreparerPool:
     async def _run(self, job: Job, preparer: PreparerProcess, forkserver: ForkserverProcess) -> bool:
         """Run one job to its result. False when its preparer is not to be used again; then it has been stopped."""
         try:
-            async with asyncio.timeout(job.timeout_s):
+            async with asyncio.timeout(job.timeout_s) as job.deadline:
                 lease = await self._converse(job, preparer)
         except MedialaneError as error:  # told by the preparer, which is fine, or the arena is full
             self._fail(job, error)
             job.close()
             return True
         except TimeoutError:
-            limit = f"{job.timeout_s:g} s"
-            logger.warning(
-                "preparer %d (pid %s) is killed: its job took over %s", preparer.preparer_id, preparer.pid, limit
-            )
-            self._fail(job, PreparerTimeout(f"preparing this item took longer than {limit}"))
+            why = "nobody waits for its job" if job.is_disowned else f"its job took over {job.timeout_s:g} s"
+            logger.warning("preparer %d (pid %s) is killed: %s", preparer.preparer_id, preparer.pid, why)
+            self._fail(job, PreparerTimeout(f"preparing this item took longer than {job.timeout_s:g} s"))
         except PreparerLost as error:
             logger.warning("a job has lost its preparer: %s", error)
             self._fail(job, _crash(forkserver))
@@ -372,22 +390,23 @@ class PreparerPool:
         await _to_the_end(self._bury(job, preparer))
         return False
 
-    async def _converse(self, job: Job, preparer: PreparerProcess) -> Lease[Feature]:
+    async def _converse(self, job: Job, preparer: PreparerProcess) -> Lease[Feature] | None:
         """One job's messages. Raises PreparerLost, and MedialaneError when the job failed and the preparer did not."""
         self._num_jobs += 1
         job_id = self._num_jobs
         encoded = job.source.value
+        if job.is_probe:
+            await preparer.send(ProbeItem(job_id, encoded))
+            _expect(Done, await preparer.receive(), job_id)
+            return None
         await preparer.send(ProcessItem(job_id, encoded, job.io, job.options))
         need = _expect(NeedRange, await preparer.receive(), job_id)
         if job.timeline is not None:
             job.timeline.add("decode", need.decode_s)
             job.timeline.add("process", need.process_s)
-        _, nbytes = layout(need.specs)
         try:
-            reservation = job.reservation = self._arena.reserve(
-                nbytes, "decoded" if job.options is None else "processed"
-            )
-        except ArenaFull:
+            reservation = self._reserve(job, need)
+        except MedialaneError:
             await preparer.send(NoRange(job_id))
             raise
         tensors = describe(reservation.range, need.specs)
@@ -399,6 +418,14 @@ class PreparerPool:
             await preparer.send(Copied(job_id))
         feature = Feature(encoded.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
+
+    def _reserve(self, job: Job, need: NeedRange) -> Reservation:
+        """Raises ArenaFull, and MediaTooLarge for what never fits beside the encoded bytes that it is made of."""
+        _, nbytes = layout(need.specs)
+        if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
+            raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server has for it")
+        job.reservation = self._arena.reserve(nbytes, "decoded" if job.options is None else "processed")
+        return job.reservation
 
     async def _copy(self, preparer: PreparerProcess, need: NeedRange, tensors: Sequence[TensorDescriptor]) -> None:
         """Copy tensors from the preparer into the arena, in a thread unless they are few. Raises PreparerLost.

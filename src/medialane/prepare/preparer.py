@@ -15,14 +15,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from medialane.arena import ArenaView, describe
 from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, ProtocolViolation, to_report
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
-from medialane.media import decode
+from medialane.media import decode, probe
 from medialane.prepare import confinement
 from medialane.prepare.decoded import decoded_item
 from medialane.prepare.messages import (
@@ -36,6 +36,7 @@ from medialane.prepare.messages import (
     NeedRange,
     NoRange,
     PreparerSetup,
+    ProbeItem,
     ProcessItem,
     Range,
     decode_job_request,
@@ -78,7 +79,7 @@ class Preparer:
         try:
             self._send(Hello(os.getpid()))
             while (request := self._receive()) is not None:
-                if not isinstance(request, ProcessItem):
+                if not isinstance(request, ProcessItem | ProbeItem):
                     raise ValueError(f"unexpected {type(request).__name__} between jobs")
                 report = self._run_job(request)
                 if report is not None:
@@ -86,10 +87,10 @@ class Preparer:
         except (BrokenPipeError, ConnectionResetError):
             return  # the gateway has closed the channel while a job was running: nobody waits for it
 
-    def _run_job(self, job: ProcessItem) -> JobReport | None:
+    def _run_job(self, job: ProcessItem | ProbeItem) -> JobReport | None:
         """Run one job to its last report; None when the gateway has ended it."""
         try:
-            return self._process(job)
+            return self._process(job) if isinstance(job, ProcessItem) else self._probe(job)
         except MedialaneError as error:
             return JobFailed(job.job_id, to_report(error))
         except (BrokenPipeError, ConnectionResetError):
@@ -102,11 +103,24 @@ class Preparer:
             logger.exception("a job failed unexpectedly")
             return JobFailed(job.job_id, to_report(PreparationFailed("this item could not be prepared")))
 
+    def _probe(self, job: ProbeItem) -> Done:
+        encoded = job.encoded
+        probe(self._encoded(encoded), encoded.modality, encoded.media_type, self._media)
+        return Done(job.job_id)
+
     def _process(self, job: ProcessItem) -> Done | None:
         started = time.perf_counter()
         encoded = job.encoded
-        data, scaling = self._encoded(encoded), self._scaling(job)
-        media = decode(data, encoded.modality, encoded.media_type, job.io, self._media, self._processor, scaling)
+        media = decode(
+            self._encoded(encoded),
+            encoded.modality,
+            encoded.media_type,
+            job.io,
+            self._media,
+            self._processor,
+            self._scaling(job),
+            self._size_check(job),
+        )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # its pixels need not stay while the gateway makes room
@@ -128,6 +142,11 @@ class Preparer:
         """Stage `decoded` is left whole: what its worker does with the pixels is not known here."""
         wanted = self._media.jpeg_scaled_decode and job.options is not None
         return _SizeChooser(self._processor, job.options or b"{}") if wanted else None
+
+    def _size_check(self, job: ProcessItem) -> Callable[[tuple[int, int]], None] | None:
+        """Without options it is not known yet how many tokens an image of a size becomes."""
+        options = job.options
+        return None if options is None else lambda size: self._processor.check_size(size, options)
 
     def _encoded(self, encoded: EncodedMedia) -> memoryview:
         entry = self._arena.entry(encoded.range, writable=False)

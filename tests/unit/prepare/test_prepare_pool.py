@@ -23,6 +23,7 @@ from medialane.core.errors import (
     PreparerCrashed,
     PreparersBusy,
     PreparerTimeout,
+    PromptTooLong,
     StartupFailed,
     Unavailable,
 )
@@ -352,7 +353,8 @@ async def test_cancelled_waiting_job_is_dropped(arena, encoded):
         assert not arena.contains("b" * 64)
 
 
-async def test_cancelled_running_job_goes_on_and_its_feature_stays_cached(arena):
+async def test_cancelled_running_job_that_is_nearly_done_stays_cached(arena, monkeypatch):
+    monkeypatch.setattr("medialane.prepare.pool.DISOWNED_S", 4.0)
     async with running(make_pool(arena)) as pool:
         with put(arena, png()) as source:
             job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=0.3), "a" * 64))
@@ -362,6 +364,53 @@ async def test_cancelled_running_job_goes_on_and_its_feature_stays_cached(arena)
         assert job.cancelled()
         await eventually(lambda: arena.contains("a" * 64))
         await eventually(lambda: arena.stats().num_leases == 0)
+
+
+@pytest.mark.parametrize("fault", ["none", "hang"])
+async def test_cancelled_running_job_is_stopped_and_those_that_wait_get_its_preparer(arena, encoded, fault):
+    """Long before its deadline: nobody wants what it makes."""
+    async with running(make_pool(arena, image_timeout_s=60.0)) as pool:
+        with put(arena, png()) as source:
+            job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=30, fault=fault), "a" * 64))
+            await eventually(lambda: pool.stats().num_busy == 1)
+            waiting = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
+            job.cancel()
+            async with asyncio.timeout(10):
+                (await waiting).release()
+        assert job.cancelled()
+        assert pool.stats().num_restarts == 1
+        assert not arena.contains("a" * 64)
+        assert arena.stats().num_leases == 1, "only the fixture's own"
+
+
+async def test_probed_item_is_opened_and_leaves_nothing(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        assert await pool.probe_item(encoded) is None
+        with put(arena, png()[:20]) as broken, pytest.raises(InvalidImage):
+            await pool.probe_item(broken)
+        assert pool.stats().num_restarts == 0
+        assert (arena.stats().num_entries, arena.stats().num_reservations) == (1, 0)
+
+
+async def test_image_with_too_many_tokens_is_refused_before_it_is_decoded(arena):
+    """Its pixels are cut off: a decoder would call it damaged."""
+    whole = png(400, 300)
+    async with running(make_pool(arena)) as pool:
+        with put(arena, whole[: len(whole) // 2]) as cut:
+            with pytest.raises(PromptTooLong):
+                await pool.prepare_item(cut, options(max_pixels=1000), "a" * 64)
+            with pytest.raises(InvalidImage):
+                await pool.prepare_item(cut, b"{}", "a" * 64)
+
+
+async def test_feature_that_is_larger_than_the_arena_is_refused_for_good(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        side = int((arena.size_bytes / 12) ** 0.5)  # three float32 a pixel, and its encoded bytes beside it
+        with put(arena, png(side, side)) as source, pytest.raises(MediaTooLarge) as refused:
+            await pool.prepare_item(source, b"{}", "a" * 64)
+        assert not refused.value.retryable
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().num_restarts == 0
 
 
 async def test_caller_cancelled_in_the_moment_of_the_result_leaves_no_lease(arena, encoded):
