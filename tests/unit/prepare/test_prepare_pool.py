@@ -163,6 +163,7 @@ async def test_preparer_killed_from_outside_mid_job_is_reported_at_once(arena, e
 
 
 async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_end(arena, encoded, monkeypatch):
+    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
     async with running(make_pool(arena)) as pool:
         (victim,) = pool.stats().pids
         reserve = arena.reserve
@@ -186,6 +187,7 @@ async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_en
 
 async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, monkeypatch):
     abandoned_while_running = []
+    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
         (victim,) = pool.stats().pids
         reserve = arena.reserve
