@@ -65,13 +65,16 @@ clean:          ## remove .venv and every cache
 # ones, as does pytest by itself. With ARGS a kind may be left without any test (pytest's exit status 5).
 pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
+# What the extra names and no index has is installed from its folder, in the same call: pip takes it from there.
+packages-cpu := ./packages/medialane-cpu-torch
+
 # Only lines that tell how far pip has come are shown; everything is in the log, whose end is shown when it fails.
-$(STAMP): pyproject.toml $(wildcard src/startup/*)
+$(STAMP): pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	@rm -f .venv/.filled-*
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),dev]' 2>&1 | tee $(LOG) \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),dev]' $(packages-$(EXTRA)) 2>&1 | tee $(LOG) \
 	  | awk '/^ *(Downloading|Using cached) .*whl/ { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^Installing/ { print "  installing" }' \
 	  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; exit 1; }
 	@touch $@

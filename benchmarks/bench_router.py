@@ -5,7 +5,8 @@
 the index, batches of 64 blocks, 1000 slots and a million blocks there; and what one large message holds the loop for.
 `match`: longest prefixes of one prompt for all slots at once, in a cluster as `indexed_prompts.py` makes it up, with
 500 requests in flight that no event tells of yet; every prompt is another, so that caches are as cold as in service.
-`decision`: the whole choice, that search included and hashing left out, and its bookkeeping (`decision_rows.py`).
+`decision`: all that the gateway does from a prompt's block ids to its worker, that search included, hashing left out:
+choice and bookkeeping (`decision_rows.py`).
 `compiling`: seconds until native code is there, as this process found it on disk or not.
 
 Times are the thread's own: nothing here waits, and what else the machine does is no part of it.
@@ -201,4 +202,4 @@ def _decisions(report: Report, clusters: tuple[tuple[int, int], ...], rounds: in
         limit = DECISION_US.get(int(str(row["prompt blocks"])))
         if limit is not None:
             what = f"{row['prompt blocks']} blocks, {row['slots']} slots, {row['blocks indexed']} blocks indexed"
-            report.bars.append(Bar(f"decision: {what}, p50 us", float(str(row["decision p50 us"])), limit, "at most"))
+            report.bars.append(Bar(f"choose + begin: {what}, p50 us", float(str(row["both p50 us"])), limit, "at most"))

@@ -1,7 +1,8 @@
-"""For `medialane bench router`: what a whole choice takes, the search in the index included and hashing left out.
+"""For `medialane bench router`: what a request costs the gateway's loop between its block ids and its worker.
 
-The decision is what stands between a request and its worker; its bookkeeping (the record, the queue, the notes of what
-is cached soon) can wait until the request is sent.
+All of it is measured, the gateway's own part (`gateway.route.Routes`) with the router's: `choose`, for which a request
+waits, and `begin`, which does its bookkeeping (the record, the queue, the notes of what is cached soon) once it is
+sent. Only hashing is left out: it has a table of its own.
 
 The router has the same blocks as `match` does, a queue of a few requests at each slot, and encoder caches. A prompt has
 an image among its first blocks; what is sent is prefilled and released after some hundred others, as in service.
@@ -11,15 +12,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
 
 from harness import median, percentile
 from indexed_prompts import SYSTEM_BLOCKS, IndexedPrompts
-from medialane.core.media_span import MediaSpan
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing import Routed, Router, RoutingRequest
+from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.media import MediaSize
+from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.gateway import Routes, WorkerLink, WorkerPool
+from medialane.gateway.route import Known, Route
+from medialane.observability.metrics import Metrics
+from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
 
 BLOCK = 16
@@ -28,48 +37,85 @@ IN_FLIGHT = 500
 NUM_IMAGES, IMAGE_TOKENS = 64, 1000
 #: No engine stores what is sent here; nobody shall wonder.
 _CONFIG = RoutingConfig(store_grace_s=1e9)
+_SPEC = TensorSpec("uint8", (4 << 20,))
+_RANGE = ArenaRange("a" * 32, 0, (4 << 20) + 64, 1)
 _CARD = ModelCard("m", 1 << 20, BLOCK, {}, {}, encoder_cache_tokens=1 << 16, max_num_seqs=256)
 
 
 def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
     """One row for each length of a prompt, in blocks."""
-    router, prompts = Router(_CONFIG, seed=1), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
-    for number in range(num_slots):
-        router.join(Endpoint(f"w{number}", "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD))
-    prompts.store(router.index.store)
-    under_way: deque[Routed] = deque()
+    routes, prompts = _routes(num_slots), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
+    prompts.store(routes.router.index.store)
+    under_way: deque[Route] = deque()
     rows: list[dict[str, object]] = []
     for length in lengths:
-        deciding: list[float] = []
-        keeping: list[float] = []
+        choosing: list[float] = []
+        beginning: list[float] = []
+        token_ids = list(range(length * BLOCK + 3))
         for number in range(rounds + IN_FLIGHT):
-            request = _request(prompts.arriving(length), number)
+            request = EngineRequest(f"r{number}", ExpandedPrompt(token_ids), b"")
+            prepared, routes.ids = _prepared(token_ids, number), prompts.arriving(length)
             started = time.thread_time()
-            routed = router.pick(request)
-            picked = time.thread_time()
-            routed.begin()
+            route = routes.choose(request, prepared)
+            chosen = time.thread_time()
+            routes.begin(route, request.request_id)
             if number >= IN_FLIGHT:
-                deciding.append((picked - started) * 1e6)
-                keeping.append((time.thread_time() - picked) * 1e6)
-            under_way.append(routed)
+                choosing.append((chosen - started) * 1e6)
+                beginning.append((time.thread_time() - chosen) * 1e6)
+            under_way.append(route)
             while len(under_way) > IN_FLIGHT:
-                done = under_way.popleft()
+                done = under_way.popleft().routed
                 done.prefilled(done.decision.cached_tokens)
                 done.release()
+        whole = [sum(each) for each in zip(choosing, beginning, strict=True)]
         rows.append(
             {
                 "blocks indexed": num_blocks,
                 "slots": num_slots,
                 "prompt blocks": length,
-                "decision p50 us": median(deciding),
-                "decision p99 us": percentile(deciding, 0.99),
-                "bookkeeping p50 us": median(keeping),
-                "bookkeeping p99 us": percentile(keeping, 0.99),
+                "choose p50 us": median(choosing),
+                "choose p99 us": percentile(choosing, 0.99),
+                "begin p50 us": median(beginning),
+                "begin p99 us": percentile(beginning, 0.99),
+                "both p50 us": median(whole),
+                "both p99 us": percentile(whole, 0.99),
             }
         )
     return rows
 
 
-def _request(ids: NDArray[np.uint64], number: int) -> RoutingRequest:
-    image = MediaSpan(f"{number * 7919 % NUM_IMAGES:064x}", SYSTEM_BLOCKS * BLOCK + 5, IMAGE_TOKENS)
-    return RoutingRequest(ids, BLOCK, len(ids) * BLOCK + 3, (image,), handover_bytes=4 << 20, request_id=f"r{number}")
+class _HashedRoutes(Routes):
+    """Routes for prompts whose block ids are `ids`."""
+
+    ids: NDArray[np.uint64]
+
+    def __init__(self, router: Router, workers: WorkerPool) -> None:
+        super().__init__(router, workers, Metrics(CollectorRegistry()))
+        self.router = router
+
+    def _block_ids(self, _request: EngineRequest, _known: Known) -> NDArray[np.uint64]:
+        return self.ids
+
+
+def _routes(num_slots: int) -> _HashedRoutes:
+    links = {f"w{number}": _link(number) for number in range(num_slots)}
+    pool = SimpleNamespace(links=links, listen=lambda _listener: None)
+    routes = _HashedRoutes(Router(_CONFIG, seed=1), cast("WorkerPool", pool))
+    for link in links.values():
+        routes.joined(cast("WorkerLink", link))
+    return routes
+
+
+def _link(number: int) -> Any:
+    """What the router looks at of a worker's link."""
+    name = f"w{number}"
+    endpoint = Endpoint(name, "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD)
+    return SimpleNamespace(address=name, client=SimpleNamespace(), endpoints=lambda: [endpoint])
+
+
+def _prepared(token_ids: list[int], number: int) -> PreparedPrompt:
+    mm_hash = f"{number * 7919 % NUM_IMAGES:064x}"
+    tensor = TensorDescriptor(_SPEC, _RANGE, 64)
+    feature = Feature("image", mm_hash, b"", (tensor,), MediaSize(width=1024, height=768))
+    place = PlaceholderRange(SYSTEM_BLOCKS * BLOCK + 5, IMAGE_TOKENS)
+    return PreparedPrompt(token_ids, (PlacedFeature(feature, place),), (mm_hash,), MediaPrompt([], ()))

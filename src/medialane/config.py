@@ -29,6 +29,7 @@ import msgspec
 from medialane.arena.config import ArenaConfig
 from medialane.cluster.config import ClusterConfig
 from medialane.core.errors import StartupFailed
+from medialane.core.host import ascii_host
 from medialane.gateway.config import GatewayConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
@@ -69,6 +70,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         if not 0 <= self.port <= 65535:
             raise StartupFailed("port must be between 0 and 65535")
+        try:
+            ascii_host(self.host)
+        except ValueError as error:
+            raise StartupFailed(f"host: {error}") from error
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

@@ -398,6 +398,15 @@ async def test_video_by_uuid_has_the_requests_options(server):
     assert (item.modality, item.content, json.loads(item.io)["num_frames"]) == ("video", "c" * 64, 8)
 
 
+@pytest.mark.parametrize("field", ["mm_processor_kwargs", "media_io_kwargs"])
+@pytest.mark.parametrize("value", ["x" * 1_400_000, list(range(100_000))], ids=["bytes", "values"])
+async def test_options_of_a_request_are_bounded(server, field, value):
+    response = await server.chat(image(), **{field: {"image": {"any": value}}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert server.story.prompts == []
+
+
 async def test_error_while_preparing_is_answered_as_openai_does(server):
     server.story.error, server.story.error_at = InvalidImage("broken", param="messages[0].content[1]"), "prepare"
     response = await server.chat(image())

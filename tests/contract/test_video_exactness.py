@@ -13,8 +13,8 @@ import pytest
 from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
 from medialane.core.media import FrameBatch
 from medialane.media import MediaConfig
+from medialane.media.container_type import sniff_video
 from medialane.media.video import open_video
-from medialane.media.video_header import sniff_video
 from medialane.vllm_bridge import frame_sampler
 from video_clips import broken, clip, jpegs, remux
 

@@ -35,9 +35,13 @@ BREAKS: dict[int, Callable[[], object]] = {
 class BreakingProcessor:
     def __init__(self, inner: Processor) -> None:
         self._inner = inner
+        self.files = inner.files
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         return self._inner.sample(video, io)
+
+    def check_size(self, size, options):
+        self._inner.check_size(size, options)
 
     def smaller_size(self, size, smaller, options):
         return self._inner.smaller_size(size, smaller, options)

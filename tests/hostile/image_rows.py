@@ -24,7 +24,6 @@ _TOO_LARGE = {
     "+ BMP 100000 high, from the top": lambda: m.bmp(1, -100_000, b""),
     "+ AVIF 65535x65535": partial(m.avif_claiming, 65_535, 65_535),
     "+ AVIF 2^32-1 wide": partial(m.avif_claiming, (1 << 32) - 1, 1),
-    "+ AVIF whose picture is larger than itself": lambda: m.avif_claiming(64, 64, Image.new("L", (16_400, 16))),
 }
 
 _COMPLEX = {
@@ -119,6 +118,8 @@ _GOOD = {
     "49 GIF of 100 000 frames": partial(m.gif_of_frames, 100_000),
     "51 WebP of 1000 frames": partial(m.webp_of_frames, 1000),
     "51 AVIF of 200 frames": partial(m.avif_of_frames, 200),
+    # libavif decodes the picture and scales it to the size that the file says, and so does vLLM's chain.
+    "+ AVIF whose picture is larger than itself": lambda: m.avif_claiming(64, 64, Image.new("L", (16_400, 16))),
     "+ APNG of 100 frames": partial(m.apng, 100),
     "55 CMYK": lambda: m.encode("JPEG", m.pixels(40).convert("CMYK")),
     "55 16 bits": lambda: m.encode("PNG", m.pixels(41).convert("I;16")),

@@ -258,15 +258,52 @@ async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
     ids=["size", "length", "index", "channels", "length of a sound"],
 )
 @pytest.mark.parametrize("sent", [True, False])
-async def test_what_a_header_tells_is_refused_before_a_worker_decodes_it(arena, origin, modality, make, error, sent):
+async def test_what_a_header_tells_is_refused_before_a_worker_decodes_it(
+    arena, preparers, origin, modality, make, error, sent
+):
     """Stage `url`: encoded bytes are what a worker is given, and these never get there."""
     data = make()
     origin.routes["/a"] = answer(200, data)
     ref = MediaRef(modality, "p", data=data) if sent else MediaRef(modality, "p", url=origin.url("/a"))
-    async with source_of(arena) as source:
+    async with source_of(arena, preparers) as source:
         with pytest.raises(error):
             await source.encoded(ref, StageTimeline())
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
+    assert preparers.stats().num_restarts == 0
+
+
+async def test_media_for_a_worker_are_opened_once_by_a_preparer_and_pictures_of_known_headers_never(arena, preparers):
+    refs = [MediaRef("image", "p", data=png()), *(MediaRef("video", "p", data=clip(3)) for _ in range(3))]
+    async with source_of(arena, preparers) as source:
+        found = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
+        assert preparers.stats().num_done == 1
+        (await source.encoded(refs[-1], StageTimeline())).release()
+        assert preparers.stats().num_done == 1
+        sound_of_it = MediaRef("audio", "p", data=clip(3))
+        with pytest.raises(InvalidAudio, match="has no sound"):
+            await source.encoded(sound_of_it, StageTimeline())
+    for lease in found:
+        lease.release()
+
+
+async def test_feature_that_never_fits_the_arena_is_refused_for_good_and_costs_a_preparer_once(arena, preparers):
+    """32 MiB of arena: the fake's float32 makes 48 MB of these 4 megapixels."""
+    ref = MediaRef("image", "messages[0].content[0].image_url", data=png(2000, 2000))
+    async with source_of(arena, preparers) as source:
+        for _ in range(2):
+            with pytest.raises(MediaTooLarge) as refused:
+                await source.find(ref, b"{}", StageTimeline())
+            assert (refused.value.status, refused.value.retryable, refused.value.param) == (413, False, ref.param)
+            assert preparers.stats().num_failed == 1
+
+
+async def test_bytes_that_never_fit_the_arena_are_refused_for_good(arena, preparers):
+    data = bmp(3400)
+    async with source_of(arena, preparers, max_image_bytes=64 * MIB) as source:
+        source._store._config = MediaConfig(max_image_bytes=64 * MIB)
+        with pytest.raises(MediaTooLarge) as refused:
+            await source.encoded(MediaRef("image", "p", data=data), StageTimeline())
+        assert refused.value.status == 413
 
 
 async def test_body_without_room_in_the_arena_is_refused_and_comes_when_there_is_some(arena, origin):

@@ -195,6 +195,31 @@ async def test_client_that_leaves_while_its_image_is_prepared_leaves_no_lease(ar
         await eventually(lambda: arena.stats().num_leases == 0)
 
 
+async def test_items_of_a_refused_request_keep_no_preparer_busy(arena, preparers, worker):
+    """One item is refused; those beside it, running or waiting, are of no use to anybody."""
+    async with Parts(arena, preparers, [worker]) as parts:
+        several = prompt(png()[:60], *(png(seed=n) for n in range(3)), options=b'{"sleep_s": 30}')
+        with open_scope(), pytest.raises(InvalidImage):
+            await parts.gateway.prepare(several)
+        await eventually(lambda: preparers.stats().num_busy == preparers.stats().num_queued == 0)
+        with open_scope():
+            assert await parts.answer(prompt(png(seed=5)))
+
+
+async def test_item_that_one_of_two_requests_still_wants_is_prepared_to_its_end(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+
+        async def one():
+            with open_scope():
+                return await parts.answer(prompt(png(), options=b'{"sleep_s": 0.6}'))
+
+        leaving, staying = asyncio.create_task(one()), asyncio.create_task(one())
+        await eventually(lambda: preparers.stats().num_busy == 1)
+        leaving.cancel()
+        assert await staying
+        assert preparers.stats().num_restarts == 0
+
+
 async def test_worker_that_dies_fails_its_requests_and_gives_back_what_it_held(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope:

@@ -17,6 +17,7 @@ from medialane.arena.file import ArenaFile
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.view import ArenaView
+from medialane.core.errors import MediaTooLarge
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
@@ -59,6 +60,11 @@ class Arena:
         return self._file.view.size_bytes
 
     @property
+    def max_payload_bytes(self) -> int:
+        """The largest payload that an empty arena has room for."""
+        return self._file.view.size_bytes - PAGE_BYTES - ENTRY_HEADER_BYTES
+
+    @property
     def view(self) -> ArenaView:
         """The owner's own mapping, to read entries in this process. It ends with the arena."""
         return self._file.view
@@ -72,10 +78,13 @@ class Arena:
 
         What it will hold, its kind, decides whose share of the arena it counts for.
 
-        The caller owns the reservation. Raises ArenaFull when held entries leave no room; nothing was evicted then.
+        The caller owns the reservation. Raises ArenaFull when held entries leave no room, and MediaTooLarge when an
+        empty arena would have none either; nothing was evicted then.
         """
         if num_bytes < 0:
             raise ValueError(f"a payload of {num_bytes} bytes")
+        if num_bytes > self.max_payload_bytes:
+            raise MediaTooLarge(f"the item takes {num_bytes} bytes, more than this server has for it")
         self._check_open()
         entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes, kind)
         stamp(self._file.view.words, entry.range)

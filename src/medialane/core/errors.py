@@ -7,6 +7,7 @@
     |   |-- TooManyMediaItems, UnknownMediaUuid
     |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
     |   |-- PromptRejected              vLLM refused prompt or parameters
+    |   |   `-- PromptTooLong             one item alone has more tokens than a prompt may have
     |   |-- InvalidBody                 not JSON, or not the JSON that we expect
     |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
     |   |                               AudioTooLong
@@ -132,6 +133,10 @@ class MediaFetchTimeout(InvalidRequest):
 
 class PromptRejected(InvalidRequest):
     code = "invalid_prompt"
+
+
+class PromptTooLong(PromptRejected):
+    code = "prompt_too_long"
 
 
 class TooLarge(InvalidRequest):

@@ -7,6 +7,9 @@ import msgspec
 from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
+#: Bytes of a feature's header, which travels in control messages: between processes and to workers, both ends check it.
+MAX_HEADER_BYTES = 4 * 1024 * 1024
+
 
 class Feature(msgspec.Struct, frozen=True):
     """The processed tensors of one media item, or (stage `decoded`) the decoded ones.

@@ -6,6 +6,7 @@ from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
+from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
 from medialane.gateway.route import Routes, RoutingStats
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
@@ -19,6 +20,7 @@ __all__ = [
     "Gateway",
     "GatewayConfig",
     "Handover",
+    "Health",
     "IntakeMiddleware",
     "RequestScope",
     "Routes",
@@ -30,5 +32,6 @@ __all__ = [
     "current_scope",
     "error_body",
     "error_headers",
+    "health_of",
     "open_scope",
 ]

@@ -54,6 +54,10 @@ class EncodedStore:
             reservation.buffer[:] = data
             return self._publish(reservation, ref.modality, ref.salt, content, media_type)
 
+    def forget(self, ref: MediaRef, content: str) -> None:
+        """Drop the entry of this content, unless somebody holds it."""
+        self._arena.evict(_key(content, ref.salt), "encoded")
+
     def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:
         """A body that becomes an entry."""
         return ArenaBody(self, self._arena, modality, salt, max_bytes)
@@ -115,6 +119,7 @@ class ArenaBody:
             return old
         most = self._expected_bytes if self._expected_bytes >= num_bytes else self._max_bytes
         step = next((step for step in STEPS if step >= num_bytes), most)
+        most = min(most, self._arena.max_payload_bytes)
         new = self._arena.reserve(max(num_bytes, min(step, most)), "encoded")
         if old is not None:
             new.buffer[: self._num_bytes] = old.buffer[: self._num_bytes]

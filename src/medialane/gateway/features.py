@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from typing import Literal, NamedTuple
 
 import msgspec
+from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease
-from medialane.core.errors import ArenaFull, MedialaneError, UnknownMediaUuid
+from medialane.core.errors import ArenaFull, InvalidRequest, MedialaneError, MediaTooLarge, UnknownMediaUuid
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash, decoded_key, feature_key, merged_options
@@ -21,7 +22,7 @@ from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway.aliases import Aliases
 from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.turns import Turns
-from medialane.media import Fetched, Fetcher, MediaConfig
+from medialane.media import Fetched, Fetcher, MediaConfig, needs_probe
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
@@ -30,6 +31,9 @@ _TRIES = 3
 
 #: Decode options in the key of an image whose JPEG may be decoded smaller (`jpeg_scaled_decode`); no client sets them.
 SCALED_IO = b'{"jpeg_scaled_decode":true}'
+
+#: Items whose verdict is remembered, of each kind.
+_MAX_VERDICTS = 16_384
 
 _TOO_SMALL = "the arena is too small for the media of the requests under way"
 
@@ -70,6 +74,10 @@ class FeatureSource:
         self._turns = turns
         self._aliases = aliases
         self._flights: SingleFlight[str, None] = SingleFlight()
+        #: Content that a preparer has opened, or decoded, without an error: a worker may decode it.
+        self._probed: LRUCache[str, None] = LRUCache(_MAX_VERDICTS)
+        #: Features that never fit the arena: finding that out again would take a preparer seconds each time.
+        self._too_large: LRUCache[str, str] = LRUCache(_MAX_VERDICTS)
 
     def known(self, ref: MediaRef) -> MediaRef:
         """`ref`, its content and options known where it is an alias alone. Raises UnknownMediaUuid."""
@@ -103,6 +111,7 @@ class FeatureSource:
             for _ in range(_TRIES):
                 fetched = await self._fetch(ref, timeline, need_data=need_data)
                 if (lease := await self._encoded(ref, fetched, timeline)) is not None:
+                    await self._probe(ref, lease)
                     self._bind(ref, fetched.content_hash)
                     return lease
                 need_data = True
@@ -158,6 +167,8 @@ class FeatureSource:
         self, ref: MediaRef, fetched: Fetched, options: bytes | None, key: str, timeline: StageTimeline
     ) -> None:
         """Publish the feature of `key`, once for all who want it now."""
+        if (message := self._too_large.get(key)) is not None:
+            raise MediaTooLarge(message)
         await self._flights.do(key, lambda: self._prepare(ref, fetched, options, key, timeline))
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
@@ -182,11 +193,40 @@ class FeatureSource:
         stored = await self._encoded(ref, fetched, timeline)
         if stored is None:
             raise ArenaFull(_TOO_SMALL)
-        with stored as encoded:
+        with stored:
             merged = None if options is None else merged_options(options, ref.options)
-            prepared = await self._pool.prepare_item(encoded, merged, key, timeline, io=ref.io)
+            try:
+                prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io)
+            except MediaTooLarge as error:
+                self._too_large[key] = error.message
+                raise
+            self._probed[_probe_key(stored.value, ref.salt)] = None
             timeline.copied_bytes += prepared.value.nbytes
         prepared.release()
+
+    async def _probe(self, ref: MediaRef, lease: Lease[EncodedMedia]) -> None:
+        """Have a preparer open what a worker is about to decode, once for all who want it.
+
+        A lease on what is refused is released here, and the bytes are not kept.
+        """
+        encoded = lease.value
+        key = _probe_key(encoded, ref.salt)
+        if ref.is_embeds or key in self._probed or not needs_probe(encoded.media_type):
+            return
+        try:
+            await self._flights.do(key, lambda: self._probe_stored(ref, encoded.content_hash))
+        except BaseException as error:  # whatever ends it, nobody else has this lease
+            lease.release()
+            if isinstance(error, InvalidRequest):
+                self._store.forget(ref, encoded.content_hash)
+            raise
+        self._probed[key] = None
+
+    async def _probe_stored(self, ref: MediaRef, content: str) -> None:
+        if (stored := self._store.lookup(ref, content)) is None:
+            raise ArenaFull(_TOO_SMALL)
+        with stored:
+            await self._pool.probe_item(stored)
 
     async def _encoded(self, ref: MediaRef, fetched: Fetched, timeline: StageTimeline) -> Lease[EncodedMedia] | None:
         """The encoded bytes in the arena, cached there if they were not. None if they are not at hand either."""
@@ -196,3 +236,8 @@ class FeatureSource:
         async with self._turns.step(len(data)):
             timeline.copied_bytes += len(data)
             return self._store.put(ref, fetched.content_hash, data)
+
+
+def _probe_key(encoded: EncodedMedia, salt: str) -> str:
+    """What a verdict on encoded bytes is kept under, the same content as another modality under another key."""
+    return decoded_key(content=encoded.content_hash, io=encoded.modality.encode(), salt=salt)

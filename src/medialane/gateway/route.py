@@ -12,7 +12,7 @@ import msgspec
 from medialane.core.block_hash import prompt_block_ids, warm_up
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import PlacedFeature, PreparedPrompt
-from medialane.core.kv_events import KvChange
+from medialane.core.kv_events import BlockIds, KvChange
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway.expansions import Expansions, Item
@@ -76,7 +76,9 @@ class Routes:
 
     def joined(self, link: WorkerLink) -> None:
         endpoints = link.endpoints()
-        self._slots[link.address] = [self._router.join(endpoint) for endpoint in endpoints]
+        slots = self._slots[link.address] = []
+        for endpoint in endpoints:
+            slots.append(self._router.join(endpoint))  # noqa: PERF401 - what joined must leave, should another fail
         card = endpoints[0].card
         if card is None:
             return
@@ -91,7 +93,7 @@ class Routes:
 
     def left(self, link: WorkerLink) -> None:
         self._event_lag_s.pop(link.address, None)
-        for slot in self._slots.pop(link.address):
+        for slot in self._slots.pop(link.address, ()):
             self._router.leave(slot)
 
     def reported(self, link: WorkerLink, load: WorkerLoad) -> None:
@@ -108,17 +110,9 @@ class Routes:
     def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
         """The worker for a request, which the router does not count there yet: see `begin`. Raises NoWorkerReady."""
         known = self._known(request, prepared)
-        block_size = self._block_size
-        ids = prompt_block_ids(
-            known.token_ids,
-            block_size=block_size,
-            media=known.media,
-            lora=request.lora_name,
-            cache_salt=request.cache_salt,
-        )
         wanted = RoutingRequest(
-            block_ids=ids,
-            block_size=block_size,
+            block_ids=self._block_ids(request, known),
+            block_size=self._block_size,
             num_tokens=len(known.token_ids) + len(known.unplaced),  # each has at least one
             media=known.media + known.unplaced,
             handover_bytes=_num_bytes(prepared),
@@ -128,7 +122,7 @@ class Routes:
             request_id=request.request_id,
         )
         started = time.perf_counter()
-        routed = self._router.pick(wanted, exclude=self._lost())
+        routed = self._router.pick(wanted)
         self._metrics.observe_routing(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
         return Route(self._workers.links[routed.worker_id], routed, known, rank)
@@ -141,14 +135,14 @@ class Routes:
         route.routed.begin()
         decision = route.routed.decision
         logger.debug("%s goes to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
-        annotate(_attributes(decision))
+        annotate(lambda: _attributes(decision))
 
     def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
         """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
         if num_cached is not None:
-            annotate({"medialane.routing.engine_cached_tokens": num_cached})
+            annotate(lambda: {"medialane.routing.engine_cached_tokens": num_cached})
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
@@ -176,12 +170,14 @@ class Routes:
             {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client},
         )
 
-    def _lost(self) -> list[int]:
-        """Slots of workers whose connection has just ended, which their links are about to notice."""
-        return [slot for link in self._workers.links.values() if link.client is None for slot in self._of(link)]
-
-    def _of(self, link: WorkerLink) -> list[int]:
-        return self._slots.get(link.address, [])
+    def _block_ids(self, request: EngineRequest, known: Known) -> BlockIds:
+        return prompt_block_ids(
+            known.token_ids,
+            block_size=self._block_size,
+            media=known.media,
+            lora=request.lora_name,
+            cache_salt=request.cache_salt,
+        )
 
     def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:
         """The prompt as the engine will see it."""

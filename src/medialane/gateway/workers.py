@@ -3,6 +3,9 @@
 A lease that was handed over ends when the worker says so (`Released`). When the connection is lost first, the worker
 may still be reading: its leases wait until it registers again (which it answers only after everything of the old
 connection has been let go) or until nobody listens at its address any more (the process is gone).
+
+Each link is supervised by itself: whatever a connection raises is logged, the link tries again after a growing pause,
+and no other link is touched.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ class WorkerListener(Protocol):
     """Who wants to know of the workers; the router's side. Everything is called on the loop, and returns at once.
 
     Between `joined` and `left` of a worker come its reports and changes; `left` ends everything that was known of it.
+    It is called as soon as the connection is lost, in the same turn of the loop: nothing is chosen in between. Where
+    `joined` raises, `left` follows.
     """
 
     def joined(self, link: WorkerLink) -> None:
@@ -56,11 +61,17 @@ class WorkerLink:
         self._agrees = False  # of the live connection's worker, whose settings do not change
         self.listener: WorkerListener | None = None
         self.refusal: MedialaneError | None = None
+        self._failure: str | None = None
 
     @property
     def client(self) -> RpcClient | None:
         """The live connection, if there is one: a lost one is none at once, not when `run` has noticed."""
         return self._client if self._client is not None and not self._client.closed.is_set() else None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the worker refused us, or the link failed, when it was tried last."""
+        return self.refusal is not None or self._failure is not None
 
     @property
     def num_held(self) -> int:
@@ -124,18 +135,40 @@ class WorkerLink:
             raise
 
     async def run(self) -> None:
-        """Stay connected until cancelled."""
-        pause = self._config.reconnect_initial_s
+        """Stay connected until cancelled, whatever fails meanwhile."""
+        shortest, longest = self._config.reconnect_initial_s, self._config.reconnect_max_s
+        pause = shortest
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                if await self._connect():
-                    pause = self._config.reconnect_initial_s
-                    await self._stay()
+                started = loop.time()
+                if await self._live() and loop.time() - started >= longest:
+                    pause = shortest  # it lasted: connect again at once
                 else:
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, self._config.reconnect_max_s)
+                    pause = min(2 * pause, longest)
         finally:
             await self._close()
+
+    async def _live(self) -> bool:
+        """One connection, from its making to its loss. False if there was none, or if this gateway failed at it."""
+        try:
+            try:
+                if not await self._connect():
+                    return False
+                await self._stay()
+            finally:
+                await self._hang_up()
+        except Exception as error:  # noqa: BLE001 - the supervisor of one link: the others must not end with it
+            self._report_failure(error)
+            return False
+        return True
+
+    def _report_failure(self, error: Exception) -> None:
+        """With its trace, but once: the same again every few seconds tells nothing new."""
+        if repr(error) != self._failure:
+            logger.error("worker %s: its link failed and is started again", self.address, exc_info=error)
+        self._failure = repr(error)
 
     async def _connect(self) -> bool:
         try:
@@ -155,6 +188,7 @@ class WorkerLink:
         self.refusal = None
         self._tell()
         self._join(self._client)
+        self._failure = None
         return True
 
     def _tell(self) -> None:
@@ -171,7 +205,9 @@ class WorkerLink:
         self._joined = True
         listener.joined(self)
         client.watch(
-            on_blocks=lambda change: listener.changed(self, change), on_load=lambda load: listener.reported(self, load)
+            on_blocks=lambda change: listener.changed(self, change),
+            on_load=lambda load: listener.reported(self, load),
+            on_lost=self._leave,
         )
 
     def _leave(self) -> None:
@@ -183,17 +219,19 @@ class WorkerLink:
         client = self._client
         if client is None:
             return
-        await client.wait_closed()  # cancelled here, the connection is left to `_close`
-        self._client = None
-        self._leave()
+        await client.wait_closed()
         self._metrics.count_worker_lost(self.address)
         logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._holds))
 
-    async def _close(self) -> None:
-        if self._client is not None:
-            client, self._client = self._client, None
+    async def _hang_up(self) -> None:
+        """End the connection, if there is one. What the worker may still read stays held."""
+        client, self._client = self._client, None
+        if client is not None:
             await client.close()
         self._leave()
+
+    async def _close(self) -> None:
+        await self._hang_up()
         self._release_all()
 
     def _sent(self, request_id: str) -> None:
@@ -228,7 +266,13 @@ class WorkerPool:
     def num_ready(self) -> int:
         return sum(link.client is not None for link in self.links.values())
 
+    @property
+    def num_failing(self) -> int:
+        """Links that somebody has to look at: the log says why."""
+        return sum(link.is_failing for link in self.links.values())
+
     async def run(self) -> None:
+        """Keep every link connected until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for link in self.links.values():
                 tasks.create_task(link.run(), name=f"worker link {link.address}")

@@ -1,16 +1,16 @@
 """From a media reference to encoded bytes, and from encoded bytes to decoded pixels, safely.
 
-`Fetcher` and `parse_data_url` get bytes; `sniff` says what they are and whether a decoder may see them; `decode`
-decodes. The fetcher loads when first used: preparers and the command line need no HTTP client.
+`Fetcher` and `parse_data_url` get bytes; `sniff` says what they are; `decode` decodes, and `probe` opens without
+decoding. The fetcher loads when first used: preparers and the command line need no HTTP client.
 """
 
 from typing import TYPE_CHECKING
 
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
-from medialane.media.decode import decode
+from medialane.media.decode import decode, probe
 from medialane.media.sampling import FrameSampler
-from medialane.media.sniff import sniff
+from medialane.media.sniff import needs_probe, sniff
 
 if TYPE_CHECKING:
     from medialane.media.fetch import Fetched, Fetcher
@@ -24,7 +24,9 @@ __all__ = [
     "MediaConfig",
     "decode",
     "decode_base64",
+    "needs_probe",
     "parse_data_url",
+    "probe",
     "sniff",
 ]
 

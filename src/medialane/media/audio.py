@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
 from medialane.core.media import AudioSamples
-from medialane.media.audio_header import AudioType, check_claim, check_planes, sniff_audio
 from medialane.media.config import MediaConfig
+from medialane.media.container_type import AudioType, sniff_audio
+from medialane.media.mp4_references import check_references
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -66,6 +67,14 @@ _CODECS = (
 #: From this many terms on numpy adds a row in pairs instead of one by one (`pairwise_sum`), which rounds otherwise.
 _PAIRWISE_TERMS = 8
 
+#: Rates outside are a mistake: a phone call has 8 kHz, a studio 192 kHz. vLLM takes any.
+_MIN_RATE_HZ = 1_000
+_MAX_RATE_HZ = 768_000
+
+#: PyAV 18.1 looks for the end of a frame's planes behind its list of eight, and reads from an address that is none:
+#: the process crashes (vLLM's does, by a small 7.1 AAC file).
+_TOO_MANY_PLANES = 8
+
 _READ_BYTES = 1 << 16
 
 _Floats = NDArray[np.float32]
@@ -76,13 +85,48 @@ def decode_audio(data: memoryview, config: MediaConfig) -> AudioSamples:
 
     Raises what `sniff_audio` raises, and InvalidAudio, AudioTooLong.
     """
-    media_type = sniff_audio(data, config)
-    if soundfile is None:
-        raise UnsupportedMediaType("this server cannot take audio")
+    media_type = _type_of(data, config)
     with np.errstate(all="ignore"):  # hostile floats; what is not finite is refused
         sound = _by_libsndfile(data, config) or _by_ffmpeg(data, media_type, config)
         _check_samples(sound.samples)
     return sound
+
+
+def check_audio(data: memoryview, config: MediaConfig) -> None:
+    """Raise what `decode_audio` raises for what the file says of itself; it is opened, and no more decoded than FFmpeg
+    needs to tell its streams."""
+    media_type = _type_of(data, config)
+    with _libsndfile_errors(), _opened_by_libsndfile(data, config):
+        return
+    with _opened_by_ffmpeg(data, media_type, config):
+        pass
+
+
+def _type_of(data: memoryview, config: MediaConfig) -> AudioType:
+    media_type = sniff_audio(data, config)
+    if soundfile is None:
+        raise UnsupportedMediaType("this server cannot take audio")
+    if media_type in ("audio/mp4", "video/mp4"):
+        check_references(data)
+    return media_type
+
+
+def _check_claim(*, num_samples: float, sample_rate: int, num_channels: int, config: MediaConfig) -> None:
+    """Raise AudioTooLong or InvalidAudio unless a sound that is said to be so may be decoded."""
+    if not _MIN_RATE_HZ <= sample_rate <= _MAX_RATE_HZ:
+        raise InvalidAudio(f"the sound has a sample rate of {sample_rate} Hz")
+    if not 0 < num_channels <= config.max_audio_channels:
+        raise InvalidAudio(f"the sound has {num_channels} channels; there may be 1 to {config.max_audio_channels}")
+    if num_samples > config.max_audio_duration_s * sample_rate:
+        raise AudioTooLong(f"the sound is longer than {config.max_audio_duration_s:g} s")
+    if num_samples * num_channels * 4 > config.max_audio_decoded_bytes:  # float32
+        raise AudioTooLong(f"the sound's samples take more than {config.max_audio_decoded_bytes} bytes")
+
+
+def _check_planes(num_channels: int) -> None:
+    """Raise InvalidAudio for sound whose decoder gives so many channels each by itself (planar)."""
+    if num_channels >= _TOO_MANY_PLANES:
+        raise InvalidAudio(f"the sound has {num_channels} channels, more than this kind of file may have")
 
 
 def _check_samples(samples: _Floats) -> None:
@@ -94,17 +138,29 @@ def _check_samples(samples: _Floats) -> None:
 
 def _by_libsndfile(data: memoryview, config: MediaConfig) -> AudioSamples | None:
     """None if FFmpeg shall decode it. One read, as vLLM: libsndfile gives no more than it said when it was opened."""
+    with _libsndfile_errors(), _opened_by_libsndfile(data, config) as file:
+        # vLLM leaves out the number, which refuses the codings that soundfile cannot seek in (GSM).
+        interleaved: _Floats = file.read(max(file.frames, 0), dtype="float32", always_2d=True)
+        return AudioSamples(_mean_of_interleaved(interleaved), file.samplerate)
+    return None
+
+
+@contextmanager
+def _libsndfile_errors() -> Iterator[None]:
+    """Raise InvalidAudio for libsndfile's errors; those that mean "ask another library" end the block and no more."""
     try:
-        with soundfile.SoundFile(_file(data)) as file:
-            rate: int = file.samplerate
-            check_claim(num_samples=file.frames, sample_rate=rate, num_channels=file.channels, config=config)
-            # vLLM leaves out the number, which refuses the codings that soundfile cannot seek in (GSM).
-            interleaved: _Floats = file.read(max(file.frames, 0), dtype="float32", always_2d=True)
+        yield
     except soundfile.LibsndfileError as error:
-        if error.code in _NOT_FOR_LIBSNDFILE:
-            return None
-        raise InvalidAudio(_UNDECODABLE) from error
-    return AudioSamples(_mean_of_interleaved(interleaved), rate)
+        if error.code not in _NOT_FOR_LIBSNDFILE:
+            raise InvalidAudio(_UNDECODABLE) from error
+
+
+@contextmanager
+def _opened_by_libsndfile(data: memoryview, config: MediaConfig) -> Iterator[soundfile.SoundFile]:
+    """The file within the limits."""
+    with soundfile.SoundFile(_file(data)) as file:
+        _check_claim(num_samples=file.frames, sample_rate=file.samplerate, num_channels=file.channels, config=config)
+        yield file
 
 
 def _mean_of_interleaved(samples: _Floats) -> _Floats:
@@ -127,28 +183,35 @@ def _mean_of_interleaved(samples: _Floats) -> _Floats:
 
 
 def _by_ffmpeg(data: memoryview, media_type: AudioType, config: MediaConfig) -> AudioSamples:
+    with _opened_by_ffmpeg(data, media_type, config) as (container, stream):
+        return AudioSamples(_gather(container.decode(stream), stream.rate, config), stream.rate)
+
+
+@contextmanager
+def _opened_by_ffmpeg(
+    data: memoryview, media_type: AudioType, config: MediaConfig
+) -> Iterator[tuple[av.container.InputContainer, av.AudioStream]]:
+    """The file and its first stream of sound, within the limits."""
     if av is None:
         raise UnsupportedMediaType("this server cannot take audio of this kind")
     with _ffmpeg_errors(), _open(data, media_type) as container:
         if not container.streams.audio:
             raise InvalidAudio("the media has no sound")
         stream = container.streams.audio[0]
-        if stream.codec_context is None:
+        context = stream.codec_context
+        if context is None:
             raise InvalidAudio(_UNDECODABLE)
-        if stream.codec_context.name not in _CODECS:
+        if context.name not in _CODECS:
             raise UnsupportedMediaType("the media's sound is coded in a way that this server does not take")
         for other in container.streams:
             if other.index != stream.index:
                 other.discard = av.stream.Discard.all
-        stream.codec_context.thread_count = 1
-        rate = stream.rate
-        check_claim(
-            num_samples=_claimed_seconds(container, stream) * rate,
-            sample_rate=rate,
-            num_channels=stream.channels,
-            config=config,
-        )
-        return AudioSamples(_gather(container.decode(stream), rate, config), rate)
+        context.thread_count = 1
+        num_samples = _claimed_seconds(container, stream) * stream.rate
+        _check_claim(num_samples=num_samples, sample_rate=stream.rate, num_channels=stream.channels, config=config)
+        if context.format is not None and context.format.is_planar:
+            _check_planes(stream.channels)
+        yield container, stream
 
 
 @contextmanager
@@ -186,7 +249,7 @@ def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> 
     num_samples, num_bytes, num_rows = 0, 0, 0
     for frame in frames:
         if frame.format.is_planar:
-            check_planes(frame.layout.nb_channels)
+            _check_planes(frame.layout.nb_channels)
         rows = frame.to_ndarray().astype(np.float32, copy=False)
         num_rows = num_rows or len(rows)
         if len(rows) != num_rows:

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.core.host import ascii_host
 from medialane.core.media import Modality
 
 MIB = 1 << 20
@@ -150,15 +151,23 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupFailed(f"{name} must not be negative")
         if self.max_image_pixels > _PILLOW_MAX_PIXELS:
             raise StartupFailed(f"max_image_pixels must be at most {_PILLOW_MAX_PIXELS}")
+        self._check_hosts()
+        if not all(0 < port < 65536 for port in self.allowed_media_ports):
+            raise StartupFailed("allowed_media_ports must be between 1 and 65535")
+        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+            raise StartupFailed(f"allowed_local_media_path {self.allowed_local_media_path} is not a folder")
+
+    def _check_hosts(self) -> None:
         for network in self.allowed_media_networks:
             try:
                 ip_network(network)
             except ValueError as error:
                 raise StartupFailed(f"allowed_media_networks: {error}") from error
-        if not all(0 < port < 65536 for port in self.allowed_media_ports):
-            raise StartupFailed("allowed_media_ports must be between 1 and 65535")
-        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
-            raise StartupFailed(f"allowed_local_media_path {self.allowed_local_media_path} is not a folder")
+        for domain in self.allowed_media_domains:
+            try:
+                ascii_host(domain)
+            except ValueError as error:
+                raise StartupFailed(f"allowed_media_domains: {error}") from error
 
     def fetch_limits(self, modality: Modality) -> FetchLimits:
         """The limits of fetching one item."""

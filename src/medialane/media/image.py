@@ -14,7 +14,7 @@ import contextlib
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 
 import numpy as np
@@ -34,7 +34,7 @@ from PIL import Image as PILImage
 from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image
 from medialane.media.config import MediaConfig
-from medialane.media.image_header import ImageType, check_exif, check_size, sniff_image
+from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
 from medialane.media.jpeg_scale import ScaledImage, Size, SizeChooser, scaled_size
 
 #: The plugin that may open each type; naming it here also loads it before preparers are forked.
@@ -73,15 +73,40 @@ _START_OF_SCAN = b"\xff\xda"
 _Pixels = NDArray[np.generic]
 
 
+#: Raises MedialaneError for a (width, height), as stored, that the model cannot be given: before pixels are decoded.
+SizeCheck = Callable[[Size], None]
+
+
 def decode_image(
-    encoded: bytes | bytearray | memoryview, config: MediaConfig, chooser: SizeChooser | None = None
+    encoded: bytes | bytearray | memoryview,
+    config: MediaConfig,
+    chooser: SizeChooser | None = None,
+    check_size: SizeCheck | None = None,
 ) -> Image:
     """Decode one image, the first frame of an animation, to RGB. `encoded` is not needed afterwards.
 
     A JPEG may be decoded at a smaller size, where `chooser` chooses one; nothing else is.
 
-    Raises what `sniff_image` raises, and InvalidImage, ImageTooLarge, ImageTooComplex.
+    Raises what `sniff_image` raises, and InvalidImage, ImageTooLarge, ImageTooComplex, and what `check_size` raises.
     """
+    with _opened(encoded, config) as (picture, data, media_type):
+        if check_size is not None:
+            check_size(picture.size)
+        image = _fast_jpeg(data, picture, chooser) if media_type == "image/jpeg" else None
+        return image or Image(_pillow(picture))
+
+
+def check_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> None:
+    """Raise what `decode_image` raises for what the file says of itself; no pixel is decoded."""
+    with _opened(encoded, config):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(
+    encoded: bytes | bytearray | memoryview, config: MediaConfig
+) -> Iterator[tuple[PILImage.Image, bytes, ImageType]]:
+    """The image as Pillow opens it, within the limits; Pillow's errors inside the block become ours."""
     sniffed = sniff_image(encoded, config)
     data = bytes(encoded)
     if sniffed.multi_scan and data.count(_START_OF_SCAN) > config.max_image_scans:
@@ -90,10 +115,9 @@ def decode_image(
         warnings.simplefilter("ignore")  # Pillow warns about odd files; a client must not be able to write our logs
         try:
             with PILImage.open(BytesIO(data), formats=(_FORMATS[sniffed.media_type],)) as picture:
-                check_size(*picture.size, config)
+                check_limits(*picture.size, config)
                 _check_exif(picture)
-                image = _fast_jpeg(data, picture, chooser) if sniffed.media_type == "image/jpeg" else None
-                return image or Image(_pillow(picture))
+                yield picture, data, sniffed.media_type
         except PILImage.DecompressionBombError as error:
             raise ImageTooLarge("the image has too many pixels") from error
         except _PILLOW_ERRORS as error:

@@ -7,9 +7,11 @@ decoder library might recognise is refused unseen.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from medialane.core.errors import (
@@ -20,7 +22,6 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media.avif_header import avif_sizes
 from medialane.media.config import MediaConfig
 from medialane.media.header_bytes import big, little, take
 
@@ -67,12 +68,12 @@ def sniff_image(data: bytes | bytearray | memoryview, config: MediaConfig) -> Sn
     for is_type, read in _TYPES:
         if is_type(head):
             sniffed = read(view)
-            check_size(sniffed.width, sniffed.height, config)
+            check_limits(sniffed.width, sniffed.height, config)
             return sniffed
     raise UnsupportedMediaType("the media is not a JPEG, PNG, WebP, GIF, AVIF or BMP image")
 
 
-def check_size(width: int, height: int, config: MediaConfig) -> None:
+def check_limits(width: int, height: int, config: MediaConfig) -> None:
     """Raise ImageTooLarge or InvalidImage unless an image of this size may be decoded."""
     if width <= 0 or height <= 0:
         raise InvalidImage("the image has no pixels")
@@ -118,13 +119,13 @@ def _read_jpeg(view: memoryview) -> Sniffed:
 
 def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
     """(marker, offset of its length) of the segments up to the first scan, as Pillow walks them."""
-    offset, num_junk = 2, 0
+    offset, num_junk, num_bytes = 2, 0, len(view)
     for _ in range(_MAX_SEGMENTS):
-        while big(view, offset, 1) != 0xFF or big(view, offset + 1, 1) in (0x00, 0xFF):
+        while offset + 2 <= num_bytes and (view[offset] != 0xFF or view[offset + 1] in (0x00, 0xFF)):
             offset, num_junk = offset + 1, num_junk + 1
             if num_junk > _MAX_JUNK_BYTES:
                 raise InvalidImage("the image has junk in its header")
-        marker = view[offset + 1]
+        marker = take(view, offset, 2)[1]
         offset += 2
         if marker in _STANDALONE:
             continue
@@ -213,7 +214,13 @@ def _read_webp(view: memoryview) -> Sniffed:
     raise InvalidImage("the image has no frame header")
 
 
-# AVIF
+# AVIF (ISO/IEC 23008-12, 6.5.3). Boxes are not walked: the property is found by its name.
+
+#: Writers put the properties first. A colour profile may stand before the size.
+_MAX_AVIF_HEADER_BYTES = 256 * 1024
+_MAX_AVIF_SIZES = 4096
+_AVIF_ISPE = re.compile(rb"ispe\0\0\0\0(.{8})", re.DOTALL)
+_AVIF_SIZE = struct.Struct(">II")
 
 
 def _is_avif(head: bytes) -> bool:
@@ -225,11 +232,15 @@ def _is_avif(head: bytes) -> bool:
 
 
 def _read_avif(view: memoryview) -> Sniffed:
-    """The largest of the sizes is that of the whole: of a grid, or of the picture as it is decoded."""
-    sizes = avif_sizes(view, MAX_EXIF_BYTES)
-    if not all(map(all, sizes)):
+    """The largest size that a property of the file names: that of the whole, where it is a grid. The sizes of the coded
+    pictures are read in a preparer (`image`)."""
+    start = bytes(view[:_MAX_AVIF_HEADER_BYTES])
+    sizes = [_AVIF_SIZE.unpack(found[1]) for found in islice(_AVIF_ISPE.finditer(start), _MAX_AVIF_SIZES)]
+    if not sizes and len(view) > len(start):
+        raise ImageTooComplex(f"the image has no size in its first {len(start)} bytes")
+    if not sizes or not all(map(all, sizes)):
         raise InvalidImage("the image has no pixels")
-    width, height = max(sizes, key=lambda size: size[0] * size[1])
+    width, height = max(sizes, key=lambda size: int(size[0] * size[1]))
     return Sniffed("image/avif", width, height)
 
 

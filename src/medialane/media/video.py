@@ -34,7 +34,8 @@ from medialane.core.errors import InvalidVideo, TooManyFrames, UnsupportedMediaT
 from medialane.core.media import Video, VideoSource
 from medialane.media.config import MediaConfig
 from medialane.media.image import decode_image
-from medialane.media.video_header import split_jpeg_list
+from medialane.media.jpeg_list import split_jpeg_list
+from medialane.media.mp4_references import check_references
 
 _Pixels = NDArray[np.uint8]
 
@@ -69,6 +70,8 @@ def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterat
         return
     if media_type not in _DEMUXERS:
         raise UnsupportedMediaType("the media is not an MP4, WebM or Matroska video")
+    if media_type == "video/mp4":
+        check_references(data)
     with ExitStack() as stack:
 
         def capture(*, strict: bool) -> Capture:

@@ -3,13 +3,13 @@ middleware); without one, nothing is recorded and nothing is spent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
 
 
-def annotate(attributes: Mapping[str, str | int | float]) -> None:
-    """Set attributes on the current span, if one records."""
+def annotate(attributes: Callable[[], Mapping[str, str | int | float]]) -> None:
+    """Set attributes on the current span; they are made only if it records."""
     span = trace.get_current_span()
     if span.is_recording():
-        span.set_attributes(dict(attributes))
+        span.set_attributes(dict(attributes()))

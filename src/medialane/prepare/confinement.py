@@ -1,4 +1,4 @@
-"""What a preparer may not do, and how it dies: limits and facts of the calling process (Linux).
+"""What a preparer may not do, and how it dies: limits and facts of the calling process (Linux; more in `sandbox`).
 
 A decoder that a hostile file takes over finds no socket but its job channel, little memory to take, no core dump to
 write, and is the first that the kernel's memory killer picks.
@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import stat
+import struct
 from collections.abc import Collection
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from medialane.core.errors import StartupFailed
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
+_CAPABILITY_VERSION_3 = 0x2008_0522
 _OOM_SCORE_ADJ = 800
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -66,6 +68,14 @@ def forgo_privileges() -> None:
     except PermissionError:
         # Some sandboxes forbid even making it worse; it is a hint for the kernel, nothing relies on it.
         return
+
+
+def drop_capabilities() -> None:
+    """Give up what root may do beyond other users (capset(2)); nothing for those who are not root."""
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    if _libc.capset(header, bytes(24)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"capset: {os.strerror(number)}")
 
 
 def die_of_faults() -> None:

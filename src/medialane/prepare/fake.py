@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
+from medialane.core.errors import InvalidImage, PromptRejected, PromptTooLong, StartupFailed, UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Decoded, FrameBatch, Image, Video
 from medialane.core.tensor import TensorSpec
@@ -44,7 +44,7 @@ class FakeConfig(msgspec.Struct, frozen=True):
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happens to one item: `sleep_s` of work, then the fault. `hog` and a larger `scale` take memory.
 
-    One that `shrinks` may be decoded at the smallest size there is.
+    One that `shrinks` may be decoded at the smallest size there is; one of more than `max_pixels` has too many tokens.
     """
 
     sleep_s: float = 0.0
@@ -52,6 +52,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float = 1.0
     header_bytes: int = 0
     shrinks: bool = False
+    max_pixels: int = 1 << 40
 
 
 def build_processor(config: bytes) -> FakeProcessor:
@@ -70,8 +71,14 @@ def build_processor(config: bytes) -> FakeProcessor:
 class FakeProcessor:
     """Two tensors an item: pixels times `scale` as float32, and height and width as int64. Images only."""
 
+    files = ()
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake takes images only")
+
+    def check_size(self, size: tuple[int, int], options: bytes) -> None:
+        if size[0] * size[1] > msgspec.json.decode(options, type=FakeOptions).max_pixels:
+            raise PromptTooLong("the fake's prompts are shorter than that")
 
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes

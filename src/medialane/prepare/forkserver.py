@@ -9,12 +9,16 @@ process does it once; every preparer is a fork of it, up in milliseconds and sha
 * Nothing is left behind. The kernel kills this process with the gateway's thread that started it, and each preparer
   with this process (PR_SET_PDEATHSIG); the control channel's end says the same to a process that can still read.
 
+A *spare* is a fork of this process that waits for its own control channel to ask it for preparers. It costs the pages
+that it writes to (some MB) and makes the death of this process one of milliseconds, not of another 20 s.
+
 The loop waits for requests on the control channel and for the ends of children (one pidfd each, so that a pid is
 never confused with a later one's). It is the only place where preparers are reaped. The protocol is in `messages`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -34,21 +38,26 @@ from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
+    SPARE,
     ControlReport,
     ControlRequest,
     Exited,
     Fork,
     Forked,
     ForkFailed,
+    ForkSpare,
     PreparerSetup,
     Ready,
     Refused,
     Setup,
+    SpareForked,
     decode_control_request,
     encode_control,
 )
 from medialane.prepare.preparer import Preparer
+from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
+from medialane.prepare.sandbox import Sandbox, available
 
 logger = logging.getLogger(__name__)
 
@@ -58,26 +67,39 @@ _REAP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A preparer that is not reaped yet, which is why its pid is still its own."""
+    """A preparer, or the spare, that is not reaped yet, which is why its pid is still its own."""
 
     preparer_id: int
     pid: int
     pidfd: int
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a fork server and its spares know of themselves."""
+
+    gateway_pid: int
+    warm_s: float
+    sandbox: Sandbox
+
+
 class Forkserver:
     """Forks preparers on request and reports their ends, until the control channel ends."""
 
-    def __init__(self, control: socket.socket, processor: Processor, setup: PreparerSetup) -> None:
+    def __init__(self, control: socket.socket, processor: Processor, setup: PreparerSetup, facts: Facts) -> None:
         self._control = control
         self._processor = processor
         self._setup = setup
+        self._facts = facts
+        self._probe = ctypes.create_string_buffer(setup.arena.encode())
         self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until the gateway closes its end; then every preparer is dead and reaped."""
+        allow_reader(self._facts.gateway_pid)
+        send_report(self._control, Ready(self._facts.warm_s, self._facts.sandbox, ctypes.addressof(self._probe)))
         try:
             while self._serve_once(None):
                 pass
@@ -93,38 +115,53 @@ class Forkserver:
             request, fds = receive_request(self._control)
             if request is None:
                 return False
-            if not isinstance(request, Fork) or len(fds) != 1:
+            if not isinstance(request, Fork | ForkSpare) or len(fds) != 1:
                 raise ValueError(f"unexpected {type(request).__name__} with {len(fds)} descriptors")
-            self._fork(request, socket.socket(fileno=fds[0]))
+            with socket.socket(fileno=fds[0]) as channel:
+                self._fork(request, channel)
         return True
 
-    def _fork(self, request: Fork, jobs: socket.socket) -> None:
+    def _fork(self, request: Fork | ForkSpare, channel: socket.socket) -> None:
         confinement.require_one_thread()
         parent_pid = os.getpid()
+        child_id = request.preparer_id if isinstance(request, Fork) else SPARE
+        writes_arena = isinstance(request, Fork) and request.writes_arena
         try:
             pid = os.fork()
         except OSError as error:
-            jobs.close()
-            send_report(self._control, ForkFailed(request.preparer_id, f"fork: {error.strerror}"))
+            send_report(self._control, ForkFailed(child_id, f"fork: {error.strerror}"))
             return
-        if pid == 0:
-            self._become_preparer(jobs, parent_pid)
-        jobs.close()
-        child = Child(request.preparer_id, pid, os.pidfd_open(pid))
+        if pid == 0 and child_id == SPARE:
+            self._become(lambda: Forkserver(channel, self._processor, self._setup, self._facts).run())
+        elif pid == 0:
+            confinement.die_with_parent(parent_pid)
+            self._become(lambda: self._preparer(channel, writes_arena=writes_arena).run())
+        child = Child(child_id, pid, os.pidfd_open(pid))
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-        send_report(self._control, Forked(child.preparer_id, pid), child.pidfd)
+        forked = SpareForked(pid) if child_id == SPARE else Forked(child_id, pid)
+        send_report(self._control, forked, child.pidfd)
 
-    def _become_preparer(self, jobs: socket.socket, parent_pid: int) -> NoReturn:
+    def _preparer(self, jobs: socket.socket, *, writes_arena: bool) -> Preparer:
+        facts = self._facts
+        return Preparer(
+            jobs,
+            self._processor,
+            self._setup,
+            facts.sandbox,
+            writes_arena=writes_arena,
+            reader_pid=facts.gateway_pid,
+        )
+
+    def _become(self, run: Callable[[], None]) -> NoReturn:
         """Be the child: it must never return into the fork server's stack."""
         status = 1
         try:
-            confinement.die_with_parent(parent_pid)
             self._control.close()
             self._selector.close()
             for sibling in self._children.values():
                 os.close(sibling.pidfd)
-            Preparer(jobs, self._processor, self._setup).run()
+            run()
             status = 0
         except BaseException:  # noqa: BLE001 - whatever ended the child is said, and ends here; the pool sees the exit
             traceback.print_exc()
@@ -142,10 +179,14 @@ class Forkserver:
     def _end_children(self) -> None:
         self._selector.unregister(self._control)
         for child in self._children.values():
-            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            if child.preparer_id != SPARE:  # it has a channel of its own, and may be about to take over
+                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         deadline = time.monotonic() + _REAP_TIMEOUT_S
-        while self._children and (left := deadline - time.monotonic()) > 0:
+        while self._preparers_left() and (left := deadline - time.monotonic()) > 0:
             self._serve_once(left)
+
+    def _preparers_left(self) -> bool:
+        return any(child.preparer_id != SPARE for child in self._children.values())
 
 
 def receive_request(control: socket.socket) -> tuple[ControlRequest | None, list[int]]:
@@ -201,8 +242,8 @@ def main(argv: list[str]) -> int:
         started = time.monotonic()
         try:
             processor = build(factory_name, setup)
-            send_report(control, Ready(time.monotonic() - started))
-            Forkserver(control, processor, setup.preparer).run()
+            facts = Facts(parent_pid, time.monotonic() - started, available())
+            Forkserver(control, processor, setup.preparer, facts).run()
         except MedialaneError as error:
             send_report(control, Refused(error.message))
             return 1

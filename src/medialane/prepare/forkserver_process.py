@@ -12,26 +12,32 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.prepare.adopted_process import AdoptedProcess
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
+    SPARE,
     ControlReport,
     Exited,
     Fork,
     Forked,
     ForkFailed,
+    ForkSpare,
     PreparerSetup,
     Ready,
     Refused,
     Setup,
+    SpareForked,
     decode_control_report,
     encode_control,
 )
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.process_memory import read_into
+from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +65,32 @@ class ForkserverLost(Exception):
     """The fork server is gone, and its preparers with it."""
 
 
-class ForkserverProcess:
-    """Owns the fork server's process and control channel, until `close`. Preparers belong to those who forked them."""
+class _Process(Protocol):
+    """A child of ours (`asyncio.subprocess.Process`), or an `AdoptedProcess`."""
 
-    def __init__(self, process: Process, control: socket.socket) -> None:
+    @property
+    def pid(self) -> int: ...
+    def kill(self) -> None: ...
+    async def wait(self) -> object: ...
+
+
+class ForkserverProcess:
+    """Owns the fork server's process and control channel, until `close`. Preparers belong to those who forked them.
+
+    Once it is ready, `sandbox` is what confines its preparers, and `reads_memory` whether tensors are read out of them.
+    """
+
+    def __init__(self, process: _Process, control: socket.socket, arena: str) -> None:
         self.lost = asyncio.Event()
+        self.sandbox = Sandbox()
+        self.reads_memory = False
+        self._arena = arena
         self._process = process
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[float] = self._loop.create_future()
         self._forks: dict[int, tuple[PreparerProcess, asyncio.Future[None]]] = {}
+        self._spare: asyncio.Future[AdoptedProcess] | None = None
         self._num_forks = 0
         self._refusal: str | None = None
         self._loop.add_reader(control.fileno(), self.poll)
@@ -88,15 +110,14 @@ class ForkserverProcess:
         timeout_s: float,
     ) -> Self:
         """Start one and wait until its processor is warm. Raises StartupFailed; then nothing is left running."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setblocking(False)
+        mine, theirs = _control_channel()
         with theirs:
             try:
                 process = await _spawn(factory, theirs.fileno(), environment)
             except BaseException:  # cancelled or failed, the socket has no other owner
                 mine.close()
                 raise
-        self = cls(process, mine)
+        self = cls(process, mine, setup.arena)
         try:
             mine.send(encode_control(Setup(factory_config, setup)))
             await self._wait_ready(timeout_s)
@@ -114,11 +135,11 @@ class ForkserverProcess:
         self._num_forks += 1
         preparer_id = self._num_forks
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        preparer = PreparerProcess(preparer_id, mine, on_exit)
+        preparer = PreparerProcess(preparer_id, mine, on_exit, writes_arena=not self.reads_memory)
         forked: asyncio.Future[None] = self._loop.create_future()
         try:
             with theirs:
-                self._request(Fork(preparer_id), theirs)
+                self._request(Fork(preparer_id, preparer.writes_arena), theirs)
             self._forks[preparer_id] = (preparer, forked)
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 await forked
@@ -132,6 +153,35 @@ class ForkserverProcess:
             await preparer.stop(0)
             raise
         return preparer
+
+    async def fork_spare(self) -> ForkserverProcess:
+        """Fork another fork server, as warm as this one, and wait until it is ready; the caller owns it.
+
+        It outlives this one. Raises ForkserverLost, of this one or of the spare. One call at a time.
+        """
+        mine, theirs = _control_channel()
+        self._spare = self._loop.create_future()
+        try:
+            with theirs:
+                self._request(ForkSpare(), theirs)
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                process = await self._spare
+        except BaseException as error:  # cancelled or failed: the end of its channel ends the spare, if there is one
+            mine.close()
+            if isinstance(error, TimeoutError):
+                self._lose("it does not fork")
+                raise ForkserverLost from error
+            raise
+        spare = ForkserverProcess(process, mine, self._arena)
+        try:
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                await spare._ready
+        except BaseException as error:  # as above
+            await spare.close(grace_s=0)
+            if isinstance(error, TimeoutError):
+                raise ForkserverLost from error
+            raise
+        return spare
 
     def poll(self) -> None:
         """Take in what the fork server has said so far (the event loop calls this too)."""
@@ -148,13 +198,13 @@ class ForkserverProcess:
                 return
             try:
                 self._take(decode_control_report(packet), fds)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, LookupError) as error:  # LookupError: a fork that nobody asked for
                 self._lose(f"it broke the protocol: {error}")
 
     async def close(self, grace_s: float = 2.0) -> None:
         """End it and all its preparers: closing the channel asks, a kill after `grace_s` makes sure. Idempotent."""
         self._lose("closed")
-        if self._process.returncode is None and not await self._wait_exit(grace_s):
+        if not await self._wait_exit(grace_s):
             with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop is about to tell
                 self._process.kill()
             if not await self._wait_exit(_KILL_TIMEOUT_S):
@@ -181,11 +231,11 @@ class ForkserverProcess:
             ) from error
         logger.info("processor ready after %.1f s (%.1f s to build)", time.monotonic() - started, warm_s)
 
-    def _request(self, request: Fork, jobs: socket.socket) -> None:
+    def _request(self, request: Fork | ForkSpare, channel: socket.socket) -> None:
         if self.lost.is_set():
             raise ForkserverLost
         try:
-            socket.send_fds(self._control, [encode_control(request)], [jobs.fileno()])
+            socket.send_fds(self._control, [encode_control(request)], [channel.fileno()])
         except OSError as error:  # its channel is full although it has nothing else to do, or broken
             self._lose(f"it takes no requests: {error.strerror}")
             raise ForkserverLost from error
@@ -193,24 +243,52 @@ class ForkserverProcess:
     def _take(self, report: ControlReport, fds: list[int]) -> None:
         match report:
             case Ready():
-                if not self._ready.done():
-                    self._ready.set_result(report.warm_s)
+                self._take_ready(report)
             case Refused():
                 self._refusal = report.message
             case Forked():
                 self._take_forked(report, fds)
+            case SpareForked():
+                self._take_spare(report, fds)
             case ForkFailed():
-                _, forked = self._forks.pop(report.preparer_id)
-                if not forked.done():
-                    forked.set_exception(PreparerLost(report.message))
+                self._take_failure(report)
             case Exited():
                 _log_exit(report)
+
+    def _take_ready(self, report: Ready) -> None:
+        self.sandbox = report.sandbox
+        self.reads_memory = self._may_read(report.probe)
+        if not self._ready.done():
+            self._ready.set_result(report.warm_s)
+
+    def _may_read(self, probe: int) -> bool:
+        """Whether this process may read the fork server's memory, and so that of its preparers."""
+        found = bytearray(len(self._arena))
+        try:
+            read_into(self.pid, probe, memoryview(found))
+        except OSError:
+            return False
+        return found == self._arena.encode()
 
     def _take_forked(self, report: Forked, fds: list[int]) -> None:
         preparer, forked = self._forks.pop(report.preparer_id)
         preparer.attach(report.pid, fds[0])
         if not forked.done():
             forked.set_result(None)
+
+    def _take_failure(self, report: ForkFailed) -> None:
+        if report.preparer_id != SPARE:
+            _, forked = self._forks.pop(report.preparer_id)
+            if not forked.done():
+                forked.set_exception(PreparerLost(report.message))
+        elif self._spare is not None:
+            _end(self._spare, report.message)
+
+    def _take_spare(self, report: SpareForked, fds: list[int]) -> None:
+        if self._spare is None or self._spare.done():  # nobody waits for it any more
+            os.close(fds[0])
+        else:
+            self._spare.set_result(AdoptedProcess(report.pid, fds[0]))
 
     def _lose(self, reason: str) -> None:
         if self.lost.is_set():
@@ -224,12 +302,21 @@ class ForkserverProcess:
         for _, forked in self._forks.values():
             _end(forked, reason)
         self._forks.clear()
+        if self._spare is not None:
+            _end(self._spare, reason)
 
 
 def _end(future: asyncio.Future[Any], reason: str) -> None:
     if not future.done():
         future.set_exception(ForkserverLost(reason))
         future.exception()  # nobody may be waiting for it
+
+
+def _control_channel() -> tuple[socket.socket, socket.socket]:
+    """Our end, which does not block, and the fork server's."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.setblocking(False)
+    return mine, theirs
 
 
 async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) -> Process:
@@ -247,8 +334,8 @@ async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) 
 
 
 def _log_exit(report: Exited) -> None:
+    who = "the spare fork server" if report.preparer_id == SPARE else f"preparer {report.preparer_id}"
     if report.status < 0:
-        name = signal.Signals(-report.status).name
-        logger.warning("preparer %d was ended by %s", report.preparer_id, name)
+        logger.warning("%s was ended by %s", who, signal.Signals(-report.status).name)
     elif report.status:
-        logger.warning("preparer %d ended with status %d", report.preparer_id, report.status)
+        logger.warning("%s ended with status %d", who, report.status)

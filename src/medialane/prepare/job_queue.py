@@ -18,7 +18,8 @@ class Job:
 
     It owns a pin on the encoded bytes (`source`) and, once the preparer knows its sizes, a range of the arena
     (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published. `timeout_s`
-    is for its time in a preparer. `result` is the caller's; whoever has stopped waiting for it calls `disown`.
+    is for its time in a preparer, and `deadline` its end there, once it is in one. `result` is the caller's, None for
+    a job that `is_probe`; whoever has stopped waiting for it calls `disown`.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Job:
         timeout_s: float,
         timeline: StageTimeline | None = None,
         io: bytes = b"{}",
+        is_probe: bool = False,
     ) -> None:
         self.source = source
         self.io = io
@@ -37,17 +39,20 @@ class Job:
         self.mm_hash = mm_hash
         self.timeout_s = timeout_s
         self.timeline = timeline
+        self.is_probe = is_probe
         self.reservation: Reservation | None = None
-        self.result: asyncio.Future[Lease[Feature]] = asyncio.get_running_loop().create_future()
+        self.deadline: asyncio.Timeout | None = None
+        self.result: asyncio.Future[Lease[Feature] | None] = asyncio.get_running_loop().create_future()
+        self.is_disowned = False
         self._closed = False
 
-    def finish(self, lease: Lease[Feature]) -> None:
+    def finish(self, lease: Lease[Feature] | None) -> None:
         """Give the result, whose reservation is published, to the caller."""
         self.reservation = None
-        if self.result.done():
-            lease.release()
-        else:
+        if not self.result.done():
             self.result.set_result(lease)
+        elif lease is not None:
+            lease.release()
 
     def fail(self, error: MedialaneError) -> None:
         """Tell the caller. What the job holds stays held: the preparer may still use it."""
@@ -63,14 +68,18 @@ class Job:
         if self.reservation is not None:
             self.reservation.abandon()
 
-    def disown(self) -> None:
-        """Nobody waits for the result: it is released as soon as it is there."""
+    def disown(self, grace_s: float) -> None:
+        """Nobody waits for the result: it is released as soon as it is there, and the job ends in `grace_s`."""
+        self.is_disowned = True
+        if self.deadline is not None and not self.result.done() and not self.deadline.expired():
+            at = asyncio.get_running_loop().time() + grace_s
+            self.deadline.reschedule(min(at, self.deadline.when() or at))
         self.result.add_done_callback(_release_result)
 
 
-def _release_result(result: asyncio.Future[Lease[Feature]]) -> None:
-    if not result.cancelled() and result.exception() is None:
-        result.result().release()
+def _release_result(result: asyncio.Future[Lease[Feature] | None]) -> None:
+    if not result.cancelled() and result.exception() is None and (lease := result.result()) is not None:
+        lease.release()
 
 
 class JobQueue:

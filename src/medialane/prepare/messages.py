@@ -3,7 +3,8 @@
 Theory of operation. There are two kinds of channel, both unix sockets that exist only between the two ends.
 
 *Control*, gateway <-> fork server, SOCK_SEQPACKET: one packet is one msgpack message, and a packet may carry one file
-descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server and of all its preparers.
+descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server and of all its preparers; its spare has a
+channel of its own.
 
     gateway                       fork server
     Setup ----------------------> imports, builds and warms the processor
@@ -11,6 +12,8 @@ descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server an
     Fork + job socket ----------> forks
           <---------------------- Forked + pidfd | ForkFailed
           <---------------------- Exited, when a preparer has ended and is reaped
+    ForkSpare + control socket -> forks another fork server, whose control channel that is
+          <---------------------- SpareForked + pidfd | ForkFailed (preparer 0)
 
 *Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. One job at a time.
 
@@ -18,7 +21,14 @@ descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server an
           <---------------------- Hello, once: it has mapped the arena and confined itself
     ProcessItem ----------------> decodes, processes
           <---------------------- NeedRange | JobFailed
-    Range | NoRange ------------> copies its tensors into the range; NoRange ends the job
+    Copied | NoRange -----------> forgets its tensors: the gateway has copied them, or has no room
+
+Where the kernel does not let the gateway read a preparer's memory, it asks for the copy instead of Copied:
+
+    Range ----------------------> copies its tensors into the range
+          <---------------------- Done | JobFailed
+
+    ProbeItem ------------------> opens the item, decodes nothing
           <---------------------- Done | JobFailed
 
 Tensors never pass through either channel: encoded bytes and results lie in the arena.
@@ -30,16 +40,21 @@ import struct
 
 import msgspec
 
-from medialane.core.errors import ErrorReport
+from medialane.core.errors import ErrorReport, PreparationFailed
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
+from medialane.prepare.sandbox import Sandbox
 
 #: Below the kernel's default send buffer (212 992), so that a packet never has to be split.
 MAX_CONTROL_BYTES = 128 * 1024
 
-#: A header holds small tensors only (vllm.md 6b: fields under 512 elements); a larger frame is a broken peer.
-MAX_FRAME_BYTES = 1024 * 1024
+#: What a message may hold besides a header: tensor specs, sizes, options (bounded where they come in).
+_OTHER_BYTES = 256 * 1024
+
+#: The largest message that is ever due is a NeedRange with the largest header; a larger frame is a broken peer.
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + _OTHER_BYTES
 
 LENGTH = struct.Struct("<I")
 
@@ -61,15 +76,29 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a preparer; the descriptor that comes along is its end of the job channel."""
+    """Fork a preparer; the descriptor that comes along is its end of the job channel.
+
+    One that `writes_arena` copies its tensors there itself; the gateway cannot read its memory.
+    """
 
     preparer_id: int
+    writes_arena: bool = False
+
+
+class ForkSpare(msgspec.Struct, frozen=True, tag=True):
+    """Fork a fork server, warm like this one; the descriptor that comes along is its end of its control channel."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The processor is warm; `warm_s` is what that took."""
+    """The processor is warm; `warm_s` is what that took.
+
+    `sandbox` is what its preparers are confined by. At `probe` in its memory stands the arena's id, which tells the
+    gateway whether it may read there.
+    """
 
     warm_s: float
+    sandbox: Sandbox
+    probe: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +111,12 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
     """The preparer runs; its pidfd comes along."""
 
     preparer_id: int
+    pid: int
+
+
+class SpareForked(msgspec.Struct, frozen=True, tag=True):
+    """The spare fork server runs; its pidfd comes along."""
+
     pid: int
 
 
@@ -99,8 +134,11 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
-ControlRequest = Setup | Fork
-ControlReport = Ready | Refused | Forked | ForkFailed | Exited
+#: In the place of a preparer's number: the spare fork server. Preparers are counted from 1.
+SPARE = 0
+
+ControlRequest = Setup | Fork | ForkSpare
+ControlReport = Ready | Refused | Forked | SpareForked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
@@ -115,9 +153,20 @@ class ProcessItem(msgspec.Struct, frozen=True, tag=True):
     options: bytes | None
 
 
+class ProbeItem(msgspec.Struct, frozen=True, tag=True):
+    """Open one item as its decoder would, without decoding it. The answer is Done or JobFailed."""
+
+    job_id: int
+    encoded: EncodedMedia
+
+
 class Range(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     range: ArenaRange
+
+
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
 
 
 class NoRange(msgspec.Struct, frozen=True, tag=True):
@@ -129,10 +178,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedRange(msgspec.Struct, frozen=True, tag=True):
-    """The item is processed; its tensors wait for room in the arena."""
+    """The item is processed; its tensors wait at `addresses` in the preparer's memory for room in the arena."""
 
     job_id: int
     specs: tuple[TensorSpec, ...]
+    addresses: tuple[int, ...]
     header: bytes
     size: MediaSize
     decode_s: float
@@ -140,7 +190,7 @@ class NeedRange(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All tensors are in the range, at the offsets that `arena.describe` gives."""
+    """All tensors are in the range, at the offsets that `arena.describe` gives; or a probed item may be decoded."""
 
     job_id: int
 
@@ -150,7 +200,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
     report: ErrorReport
 
 
-JobRequest = ProcessItem | Range | NoRange
+JobRequest = ProcessItem | ProbeItem | Range | Copied | NoRange
 JobReport = Hello | NeedRange | Done | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -178,10 +228,11 @@ def decode_control_report(packet: bytes) -> ControlReport:
 
 
 def encode_frame(message: JobRequest | JobReport) -> bytes:
-    """One frame. Raises ValueError if its message is over MAX_FRAME_BYTES."""
+    """One frame. Raises PreparationFailed if its message is over MAX_FRAME_BYTES: the job fails, not the channel."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} of a frame")
+        name = type(message).__name__
+        raise PreparationFailed(f"this item's {name} message has {len(body)} bytes, more than {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
 
 

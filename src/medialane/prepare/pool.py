@@ -4,13 +4,16 @@ Theory of operation. One supervisor task keeps a fork server alive; below it one
 preparer, gives it jobs from the common queue, and forks another when it has died, hung or served its time. A slot runs
 one job at a time, so everything about a job happens in one task, in order:
 
-    take from queue -> send -> NeedRange -> reserve in the arena -> send -> Done -> publish -> result
+    take from queue -> send -> NeedRange -> reserve in the arena -> copy -> publish -> result
 
-What may go wrong, and who notices. A preparer that dies closes its channel: the job fails with PreparerCrashed. A
-preparer that takes too long: the slot's deadline fires, the job fails with PreparerTimeout. Either way the caller is
-told first; then the process is killed, its end is confirmed by its pidfd, and only then are the job's range and its
-pin on the encoded bytes given back, for until then the process may still write. A fork server that dies takes its
-preparers with it: running and waiting jobs fail with Unavailable, and a new one is started.
+What may go wrong, and who notices. Nothing that a job does ends the pool: an error fails the job, an exception that
+nobody foresaw fails the job and costs its preparer; one outside of jobs is logged, and everything starts again. A
+preparer that dies closes its channel: the job fails with PreparerCrashed. A preparer that takes too long: the slot's
+deadline fires, the job fails with PreparerTimeout. Either way the caller is told first; then the process is killed, its
+end is confirmed by its pidfd, and only then are the job's range and its pin on the encoded bytes given back, for until
+then the process may still write. A fork server that dies takes its preparers with it: running jobs fail with
+Unavailable, waiting ones wait on for the spare fork server, which takes over; without one they fail, too, and a
+processor is built anew.
 
 Preparers that die before they have done a job, and fork servers that do not come up, are replaced ever more slowly.
 """
@@ -20,15 +23,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 
-from medialane.arena import Arena, Lease, describe, layout
+from medialane.arena import Arena, Lease, Reservation, describe, layout
 from medialane.core.errors import (
-    ArenaFull,
     MedialaneError,
+    MediaTooLarge,
+    PreparationFailed,
     PreparerCrashed,
     PreparerTimeout,
     StartupFailed,
@@ -37,13 +42,27 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.tensor import TensorDescriptor
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
+from medialane.prepare.forkservers import Forkservers
 from medialane.prepare.job_queue import Job, JobQueue
-from medialane.prepare.messages import Done, JobFailed, JobReport, NeedRange, NoRange, PreparerSetup, ProcessItem, Range
+from medialane.prepare.messages import (
+    Copied,
+    Done,
+    JobFailed,
+    JobReport,
+    NeedRange,
+    NoRange,
+    PreparerSetup,
+    ProbeItem,
+    ProcessItem,
+    Range,
+)
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.sandbox import WRITE_ARENA
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +70,15 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 10.0
 
+#: Up to here a copy takes less time than it takes to wake a thread.
+COPIED_AT_ONCE_BYTES = 256 * 1024
+
 #: How long an idle preparer may take to end by itself.
 GRACE_S = 1.0
+
+#: How long a running job goes on that nobody waits for any more. Most images are done by then, and whoever asks again
+#: finds them; the others would keep a preparer from those who wait, so theirs is killed and another one forked.
+DISOWNED_S = 0.25
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -97,10 +123,14 @@ class PreparerPool:
         self._environment = dict(environment or {})
         self._progress = progress
         self._num_preparers = config.resolved_num_preparers()
+        self._forkservers = Forkservers(self._start_forkserver)
+        self._forkserver: ForkserverProcess | None = None
+        self._copiers = ThreadPoolExecutor(self._num_preparers, "medialane-copy")
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s)
         self._alive: set[PreparerProcess] = set()
         self._unavailable: str | None = "media preparation has not started"
         self._supervisor: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._num_jobs = 0
         self._num_busy = 0
         self._num_restarts = 0
@@ -139,14 +169,29 @@ class PreparerPool:
 
         `encoded` stays the caller's: the job takes a pin of its own. Raises PreparersBusy (queue full, or no preparer
         in time), ArenaFull, PreparerTimeout, PreparerCrashed, Unavailable, and what decoding and processing raise.
-        Cancelled while it waits, the job is dropped; cancelled while it runs, it goes on to its end within its deadline
-        and its feature stays cached.
+        Raises MediaTooLarge where the feature is larger than the arena. Cancelled while it waits, the job is dropped;
+        cancelled while it runs, it is stopped unless it ends within DISOWNED_S: then its feature stays cached.
         """
-        if self._unavailable is not None:
-            raise Unavailable(self._unavailable)
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
         job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
+        lease = await self._submit(job)
+        if lease is None:
+            raise RuntimeError("a job that prepares has no result")
+        return lease
+
+    async def probe_item(self, encoded: Lease[EncodedMedia]) -> None:
+        """Raise what decoding this item would raise for what the file says of itself (`media.probe`).
+
+        As `prepare_item` for all else.
+        """
+        timeout_s = self._config.job_timeout_s(encoded.value.modality)
+        await self._submit(Job(encoded.duplicate(), None, "", timeout_s=timeout_s, is_probe=True))
+
+    async def _submit(self, job: Job) -> Lease[Feature] | None:
+        """Queue the job, which is closed whatever happens, and wait for its result."""
         try:
+            if self._unavailable is not None:
+                raise Unavailable(self._unavailable)
             self._queue.put(job)
         except MedialaneError:
             job.close()
@@ -155,7 +200,7 @@ class PreparerPool:
             return await asyncio.shield(job.result)
         except asyncio.CancelledError:
             if not self._queue.withdraw(job):
-                job.disown()
+                job.disown(DISOWNED_S)
             raise
 
     def stats(self) -> PoolStats:
@@ -171,9 +216,23 @@ class PreparerPool:
             pids=tuple(p.pid for p in self._alive if p.pid is not None),
         )
 
+    @property
+    def impairment(self) -> str | None:
+        """What is wrong with media preparation now; None when nothing is, or it was never started, or is closed."""
+        if self._supervisor is None or self._is_closed:
+            return None
+        if self._unavailable is not None:
+            return self._unavailable
+        if self._forkserver is not None and self._forkserver.lost.is_set():
+            return "preparers are being started again"
+        if len(self._alive) < self._num_preparers:
+            return f"{len(self._alive)} of {self._num_preparers} preparers are running"
+        return None
+
     async def close(self) -> None:
         """Fail all jobs with Unavailable and end all processes: busy preparers are killed. Idempotent."""
         self._unavailable = "the server is shutting down"
+        self._is_closed = True
         if self._supervisor is None:
             return
         self._supervisor.cancel()
@@ -183,31 +242,31 @@ class PreparerPool:
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         """Keep a fork server alive until cancelled, or until the first one does not come up."""
         pause_s = 0.0
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                num_done = self._num_done
+                num_done, began = self._num_done, loop.time()
                 try:
                     await self._live(started)
-                    if not started.done():
-                        raise StartupFailed("the process that prepares media ended while it started; its log says why")
                 except StartupFailed as error:
-                    if not started.done():
-                        started.set_exception(error)
-                        return
-                    logger.error("media preparation cannot restart: %s", error.message)
-                pause_s = _longer(0.0 if self._num_done > num_done else pause_s)
+                    logger.error("media preparation cannot start: %s", error.message)
+                    _fail_start(started, error)
+                except Exception:  # the supervisor: whatever ended it, media preparation starts again
+                    logger.exception("media preparation has failed and starts again")
+                _fail_start(started, StartupFailed("media preparation ended while it started; its log says why"))
+                if started.exception() is not None:
+                    return
+                was_of_use = self._num_done > num_done or loop.time() - began > LAST_PAUSE_S
+                pause_s = _longer(0.0 if was_of_use else pause_s)
                 self._num_forkserver_restarts += 1
                 await asyncio.sleep(pause_s)
-        except Exception:
-            logger.exception("media preparation has ended")
-            raise
         finally:
             self._refuse_jobs("media preparation has ended")
-            if not started.done():
-                started.set_exception(StartupFailed("media preparation was closed while it started"))
+            _fail_start(started, StartupFailed("media preparation was closed while it started"))
+            await _to_the_end(self._forkservers.close())
+            self._copiers.shutdown(wait=False)
 
-    async def _live(self, started: asyncio.Future[None]) -> None:
-        """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
+    async def _start_forkserver(self) -> ForkserverProcess:
         self._progress("loading the model's processor")
         forkserver = await ForkserverProcess.start(
             factory=self._factory,
@@ -216,18 +275,34 @@ class PreparerPool:
             environment=self._environment,
             timeout_s=self._config.start_timeout_s,
         )
+        for could in forkserver.sandbox.missing():
+            logger.warning("a preparer that a hostile file takes over could %s", could)
+        if not forkserver.reads_memory:
+            logger.warning("a preparer that a hostile file takes over could %s", WRITE_ARENA)
+        return forkserver
+
+    async def _live(self, started: asyncio.Future[None]) -> None:
+        """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
+        forkserver = self._forkserver = await self._forkservers.take()
         try:
             self._progress(f"starting {self._num_preparers} preparers")
             async with asyncio.TaskGroup() as slots:
                 for index in range(self._num_preparers):
                     slots.create_task(self._run_slot(forkserver, started), name=f"preparer-slot-{index}")
                 slots.create_task(self._watch(forkserver), name="forkserver-watch")
+                slots.create_task(self._forkservers.keep_spare(forkserver), name="forkserver-spare")
         finally:
+            self._refuse_jobs_for_long()
             await _to_the_end(forkserver.close())
 
     async def _watch(self, forkserver: ForkserverProcess) -> None:
         await forkserver.lost.wait()
-        self._refuse_jobs("media preparation is restarting")
+        self._refuse_jobs_for_long()
+
+    def _refuse_jobs_for_long(self) -> None:
+        """Refuse jobs where another processor has to be built; a spare takes them over in milliseconds."""
+        if not self._forkservers.has_spare:
+            self._refuse_jobs("media preparation is restarting")
 
     def _refuse_jobs(self, why: str) -> None:
         self._unavailable = why
@@ -244,8 +319,7 @@ class PreparerPool:
                 return
             except PreparerLost as error:
                 logger.warning("no new preparer: %s", error)
-                if not started.done():
-                    started.set_exception(StartupFailed("a preparer ended while it started; its log says why"))
+                _fail_start(started, StartupFailed("a preparer ended while it started; its log says why"))
             else:
                 self._join(preparer, forkserver, started)
                 num_jobs = await self._serve(preparer, forkserver)
@@ -288,21 +362,22 @@ class PreparerPool:
     async def _run(self, job: Job, preparer: PreparerProcess, forkserver: ForkserverProcess) -> bool:
         """Run one job to its result. False when its preparer is not to be used again; then it has been stopped."""
         try:
-            async with asyncio.timeout(job.timeout_s):
+            async with asyncio.timeout(job.timeout_s) as job.deadline:
                 lease = await self._converse(job, preparer)
         except MedialaneError as error:  # told by the preparer, which is fine, or the arena is full
             self._fail(job, error)
             job.close()
             return True
         except TimeoutError:
-            limit = f"{job.timeout_s:g} s"
-            logger.warning(
-                "preparer %d (pid %s) is killed: its job took over %s", preparer.preparer_id, preparer.pid, limit
-            )
-            self._fail(job, PreparerTimeout(f"preparing this item took longer than {limit}"))
+            why = "nobody waits for its job" if job.is_disowned else f"its job took over {job.timeout_s:g} s"
+            logger.warning("preparer %d (pid %s) is killed: %s", preparer.preparer_id, preparer.pid, why)
+            self._fail(job, PreparerTimeout(f"preparing this item took longer than {job.timeout_s:g} s"))
         except PreparerLost as error:
             logger.warning("a job has lost its preparer: %s", error)
             self._fail(job, _crash(forkserver))
+        except Exception:  # this slot supervises jobs: one job's surprise must not end those of the others
+            logger.exception("a job failed unexpectedly; preparer %d is replaced", preparer.preparer_id)
+            self._fail(job, PreparationFailed("this item could not be prepared"))
         except BaseException:
             self._fail(job, Unavailable("media preparation has ended"))
             await _to_the_end(self._bury(job, preparer))
@@ -315,29 +390,55 @@ class PreparerPool:
         await _to_the_end(self._bury(job, preparer))
         return False
 
-    async def _converse(self, job: Job, preparer: PreparerProcess) -> Lease[Feature]:
+    async def _converse(self, job: Job, preparer: PreparerProcess) -> Lease[Feature] | None:
         """One job's messages. Raises PreparerLost, and MedialaneError when the job failed and the preparer did not."""
         self._num_jobs += 1
         job_id = self._num_jobs
         encoded = job.source.value
+        if job.is_probe:
+            await preparer.send(ProbeItem(job_id, encoded))
+            _expect(Done, await preparer.receive(), job_id)
+            return None
         await preparer.send(ProcessItem(job_id, encoded, job.io, job.options))
         need = _expect(NeedRange, await preparer.receive(), job_id)
         if job.timeline is not None:
             job.timeline.add("decode", need.decode_s)
             job.timeline.add("process", need.process_s)
-        _, nbytes = layout(need.specs)
         try:
-            reservation = job.reservation = self._arena.reserve(
-                nbytes, "decoded" if job.options is None else "processed"
-            )
-        except ArenaFull:
+            reservation = self._reserve(job, need)
+        except MedialaneError:
             await preparer.send(NoRange(job_id))
             raise
-        await preparer.send(Range(job_id, reservation.range))
-        _expect(Done, await preparer.receive(), job_id)
         tensors = describe(reservation.range, need.specs)
+        if preparer.writes_arena:
+            await preparer.send(Range(job_id, reservation.range))
+            _expect(Done, await preparer.receive(), job_id)
+        else:
+            await self._copy(preparer, need, tensors)
+            await preparer.send(Copied(job_id))
         feature = Feature(encoded.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
+
+    def _reserve(self, job: Job, need: NeedRange) -> Reservation:
+        """Raises ArenaFull, and MediaTooLarge for what never fits beside the encoded bytes that it is made of."""
+        _, nbytes = layout(need.specs)
+        if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
+            raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server has for it")
+        job.reservation = self._arena.reserve(nbytes, "decoded" if job.options is None else "processed")
+        return job.reservation
+
+    async def _copy(self, preparer: PreparerProcess, need: NeedRange, tensors: Sequence[TensorDescriptor]) -> None:
+        """Copy tensors from the preparer into the arena, in a thread unless they are few. Raises PreparerLost.
+
+        Cancelled, it waits for the thread: until then the range is written to.
+        """
+        with contextlib.ExitStack() as views:
+            into = [views.enter_context(self._arena.view.tensor(tensor, writable=True)) for tensor in tensors]
+            if sum(data.nbytes for data in into) <= COPIED_AT_ONCE_BYTES:
+                preparer.read(need.addresses, into)
+            else:
+                loop = asyncio.get_running_loop()
+                await _to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
 
     async def _bury(self, job: Job, preparer: PreparerProcess) -> None:
         """End the preparer, then give back what its job held; if it does not die, that stays held for ever."""
@@ -369,11 +470,16 @@ def _crash(forkserver: ForkserverProcess) -> MedialaneError:
     return PreparerCrashed("the process that decoded this item has crashed")
 
 
+def _fail_start(started: asyncio.Future[None], error: StartupFailed) -> None:
+    if not started.done():
+        started.set_exception(error)
+
+
 def _longer(pause_s: float) -> float:
     return min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
 
 
-async def _to_the_end(work: Coroutine[None, None, object]) -> None:
+async def _to_the_end(work: Awaitable[object]) -> None:
     """Wait for clean-up that must not stop half-way: cancelled meanwhile, this waits on, then is cancelled."""
     task = asyncio.ensure_future(work)
     try:

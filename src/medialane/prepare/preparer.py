@@ -1,7 +1,10 @@
 """One preparer: a forked process that takes jobs from its channel, one at a time, until the channel ends.
 
-A job reads encoded bytes from the arena, decodes them, runs the engine's processor, asks the gateway for a range of the
-arena and copies the tensors in. It allocates nothing there by itself and writes only into the range that it was given.
+A job reads encoded bytes from the arena, decodes them, runs the engine's processor and reports where the tensors lie in
+this process's memory, from where the gateway copies them into the arena. A decoder that a hostile file has taken over
+finds no network, no file to write, no process to start or signal, and no page of the arena that it could change
+(`sandbox`); it can read the arena, and spoil its own results. Where the kernel does not let the gateway read this
+process's memory, the arena is mapped writable, and tensors are copied into a range that the gateway gives.
 An error of the house's tree fails the job and nothing else; so does an unexpected exception, which is logged here.
 Whatever kills the process is seen by the pool, which fails the job and forks another. The protocol is in `messages`.
 """
@@ -12,17 +15,19 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from medialane.arena import ArenaView, describe
-from medialane.core.errors import MedialaneError, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
-from medialane.media import decode
+from medialane.media import decode, probe
 from medialane.prepare import confinement
 from medialane.prepare.decoded import decoded_item
 from medialane.prepare.messages import (
     LENGTH,
+    Copied,
     Done,
     Hello,
     JobFailed,
@@ -31,13 +36,16 @@ from medialane.prepare.messages import (
     NeedRange,
     NoRange,
     PreparerSetup,
+    ProbeItem,
     ProcessItem,
     Range,
     decode_job_request,
     encode_frame,
     frame_length,
 )
+from medialane.prepare.process_memory import address_of, allow_reader
 from medialane.prepare.processor import ProcessedItem, Processor
+from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +53,33 @@ logger = logging.getLogger(__name__)
 class Preparer:
     """The child's side of the job channel. It owns the channel and its mapping of the arena."""
 
-    def __init__(self, jobs: socket.socket, processor: Processor, setup: PreparerSetup) -> None:
+    def __init__(
+        self,
+        jobs: socket.socket,
+        processor: Processor,
+        setup: PreparerSetup,
+        sandbox: Sandbox,
+        *,
+        writes_arena: bool,
+        reader_pid: int,
+    ) -> None:
         self._jobs = jobs
         self._processor = processor
         self._media = setup.media
         confinement.drop_sockets(keep={jobs.fileno()})
-        self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=True)
+        self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=writes_arena)
+        allow_reader(reader_pid)
         confinement.forgo_privileges()
         confinement.die_of_faults()
         confinement.limit_memory(setup.memory_limit_bytes)
+        sandbox.enter(processor.files)
 
     def run(self) -> None:
         """Take jobs until the gateway closes the channel. Raises ValueError for what the protocol does not allow."""
         try:
             self._send(Hello(os.getpid()))
             while (request := self._receive()) is not None:
-                if not isinstance(request, ProcessItem):
+                if not isinstance(request, ProcessItem | ProbeItem):
                     raise ValueError(f"unexpected {type(request).__name__} between jobs")
                 report = self._run_job(request)
                 if report is not None:
@@ -68,10 +87,10 @@ class Preparer:
         except (BrokenPipeError, ConnectionResetError):
             return  # the gateway has closed the channel while a job was running: nobody waits for it
 
-    def _run_job(self, job: ProcessItem) -> JobReport | None:
+    def _run_job(self, job: ProcessItem | ProbeItem) -> JobReport | None:
         """Run one job to its last report; None when the gateway has ended it."""
         try:
-            return self._process(job)
+            return self._process(job) if isinstance(job, ProcessItem) else self._probe(job)
         except MedialaneError as error:
             return JobFailed(job.job_id, to_report(error))
         except (BrokenPipeError, ConnectionResetError):
@@ -84,18 +103,35 @@ class Preparer:
             logger.exception("a job failed unexpectedly")
             return JobFailed(job.job_id, to_report(PreparationFailed("this item could not be prepared")))
 
+    def _probe(self, job: ProbeItem) -> Done:
+        encoded = job.encoded
+        probe(self._encoded(encoded), encoded.modality, encoded.media_type, self._media)
+        return Done(job.job_id)
+
     def _process(self, job: ProcessItem) -> Done | None:
         started = time.perf_counter()
         encoded = job.encoded
-        data, scaling = self._encoded(encoded), self._scaling(job)
-        media = decode(data, encoded.modality, encoded.media_type, job.io, self._media, self._processor, scaling)
+        media = decode(
+            self._encoded(encoded),
+            encoded.modality,
+            encoded.media_type,
+            job.io,
+            self._media,
+            self._processor,
+            self._scaling(job),
+            self._size_check(job),
+        )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # its pixels need not stay while the gateway makes room
         processed = time.perf_counter()
-        self._send(NeedRange(job.job_id, item.specs, item.header, item.size, decoded - started, processed - decoded))
+        _check_header(item)
+        addresses = tuple(map(address_of, item.buffers))
+        self._send(
+            NeedRange(job.job_id, item.specs, addresses, item.header, item.size, decoded - started, processed - decoded)
+        )
         reply = self._receive()
-        if reply is None or isinstance(reply, NoRange):
+        if reply is None or isinstance(reply, Copied | NoRange):
             return None
         if not isinstance(reply, Range) or reply.job_id != job.job_id:
             raise ProtocolViolation(f"unexpected {type(reply).__name__} inside a job")
@@ -106,6 +142,11 @@ class Preparer:
         """Stage `decoded` is left whole: what its worker does with the pixels is not known here."""
         wanted = self._media.jpeg_scaled_decode and job.options is not None
         return _SizeChooser(self._processor, job.options or b"{}") if wanted else None
+
+    def _size_check(self, job: ProcessItem) -> Callable[[tuple[int, int]], None] | None:
+        """Without options it is not known yet how many tokens an image of a size becomes."""
+        options = job.options
+        return None if options is None else lambda size: self._processor.check_size(size, options)
 
     def _encoded(self, encoded: EncodedMedia) -> memoryview:
         entry = self._arena.entry(encoded.range, writable=False)
@@ -127,6 +168,13 @@ class Preparer:
         """Exactly so many bytes; None when the channel has ended."""
         data = self._jobs.recv(nbytes, socket.MSG_WAITALL)
         return data if len(data) == nbytes else None
+
+
+def _check_header(item: ProcessedItem) -> None:
+    if len(item.header) > MAX_HEADER_BYTES:
+        raise MediaTooLarge(
+            f"the model's processor makes {len(item.header)} bytes of metadata of this item; at most {MAX_HEADER_BYTES}"
+        )
 
 
 class _SizeChooser:

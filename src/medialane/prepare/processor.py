@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from medialane.core.errors import UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Decoded, FrameBatch, MediaSize, Video
 from medialane.core.tensor import TensorSpec
@@ -27,6 +28,11 @@ class ProcessedItem:
 class Processor(Protocol):
     """Runs the engine's multimodal processor on one decoded item, inside a preparer. Synchronous, one thread."""
 
+    @property
+    def files(self) -> Sequence[str]:
+        """Files and folders that it may still have to read once it is warm, beside Python's own."""
+        ...
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         """Take the frames that the engine's own sampler takes (`media.FrameSampler`)."""
         ...
@@ -35,11 +41,49 @@ class Processor(Protocol):
         """Process one item alone. `options` are canonical JSON. Raises MedialaneError for what the client did wrong."""
         ...
 
+    def check_size(self, size: tuple[int, int], options: bytes) -> None:
+        """Raise PromptTooLong if an image of this (width, height), either way round, has more tokens than any prompt.
+
+        Called before the image is decoded. What cannot be told without its pixels passes.
+        """
+        ...
+
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:
         """Which size an image may be decoded at (`media.jpeg_scale.SizeChooser`) that is processed with `options`."""
         ...
+
+
+#: A factory as the pool takes it: its fork server starts at once, whatever the model.
+NO_PROCESSOR_FACTORY = "medialane.prepare.processor:build_no_processor"
+
+_REFUSAL = "this model takes no media"
+
+
+def build_no_processor(_config: bytes) -> NoProcessor:
+    """Factory of stage `url`, in which preparers only open what workers are about to decode (`media.probe`)."""
+    return NoProcessor()
+
+
+class NoProcessor:
+    """Refuses every item (a `Processor`): in stage `url`, and of a model of text alone."""
+
+    files = ()
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        raise UnsupportedMediaType(_REFUSAL)
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        raise UnsupportedMediaType(_REFUSAL)
+
+    def check_size(self, size: tuple[int, int], options: bytes) -> None:
+        raise UnsupportedMediaType(_REFUSAL)
+
+    def smaller_size(
+        self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
+    ) -> tuple[int, int] | None:
+        raise UnsupportedMediaType(_REFUSAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ def explain(
 ) -> RoutingDecision:
     """What was chosen, as the slots are now: before the request counts at its own."""
     block_size = offer.request.block_size
-    alternatives = [
-        Alternative(*slots[other.slot].place, other.score, other.blocks * block_size) for other in choice.alternatives
-    ]
+    alternatives = tuple(
+        [Alternative(*slots[slot].place, score, blocks * block_size) for slot, score, blocks in choice.alternatives]
+    )
     return RoutingDecision(
         worker_id=slot.place[0],
         rank=slot.place[1],
@@ -29,7 +29,7 @@ def explain(
         encoder_items_cached=len(offer.items) - terms.num_to_encode,
         expected_ms=terms.parts.expected_ms,
         parts=terms.parts,
-        alternatives=tuple(alternatives),
+        alternatives=alternatives,
     )
 
 

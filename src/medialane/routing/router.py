@@ -10,7 +10,7 @@ request is sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -148,10 +148,9 @@ class Router:
         self._predictions.removed(number, removed)
         self._predictions.stored(number, stored)
 
-    def pick(self, request: RoutingRequest, *, exclude: Collection[int] = ()) -> Routed:
-        """The slot for this request, not one of `exclude`. Its `begin` is owed right after the request was sent. Raises
-        NoWorkerReady."""
-        candidates = self._slots.candidates(request, exclude)
+    def pick(self, request: RoutingRequest) -> Routed:
+        """The slot for this request. Its `begin` is owed right after the request was sent. Raises NoWorkerReady."""
+        candidates = self._slots.candidates(request)
         if not candidates:
             raise self._no_candidate(request)
         items = encoder_items(request.media, request.block_size)

@@ -6,7 +6,7 @@ between a thousand of them is one call of native code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -142,12 +142,9 @@ class SlotTable:
         """Whether the slot has not left."""
         return self._slots[slot.number] is slot
 
-    def candidates(self, request: RoutingRequest, exclude: Collection[int] = ()) -> int:
+    def candidates(self, request: RoutingRequest) -> int:
         """Bit mask of the slots that take the request."""
-        found = self.open & self.serving(request)
-        for number in exclude:
-            found &= ~(1 << number)
-        return found
+        return self.open & self.serving(request)
 
     def serving(self, request: RoutingRequest) -> int:
         """Bit mask of the slots that have the model, the adapter and the rank, open or not."""
@@ -180,11 +177,13 @@ class SlotTable:
         if slot.draining or (limit and slot.num_in_flight >= limit):
             self._close(number)
             return
-        self.open |= 1 << number
-        slot.parts = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
-        table[FLAT, number] = 0.0
+        if not self.open >> number & 1:
+            self.open |= 1 << number
+            table[FLAT, number] = 0.0
+        queue, running, kv_pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
+        slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
-        table[STANDING, number] = sum(slot.parts)
+        table[STANDING, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""

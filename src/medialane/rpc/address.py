@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from medialane.core.errors import StartupFailed
+from medialane.core.host import ascii_host
 
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)).
 MAX_UNIX_PATH_BYTES = 107
@@ -15,14 +17,14 @@ class UnixAddress(NamedTuple):
 
 
 class TcpAddress(NamedTuple):
-    """`host` is a name or a literal address (IPv6 without brackets); port 0 lets the listener choose."""
+    """`host` is a name in ASCII or a literal address (IPv6 without brackets); port 0 lets the listener choose."""
 
     host: str
     port: int
 
 
 def parse_address(address: str) -> UnixAddress | TcpAddress:
-    """Read an address. Raises StartupFailed telling what is wrong with it."""
+    """Read an address. Raises StartupFailed, and nothing else, telling what is wrong with it."""
     if address.startswith("unix:"):
         return _unix(address.removeprefix("unix:"))
     if address.startswith("tcp://"):
@@ -33,20 +35,27 @@ def parse_address(address: str) -> UnixAddress | TcpAddress:
 def _unix(path: str) -> UnixAddress:
     if not path.startswith("/") or "\0" in path:
         raise StartupFailed(f"worker address unix:{path} needs an absolute path")
-    if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+    try:
+        num_bytes = len(os.fsencode(path))
+    except UnicodeEncodeError:
+        raise StartupFailed(f"worker address {'unix:' + path!r} is not a path") from None
+    if num_bytes > MAX_UNIX_PATH_BYTES:
         raise StartupFailed(f"the path of worker address unix:{path} is longer than {MAX_UNIX_PATH_BYTES} bytes")
     return UnixAddress(path)
 
 
 def _tcp(address: str) -> TcpAddress:
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise StartupFailed(f"worker address {address!r}: write an IPv6 address in brackets")
-    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise StartupFailed(f"worker address {address!r} must be tcp://host:port")
-    return TcpAddress(host, int(port))
+    if not (host and colon and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16):
+        raise StartupFailed(f"worker address {address!r} must be tcp://host:port, with a port below 65536")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if bracketed != (":" in host):
+        raise StartupFailed(f"worker address {address!r}: an IPv6 address, and nothing else, is written in brackets")
+    try:
+        return TcpAddress(ascii_host(host), int(port))
+    except ValueError as error:
+        raise StartupFailed(f"worker address {address!r}: {error}") from None
 
 
 def format_tcp(host: str, port: int) -> str:

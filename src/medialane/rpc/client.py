@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -19,7 +20,7 @@ from medialane.core.errors import (
     from_report,
 )
 from medialane.core.kv_events import KvChange
-from medialane.core.request import EngineRequest, WorkerLoad
+from medialane.core.request import EngineRequest, ModelCard, WorkerLoad
 from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
 from medialane.rpc.block_inbox import BlockInbox
 from medialane.rpc.config import RpcConfig
@@ -43,6 +44,11 @@ from medialane.rpc.messages import (
 from medialane.rpc.payload import OutgoingRequest, split
 from medialane.rpc.remote_request import RemoteRequest
 
+#: Of a worker's card: far beyond any engine, and few enough for what is kept by them.
+_MAX_BLOCK_SIZE: Final = 1 << 16
+_MAX_RANKS: Final = 1 << 12
+_MAX_KV_BLOCKS: Final = 1 << 32
+
 
 class RpcClient:
     """A connection on which the worker has welcomed us. It does not reconnect: `connect` again after `closed`."""
@@ -59,6 +65,7 @@ class RpcClient:
         self._on_blocks: Callable[[KvChange], None] | None = None
         self._giving: asyncio.Handle | None = None
         self._on_load: Callable[[WorkerLoad], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
         self._num_pings = 0
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self.load = WorkerLoad()
@@ -142,11 +149,17 @@ class RpcClient:
             self._requests[request_id] = remote
         return remote
 
-    def watch(self, *, on_blocks: Callable[[KvChange], None], on_load: Callable[[WorkerLoad], None]) -> None:
+    def watch(
+        self,
+        *,
+        on_blocks: Callable[[KvChange], None],
+        on_load: Callable[[WorkerLoad], None],
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
         """Call back, from now on until the connection is gone: `on_blocks` with what the worker holds and how that
-        changes, in order, a part in each round of the loop; `on_load` with each report. What was told before is kept
-        for `on_blocks`. Called once."""
-        self._on_blocks, self._on_load = on_blocks, on_load
+        changes, in order, a part in each round of the loop; `on_load` with each report; last `on_lost`, when `closed`
+        is set. What was told before is kept for `on_blocks`. Called once, on a live connection."""
+        self._on_blocks, self._on_load, self._on_lost = on_blocks, on_load, on_lost
         self._give_soon()
 
     async def wait_closed(self) -> None:
@@ -200,6 +213,8 @@ class RpcClient:
         requests, self._requests = self._requests, {}
         for remote in requests.values():
             remote.on_lost(WorkerLost("the worker was lost before the answer was complete"))
+        if self._on_lost is not None:
+            self._on_lost()
 
     async def _dial(self, target: UnixAddress | TcpAddress) -> None:
         loop = asyncio.get_running_loop()
@@ -233,6 +248,7 @@ class RpcClient:
     def _open(self, welcome: Welcome) -> None:
         if self._welcomed.done():
             raise ProtocolViolation("a second Welcome")
+        _check(welcome.card)
         self._num_ranks = max(1, welcome.card.data_parallel_size)
         self._blocks = BlockInbox(num_blocks=welcome.card.num_kv_blocks * self._num_ranks)
         self._welcomed.set_result(welcome)
@@ -301,6 +317,18 @@ class RpcClient:
             return self._requests[request_id]
         except KeyError:
             raise ProtocolViolation("an answer to a request that is not under way") from None
+
+
+def _check(card: ModelCard) -> None:
+    """Raise ProtocolViolation for sizes that no engine has: what is kept for a worker grows with them."""
+    if not (
+        0 < card.block_size <= _MAX_BLOCK_SIZE
+        and 0 <= card.data_parallel_size <= _MAX_RANKS
+        and 0 <= card.num_kv_blocks <= _MAX_KV_BLOCKS
+        and card.encoder_cache_tokens >= 0
+        and card.max_num_seqs >= 0
+    ):
+        raise ProtocolViolation("a worker's card with impossible sizes")
 
 
 def _nothing(_request_id: str) -> None:

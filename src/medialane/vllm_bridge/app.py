@@ -42,6 +42,9 @@ TASKS = ("generate",)
 #: Answers a GET of an operator with JSON, from the query's parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
+#: How the server is: the HTTP status and the body that `/health` answers.
+Probe = Callable[[], tuple[int, bytes]]
+
 
 class Frontend:
     """Everything of vLLM that the gateway's process holds: configuration, renderer, and the app made of them."""
@@ -90,9 +93,11 @@ class Frontend:
         inner: Middleware,
         answer: Callable[[MedialaneError], Response],
         pages: Mapping[str, Page] | None = None,
+        health: Probe | None = None,
     ) -> Any:
         """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
-        vLLM's own middleware. `pages` are ours, by path."""
+        vLLM's own middleware. `pages` are ours, by path; `health` answers in place of vLLM's `/health`, which knows one
+        engine."""
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
@@ -109,6 +114,8 @@ class Frontend:
         app.add_exception_handler(MedialaneError, answer_ours)
         for path, page in (pages or {}).items():
             app.add_route(path, _guarded(self.args, page))
+        if health is not None:
+            _answer_health(app, health)
         # vLLM's SageMaker bootstrap has built the stack already, without ours.
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
@@ -158,6 +165,17 @@ def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Respo
         return Response(page(request.query_params), media_type="application/json")
 
     return answer
+
+
+def _answer_health(app: Any, probe: Probe) -> None:
+    """Put our `/health` before vLLM's, of which the schema and what else it answers to stay."""
+
+    async def answer() -> Response:
+        status, body = probe()
+        return Response(body, status, media_type="application/json" if body else None)
+
+    app.add_api_route("/health", answer, methods=["GET"], include_in_schema=False)
+    app.router.routes.insert(0, app.router.routes.pop())
 
 
 def _import_plugins(args: Namespace) -> None:

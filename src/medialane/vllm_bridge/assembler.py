@@ -19,6 +19,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiM
 from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.prepare.processor import AssembledPrompt
+from medialane.vllm_bridge.foreign_errors import public_text
 from medialane.vllm_bridge.placing import Placing, Placings, decode_options
 
 #: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
@@ -45,7 +46,11 @@ class VllmAssembler:
             applied = self._apply(token_ids, features, options)
         except (ValueError, AssertionError, RuntimeError) as error:
             # How vLLM says that an item does not have its placeholder in the prompt.
-            raise PromptRejected(str(error)) from error
+            raise PromptRejected(public_text(error)) from error
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            if options == b"{}":
+                raise
+            raise PromptRejected("the model's processor cannot count with these mm_processor_kwargs") from error
         ranges = {
             modality: iter([_range(found) for found in places])
             for modality, places in applied["mm_placeholders"].items()

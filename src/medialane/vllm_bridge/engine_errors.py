@@ -16,6 +16,7 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerLost
+from medialane.vllm_bridge.foreign_errors import public_text
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def mapped_errors() -> Iterator[None]:
         yield
     except VLLMClientError as error:
         param = error.parameter if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError) else None
-        raise PromptRejected(str(error), param=param) from error
+        raise PromptRejected(public_text(error), param=param) from error
     except GracefulHTTPError as error:
         raise Unavailable(error.message) from error
     except EngineDeadError as error:

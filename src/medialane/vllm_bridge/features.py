@@ -26,6 +26,7 @@ from vllm.multimodal.inputs import (
 )
 
 from medialane.core.errors import InvalidFeature, PreparationFailed
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.tensor import ITEM_BYTES, TensorSpec
 
 #: Tensors up to here travel in the header. An audio mask of 30 s is 12 kB.
@@ -33,9 +34,6 @@ INLINE_BYTES = 16 * 1024
 
 #: Headers up to here are decoded once while they come again and again.
 _KEPT_BYTES = 4096
-
-#: A header is bounded on both sides: it travels in control messages.
-MAX_HEADER_BYTES = 4 * 1024 * 1024
 
 # torch has no read-only tensors and says so once per process, at the first buffer that is not writable. We hand out
 # read-only mappings on purpose: a write into an item is a bug, and SIGSEGV is better than another request's garbage.

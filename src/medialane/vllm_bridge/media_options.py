@@ -19,6 +19,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from medialane.core.errors import InvalidRequest, StartupFailed
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Modality
+from medialane.vllm_bridge.option_limits import check_options
 
 IoOptions = Mapping[str, Mapping[str, object]]
 
@@ -144,6 +145,7 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
     may not set, or not so.
     """
     request = request or {}
+    check_options(request, "media_io_kwargs")
     for name, options in request.items():
         _check(name, options, model.get(name, {}))
     if modality != "video":

@@ -8,6 +8,7 @@ on the prompt, so a preparer runs it for one item alone. It uses private methods
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -30,11 +31,13 @@ from medialane.core.errors import (
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.media.sampling import FrameSampler
-from medialane.prepare.processor import ProcessedItem, Processor
+from medialane.prepare.processor import NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.image_tokens import ImageTokens
+from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 
@@ -53,31 +56,24 @@ def build_processor(config: bytes) -> Processor:
     torch.set_num_threads(1)
     model_config = create_model_config(parse_vllm_args(wanted.model, wanted.vllm_args))
     if not model_config.supports_multimodal_inputs:
-        return _NoMedia()
+        return NoProcessor()
     engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
     takes_video = "video" in engine_processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=wanted.max_sampled_frames)
-    processor = VllmProcessor(engine_processor, sampler if takes_video else None)
+    processor = VllmProcessor(
+        engine_processor, sampler if takes_video else None, max_model_len=model_config.max_model_len
+    )
     if supports_split(engine_processor):
         processor.warm_up()
+    use_no_network()  # preparers have none
     return processor
-
-
-class _NoMedia:
-    """The processor of a model of text alone: the gateway has no jobs for it."""
-
-    def sample(self, video: Video, io: bytes) -> FrameBatch:
-        raise UnsupportedMediaType("this model takes no media")
-
-    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
-        raise UnsupportedMediaType("this model takes no media")
-
-    def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
-        raise UnsupportedMediaType("this model takes no media")
 
 
 #: Sizes of the images on which `warm_up` compares two ways of giving pixels to the model's processor.
 _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
+
+#: Sizes of the images whose tokens are counted: some that processors enlarge, shrink, and cut into several tiles.
+_TOKEN_TRIAL_SIZES = ((64, 64), (56, 168), (301, 211), (1200, 500))
 
 #: A picture with a side of up to so many pixels could be taken for one with its channels there.
 _MOST_CHANNELS = 4
@@ -96,10 +92,22 @@ class VllmProcessor:
     `sampler` chooses the frames of videos; without one there are none to process.
     """
 
-    def __init__(self, processor: BaseMultiModalProcessor, sampler: FrameSampler | None = None) -> None:
+    def __init__(
+        self,
+        processor: BaseMultiModalProcessor,
+        sampler: FrameSampler | None = None,
+        *,
+        max_model_len: int = sys.maxsize,
+    ) -> None:
         self._processor = processor
+        self._tokens = ImageTokens(processor, max_model_len)
         self._sampler = sampler
         self._takes_tensors = False
+
+    @property
+    def files(self) -> Sequence[str]:
+        """vLLM loads the processor again, from the model's files, for options that it has not seen before."""
+        return model_files(self._processor.info.ctx.model_config)
 
     @cached_property
     def _targets(self) -> ResizeTargets:
@@ -110,6 +118,7 @@ class VllmProcessor:
         modalities = self._processor.info.get_supported_mm_limits()
         if "image" in modalities:
             self._takes_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
+            self._tokens.verify(self.process(trial_image(*size), b"{}") for size in _TOKEN_TRIAL_SIZES)
         if "video" in modalities:
             self.process(trial_video(), b"{}")
         if "audio" in modalities:
@@ -122,6 +131,9 @@ class VllmProcessor:
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._process(media, options, as_tensor=self._takes_tensors)
+
+    def check_size(self, size: Size, options: bytes) -> None:
+        self._tokens.check(size, options)
 
     def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
         return self._targets.smaller_size(size, smaller, options)
@@ -142,17 +154,29 @@ class VllmProcessor:
 
     def _process(self, media: Decoded, options: bytes, *, as_tensor: bool) -> ProcessedItem:
         kwargs = decode_options(options)
-        modality = modality_of(media)
         try:
-            items = self._processor.info.parse_mm_data({modality: [engine_media(media, as_tensor=as_tensor)]})
-            with torch.inference_mode():
-                data = self._processor._apply_hf_processor_main(mm_items=items, hf_kwargs=kwargs)
+            return self._apply(media, kwargs, as_tensor=as_tensor)
         except (ValueError, TypeError) as error:
-            raise _REFUSALS[modality](f"the model's processor refused this {modality} or its options") from error
+            raise _refusal(media) from error
+        except (LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+            if not kwargs:
+                raise
+            raise _refusal(media) from error  # a processor's way of refusing options
+
+    def _apply(self, media: Decoded, kwargs: dict[str, object], *, as_tensor: bool) -> ProcessedItem:
+        modality = modality_of(media)
+        items = self._processor.info.parse_mm_data({modality: [engine_media(media, as_tensor=as_tensor)]})
+        with torch.inference_mode():
+            data = self._processor._apply_hf_processor_main(mm_items=items, hf_kwargs=kwargs)
         fields = self._processor._get_mm_fields_config(data, kwargs)
         (item,) = MultiModalKwargsItems.from_hf_inputs(data, fields)[modality]
         header, specs, buffers = encode_item(item)
         return ProcessedItem(header=header, specs=specs, buffers=buffers, size=_processed_size(media, items))
+
+
+def _refusal(media: Decoded) -> InvalidRequest:
+    modality = modality_of(media)
+    return _REFUSALS[modality](f"the model's processor refused this {modality} or its options")
 
 
 def modality_of(media: Decoded) -> Modality:

@@ -14,18 +14,21 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import InvalidMediaUrl, InvalidRequest, UnknownMediaUuid
+from medialane.core.errors import EmptyMedia, InvalidMediaUrl, InvalidRequest, PromptTooLong, UnknownMediaUuid
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.media_options import final_io, model_io
+from medialane.vllm_bridge.option_limits import check_options
 from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
+from medialane.vllm_bridge.processor_options import check_processor_options
 from medialane.vllm_bridge.story import Story
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
@@ -80,9 +83,14 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
+        check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
+        check_processor_options(mm_processor_kwargs)
         options = canonical_options(mm_processor_kwargs or {})
         items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
-        return engine_input(await story.prepare(MediaPrompt(list(prompt), items, options)))
+        try:
+            return engine_input(await story.prepare(MediaPrompt(list(prompt), items, options)))
+        except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
+            raise VLLMValidationError(error.message) from error
 
     renderer._process_multimodal_async = process
 
@@ -151,6 +159,8 @@ class _References:
             return item
         if item is not None:
             raise InvalidRequest(f"{modality} given as raw objects is not supported by this gateway")
+        if uuid is None:
+            raise EmptyMedia(f"{modality} given without URL, data or uuid")
         ref = self._by_uuid(modality, uuid)
         return ref if ref.is_embeds else self.completed(ref, ref.modality, request_io)
 

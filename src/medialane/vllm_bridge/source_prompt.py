@@ -37,6 +37,7 @@ from medialane.core.feature import HandedMedia
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.embeds import EmbedsReader
+from medialane.vllm_bridge.foreign_errors import public_text
 from medialane.vllm_bridge.media_options import model_io
 from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.preparation import engine_media
@@ -49,6 +50,9 @@ _UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
     "video": InvalidVideo,
     "audio": InvalidAudio,
 }
+
+#: What vLLM's processors raise for items, options and prompts that they do not take.
+_REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 
 _LOADERS: dict[Modality, Callable[..., Any]] = {
     "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
@@ -89,10 +93,11 @@ class SourceRenderer:
             (rendered,) = await self._renderer.render_cmpl_async([tokens])
         except VLLMError:
             raise
-        except (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
+        except _REFUSALS as error:
             # Too many items, options that the processor does not take, a prompt without the items' placeholders. The
             # last two only embeddings cause, which most families' processors do not expect.
-            raise PromptRejected(str(error) if not embedded else "this model cannot take these embeddings") from error
+            message = public_text(error) if not embedded else "this model cannot take these embeddings"
+            raise PromptRejected(message) from error
         for modality, items in embedded.items():
             self._reader().check(modality, rendered, len(items))
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
-from medialane.core.errors import ArenaFull, HandoverFailed
+from medialane.core.errors import ArenaFull, HandoverFailed, MediaTooLarge
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import TensorSpec
@@ -94,6 +94,15 @@ def test_arena_full_of_leases_is_a_retryable_error_and_ends_with_them(arena):
     for lease in leases:
         lease.release()
     arena.reserve(5 * MIB).abandon()
+
+
+def test_payload_that_an_empty_arena_has_no_room_for_is_refused_for_good(arena):
+    held = write(arena, "held", 1)
+    with pytest.raises(MediaTooLarge) as caught:
+        arena.reserve(arena.max_payload_bytes + 1)
+    assert (caught.value.status, caught.value.retryable) == (413, False)
+    held.release()
+    arena.reserve(arena.max_payload_bytes).abandon()
 
 
 def test_second_publication_of_a_key_returns_the_first(arena, reader):

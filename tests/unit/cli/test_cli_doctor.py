@@ -54,6 +54,18 @@ def test_kind_of_media_that_is_off_is_a_warning_with_its_cure(monkeypatch):
     assert finding.advice == "pip install av"
 
 
+@pytest.mark.parametrize("missing", [[], ["use the network (seccomp is not available)"]])
+def test_what_preparers_are_not_confined_by_is_a_warning(monkeypatch, missing):
+    monkeypatch.setattr(doctor, "_SANDBOX", f"import json; print(json.dumps({missing!r}))")
+    finding = doctor._sandbox()
+    assert finding.verdict == ("warn" if missing else "ok")
+    assert all(part in finding.text for part in missing)
+
+
+def test_sandbox_is_tried_in_a_process_of_its_own():
+    assert all(isinstance(missing, str) for missing in doctor._ask(doctor._SANDBOX))
+
+
 def test_arena_that_does_not_fit_fails_with_how_to_enlarge_it():
     finding = doctor._shared_memory(load_config({"arena-size": "900TiB"}, environ={}))
     assert finding.verdict == "fail"

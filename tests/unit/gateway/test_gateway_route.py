@@ -59,11 +59,37 @@ def test_request_counts_at_its_worker_once_from_when_it_is_sent(make_routes):
     assert routes.stats().num_encoder_items == 1
 
 
-def test_worker_whose_connection_has_just_ended_is_left_out(make_routes):
+def test_worker_that_left_is_chosen_no_more(make_routes):
     first, second = link_to("w0"), link_to("w1")
     routes = make_routes(first, second)
-    first.client = None
+    routes.left(first)
     assert {routes.choose(*left_to_worker(n)).link.address for n in range(4)} == {"w1"}
+
+
+def test_choice_costs_no_look_at_each_link(make_routes):
+    class Unwalkable(dict):
+        def values(self):
+            raise AssertionError("a choice among a thousand workers has no time for that")
+
+    link = link_to("w0")
+    routes = make_routes(link)
+    routes._workers.links = Unwalkable(routes._workers.links)
+    assert routes.choose(*left_to_worker(0)).link is link
+
+
+def test_worker_that_failed_to_join_can_leave_and_join_again(make_routes):
+    link = link_to("w0")
+    routes = make_routes(link)
+    with pytest.raises(ValueError, match="has joined already"):
+        routes.joined(link)
+    other = link_to("w1")
+    other.endpoints = lambda: [*link_to("w1").endpoints(), *link_to("w0").endpoints()]
+    with pytest.raises(ValueError, match="has joined already"):
+        routes.joined(other)
+    routes.left(other)
+    routes.left(other)
+    other.endpoints = link_to("w1").endpoints
+    routes.joined(other)
 
 
 def test_workers_of_different_block_sizes_are_told_of(make_routes, caplog):

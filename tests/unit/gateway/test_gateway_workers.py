@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import NoWorkerReady, StartupFailed, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool
+from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.observability.metrics import Metrics
-from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer
+from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer
 from medialane.rpc.fake import FAKE_CARD
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
@@ -41,8 +41,8 @@ class Net:
         self._stack.push_async_callback(server.close)
         return server
 
-    def link(self, listener=None, **hello):
-        config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
+    def link(self, listener=None, *, config=None, **hello):
+        config = config or GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
         link = WorkerLink(self.address, Hello(gateway_id="g", **hello), rpc=RPC, config=config, metrics=self._metrics)
         link.listener = listener
         running = asyncio.create_task(link.run())
@@ -270,3 +270,121 @@ async def test_every_rank_of_a_worker_is_an_endpoint(net):
 async def test_lost_worker_is_one_endpoint_that_is_not_ready(net):
     link = net.link()
     assert [(e.ready, e.card) for e in link.endpoints()] == [(False, None)]
+
+
+class Flawed(Heard):
+    """Fails at the first workers that join."""
+
+    def __init__(self, num_failures):
+        super().__init__()
+        self.num_failures = num_failures
+
+    def joined(self, link):
+        super().joined(link)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ValueError("no room for another")
+
+
+async def test_link_that_fails_is_logged_once_and_tried_again(net, caplog):
+    await net.serve(FakeHandler())
+    heard = Flawed(3)
+    link = net.link(heard)
+    await eventually(lambda: link.is_failing)
+    assert link.client is None
+    await eventually(lambda: link.client is not None and not heard.num_failures)
+    assert not link.is_failing
+    assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
+    assert caplog.text.count("its link failed and is started again") == 1
+    assert "no room for another" in caplog.text
+
+
+async def test_what_a_failed_link_handed_over_stays_held_until_the_worker_answers_again(net, monkeypatch):
+    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
+    link = await net.connected()
+    held = Held()
+    link.submit(request(), [held])
+    server_side = asyncio.Event()
+
+    async def fail(*_):
+        server_side.set()
+        raise RuntimeError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RpcClient, "connect", fail)
+        for session in list(server._sessions):
+            session._connection._transport.abort()
+        await server_side.wait()
+        await eventually(lambda: link.is_failing)
+        assert held.num_released == 0
+    await eventually(lambda: link.client is not None)
+    assert held.num_released == 1
+
+
+@pytest.mark.parametrize("error", [UnicodeError("label empty"), RuntimeError("a bug"), KeyError("w"), OSError("?")])
+async def test_whatever_a_link_raises_the_others_serve_on(net, monkeypatch, error, caplog):
+    handler = FakeHandler()
+    await net.serve(handler)
+    connect = RpcClient.connect
+    tries = []
+
+    async def sometimes(address, hello, config):
+        if address == net.address:
+            return await connect(address, hello, config)
+        tries.append(address)
+        raise error
+
+    monkeypatch.setattr(RpcClient, "connect", sometimes)
+    config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
+    links = [
+        WorkerLink(a, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=Metrics(CollectorRegistry()))
+        for a in ("tcp://a..b:7000", net.address)
+    ]
+    pool = WorkerPool(links)
+    running = asyncio.create_task(pool.run())
+    await eventually(lambda: len(tries) > 3 and pool.num_ready == 1)
+    assert [len(d.completions) async for d in links[1].submit(request(), [])] == [1, 1, 1]
+    assert not running.done()
+    assert (health_of(pool).answer()[0], pool.num_failing) == (200, 1)
+    assert "worker tcp://a..b:7000: its link failed" in caplog.text
+    await net._end(running)
+
+
+async def test_address_that_cannot_be_read_is_one_links_refusal(net, caplog):
+    config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
+    hello, metrics = Hello(gateway_id="g"), Metrics(CollectorRegistry())
+    link = WorkerLink("tcp://a..b:7000", hello, rpc=RPC, config=config, metrics=metrics)
+    running = asyncio.create_task(link.run())
+    await eventually(lambda: link.is_failing)
+    await asyncio.sleep(0.05)
+    assert caplog.text.count("'a..b' is not a host name or IP address") == 1
+    await net._end(running)
+
+
+async def test_worker_that_hangs_up_at_once_is_not_called_in_a_tight_loop(net):
+    handler = FakeHandler()
+    server = await net.serve(handler)
+    pauses = []
+    link = net.link(config=GatewayConfig(reconnect_initial_s=0.05, reconnect_max_s=0.2))
+    for _ in range(4):
+        await eventually(lambda: link.client is not None)
+        for session in list(server._sessions):
+            session._connection._transport.abort()
+        await eventually(lambda: link.client is None)
+        started = asyncio.get_running_loop().time()
+        await eventually(lambda: link.client is not None)
+        pauses.append(asyncio.get_running_loop().time() - started)
+    assert pauses[-1] >= 0.15
+
+
+async def test_router_forgets_a_worker_in_the_turn_in_which_its_connection_is_lost(net):
+    heard, server = Heard(), await net.serve(FakeHandler())
+    link = net.link(heard)
+    await eventually(lambda: link.client is not None and heard.held is not None)
+    seen = []
+    heard.left = lambda left: seen.append(left._client.closed.is_set())
+    link.client._connection._transport.abort()
+    client = link._client
+    await client.wait_closed()
+    assert seen == [True]
+    await server.close()

@@ -215,13 +215,10 @@ def test_missing_library_refuses_by_kind(library, monkeypatch):
 
 
 def test_messages_are_ours():
-    for kind, message in {
-        "m4a": "the sound's file has no index that makes sense",
-        "webm": "the sound is damaged and cannot be decoded",
-    }.items():
+    for kind in ("m4a", "webm"):
         with pytest.raises(InvalidAudio) as raised:
             decode(encoded(kind)[:200])
-        assert raised.value.message == message
+        assert raised.value.message == "the sound is damaged and cannot be decoded"
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])

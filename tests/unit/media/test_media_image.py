@@ -17,10 +17,11 @@ from medialane.core.errors import (
     ImageTooLarge,
     InvalidImage,
     InvalidRequest,
+    PromptTooLong,
     UnsupportedMediaType,
 )
 from medialane.media import MediaConfig
-from medialane.media.image import decode_image
+from medialane.media.image import check_image, decode_image
 
 CONFIG = MediaConfig()
 
@@ -53,6 +54,28 @@ def test_truncated_image_is_invalid(kind):
     with pytest.raises(InvalidImage) as raised:
         decode_image(data[: len(data) * 2 // 3], CONFIG)
     assert raised.value.message in ("the image is damaged and cannot be decoded", "the image ends within its header")
+
+
+def test_exif_of_an_avif_is_bounded_before_it_is_decoded():
+    data = encode("AVIF", exif=b"Exif\0\0II*\0\x08\0\0\0" + bytes(600_000))
+    for look in (decode_image, check_image):
+        with pytest.raises(ImageTooComplex):
+            look(data, CONFIG)
+
+
+def test_avif_is_given_at_the_size_that_it_says_whatever_is_coded_in_it():
+    """As vLLM: libavif decodes the picture, within its own limit of 16384x16384 pixels, and scales it."""
+    data = encode("AVIF", (500, 300)).replace(struct.pack(">II", 500, 300), struct.pack(">II", 8, 8))
+    assert decode_image(data, CONFIG).pixels.shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])
+def test_size_is_checked_before_anything_is_decoded(kind, monkeypatch):
+    def refuse(size):
+        raise PromptTooLong(f"{size}")
+
+    with pytest.raises(PromptTooLong, match=r"\(640, 480\)"):
+        decode_image(encode(kind, (640, 480)), CONFIG, check_size=refuse)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"<html>"], ids=repr)

@@ -114,7 +114,7 @@ async def test_job_gives_back_its_range_when_closed_and_only_once(arena, make_jo
 
 async def test_result_that_nobody_waits_for_is_released(arena, encoded, make_job):
     job = make_job()
-    job.disown()
+    job.disown(0.25)
     lease = encoded.duplicate()
     job.finish(lease)
     await asyncio.sleep(0)

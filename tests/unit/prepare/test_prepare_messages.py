@@ -1,24 +1,39 @@
 import msgspec
 import pytest
 
-from medialane.core.errors import ErrorReport
+from medialane.core.errors import ErrorReport, PreparationFailed
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
 from medialane.prepare import messages as m
+from medialane.prepare.sandbox import Sandbox
 
 RANGE = ArenaRange("0" * 32, 4096, 128, 1)
 
 
 @pytest.mark.parametrize(
-    "message", [m.Setup(b"{}", m.PreparerSetup("0" * 32, "/dev/shm", MediaConfig(), 1)), m.Fork(3)]
+    "message",
+    [
+        m.Setup(b"{}", m.PreparerSetup("0" * 32, "/dev/shm", MediaConfig(), 1)),
+        m.Fork(3),
+        m.Fork(3, True),
+        m.ForkSpare(),
+    ],
 )
 def test_control_request_survives_the_wire(message):
     assert m.decode_control_request(m.encode_control(message)) == message
 
 
 @pytest.mark.parametrize(
-    "message", [m.Ready(1.5), m.Refused("no"), m.Forked(1, 2), m.ForkFailed(1, "no"), m.Exited(1, -9)]
+    "message",
+    [
+        m.Ready(1.5, Sandbox(files=True), 1 << 47),
+        m.Refused("no"),
+        m.Forked(1, 2),
+        m.SpareForked(2),
+        m.ForkFailed(1, "no"),
+        m.Exited(1, -9),
+    ],
 )
 def test_control_report_survives_the_wire(message):
     assert m.decode_control_report(m.encode_control(message)) == message
@@ -30,6 +45,7 @@ def test_control_report_survives_the_wire(message):
         m.ProcessItem(1, EncodedMedia("image", "f" * 64, "image/png", RANGE, 64, 10), b"{}", b"{}"),
         m.Range(1, RANGE),
         m.NoRange(1),
+        m.Copied(1),
     ],
 )
 def test_job_request_survives_its_frame(message):
@@ -42,7 +58,7 @@ def test_job_request_survives_its_frame(message):
     "message",
     [
         m.Hello(1),
-        m.NeedRange(1, (TensorSpec("uint8", (2, 3)),), b"header", MediaSize(3, 2), 0.1, 0.2),
+        m.NeedRange(1, (TensorSpec("uint8", (2, 3)),), (1 << 47,), b"header", MediaSize(3, 2), 0.1, 0.2),
         m.Done(1),
         m.JobFailed(1, ErrorReport("invalid_image", "no")),
     ],
@@ -52,8 +68,8 @@ def test_job_report_survives_its_frame(message):
 
 
 def test_frame_over_the_limit_is_refused_by_both_ends():
-    with pytest.raises(ValueError, match="NeedRange"):
-        m.encode_frame(m.NeedRange(1, (), bytes(m.MAX_FRAME_BYTES), MediaSize(), 0, 0))
+    with pytest.raises(PreparationFailed, match="NeedRange"):
+        m.encode_frame(m.NeedRange(1, (), (), bytes(m.MAX_FRAME_BYTES), MediaSize(), 0, 0))
     with pytest.raises(ValueError, match="over the limit"):
         m.frame_length(m.LENGTH.pack(m.MAX_FRAME_BYTES + 1))
 
@@ -66,8 +82,8 @@ def test_control_packet_over_the_limit_is_refused():
 def test_shape_that_cannot_be_is_refused_on_decoding():
     body = msgspec.msgpack.encode(
         {
-            "type": "NeedRange", "job_id": 1, "specs": [{"dtype": "uint8", "shape": [-1]}], "header": b"",
-            "size": {}, "decode_s": 0.0, "process_s": 0.0,
+            "type": "NeedRange", "job_id": 1, "specs": [{"dtype": "uint8", "shape": [-1]}], "addresses": [1],
+            "header": b"", "size": {}, "decode_s": 0.0, "process_s": 0.0,
         }
     )  # fmt: skip
     with pytest.raises(msgspec.ValidationError):

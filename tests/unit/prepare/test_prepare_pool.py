@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -17,16 +18,41 @@ from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
     InvalidRequest,
+    MediaTooLarge,
     PreparationFailed,
     PreparerCrashed,
     PreparersBusy,
     PreparerTimeout,
+    PromptTooLong,
     StartupFailed,
     Unavailable,
 )
+from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare import forkserver_process
+from medialane.prepare import forkserver_process, forkservers
+from medialane.prepare import pool as pool_module
+from medialane.prepare.forkserver_process import ForkserverProcess
+from medialane.prepare.messages import MAX_FRAME_BYTES
+from medialane.prepare.sandbox import WRITE_ARENA
+
+#: A processor that takes longer to build than any of these tests may take to go on.
+SLOW_START_S = 4.0
+SLOW_START = json.dumps({"warm_s": SLOW_START_S}).encode()
+
+
+def spare_of(pool) -> int | None:
+    found = pool._forkservers._spare
+    return None if found is None or found.lost.is_set() else found.pid
+
+
+def forkserver_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def descendants(pid: int) -> set[int]:
+    found = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return found.union(*map(descendants, found))
 
 
 def options(**wanted) -> bytes:
@@ -45,6 +71,49 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
         assert arena.contains("a" * 64)
     assert timeline.seconds["decode"] > 0
     assert timeline.seconds["process"] > 0
+
+
+async def test_where_memory_cannot_be_read_preparers_write_the_arena_and_it_is_said(
+    arena, encoded, monkeypatch, caplog
+):
+    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)
+    async with running(make_pool(arena)) as pool:
+        with await pool.prepare_item(encoded, options(scale=2.0), "a" * 64) as lease:
+            pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
+            total = np.frombuffer(pixels, np.float32).sum(dtype=np.float64)
+            assert json.loads(lease.value.header) == {"sum": total / 2}
+    assert WRITE_ARENA in caplog.text
+
+
+@pytest.mark.parametrize("forged", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
+async def test_tensors_that_are_not_where_a_preparer_says_cost_it_its_life(arena, encoded, monkeypatch, forged):
+    monkeypatch.setattr(pool_module, "_expect", forging(pool_module._expect, forged))
+    async with running(make_pool(arena)) as pool:
+        (before,) = pool.stats().pids
+        with pytest.raises(PreparerCrashed):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        monkeypatch.undo()
+        await eventually(lambda: pool.stats().num_alive == 1)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids != (before,)
+        assert arena.stats().num_reservations == 0
+
+
+def forging(expect, addresses):
+    def forged(*arguments):
+        return msgspec.structs.replace(expect(*arguments), addresses=addresses)
+
+    return forged
+
+
+async def test_large_tensors_are_copied_whole(arena):
+    with put(arena, png(900, 700, seed=9)) as encoded:
+        async with running(make_pool(arena)) as pool:
+            with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
+                assert lease.value.nbytes > 7_000_000
+                pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
+                expected = np.random.default_rng(9).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+                assert np.array_equal(np.frombuffer(pixels, np.float32), expected.astype(np.float32).ravel())
 
 
 async def test_without_options_an_item_is_only_decoded(arena):
@@ -94,6 +163,7 @@ async def test_preparer_killed_from_outside_mid_job_is_reported_at_once(arena, e
 
 
 async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_end(arena, encoded, monkeypatch):
+    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
     async with running(make_pool(arena)) as pool:
         (victim,) = pool.stats().pids
         reserve = arena.reserve
@@ -117,6 +187,7 @@ async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_en
 
 async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, monkeypatch):
     abandoned_while_running = []
+    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
         (victim,) = pool.stats().pids
         reserve = arena.reserve
@@ -175,12 +246,64 @@ async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
         assert pool.stats().num_failed == 3
 
 
-async def test_header_over_the_frame_limit_fails_the_job_only(arena, encoded):
+@pytest.mark.parametrize("header_bytes", [200_000, 2 << 20, MAX_HEADER_BYTES])
+async def test_header_up_to_the_limit_passes(arena, encoded, header_bytes):
     async with running(make_pool(arena)) as pool:
+        with await pool.prepare_item(encoded, options(header_bytes=header_bytes), "b" * 64) as lease:
+            assert len(lease.value.header) == header_bytes
+
+
+async def test_header_over_the_limit_fails_its_job_by_name_and_nothing_else(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        before = pool.stats().pids
+        with pytest.raises(MediaTooLarge, match=str(MAX_HEADER_BYTES)):
+            await pool.prepare_item(encoded, options(header_bytes=MAX_HEADER_BYTES + 1), "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids == before
+
+
+async def test_options_too_large_for_a_frame_fail_their_job_and_nothing_else(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        before = pool.stats().pids
         with pytest.raises(PreparationFailed):
-            await pool.prepare_item(encoded, options(header_bytes=2 << 20), "a" * 64)
-        with await pool.prepare_item(encoded, options(header_bytes=200_000), "b" * 64) as lease:
-            assert len(lease.value.header) == 200_000
+            await pool.prepare_item(encoded, options(padding="x" * MAX_FRAME_BYTES), "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().pids == before
+
+
+async def test_exception_that_nobody_foresaw_fails_its_job_and_costs_only_its_preparer(arena, encoded, monkeypatch):
+    async with running(make_pool(arena)) as pool:
+        (before,) = pool.stats().pids
+
+        def publish(*_):
+            raise TypeError("a bug")
+
+        monkeypatch.setattr(arena, "publish", publish)
+        with pytest.raises(PreparationFailed):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        monkeypatch.undo()
+        await eventually(lambda: pool.stats().num_alive == 1)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert not is_running(before)
+        assert pool.stats().num_forkserver_restarts == 0
+
+
+async def test_exception_outside_of_jobs_restarts_media_preparation(arena, encoded, monkeypatch):
+    async with running(make_pool(arena)) as pool:
+        forks = []
+        fork = ForkserverProcess.fork
+
+        async def fork_that_fails_once(self, on_exit):
+            forks.append(on_exit)
+            if len(forks) == 1:
+                raise RuntimeError("a bug")
+            return await fork(self, on_exit)
+
+        monkeypatch.setattr(ForkserverProcess, "fork", fork_that_fails_once)
+        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        await eventually(lambda: len(forks) == 2 and pool.stats().num_alive == 1, timeout_s=15)
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().num_forkserver_restarts == 1
 
 
 async def test_full_arena_fails_the_job_and_the_preparer_takes_the_next(arena, encoded):
@@ -232,7 +355,8 @@ async def test_cancelled_waiting_job_is_dropped(arena, encoded):
         assert not arena.contains("b" * 64)
 
 
-async def test_cancelled_running_job_goes_on_and_its_feature_stays_cached(arena):
+async def test_cancelled_running_job_that_is_nearly_done_stays_cached(arena, monkeypatch):
+    monkeypatch.setattr("medialane.prepare.pool.DISOWNED_S", 4.0)
     async with running(make_pool(arena)) as pool:
         with put(arena, png()) as source:
             job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=0.3), "a" * 64))
@@ -242,6 +366,53 @@ async def test_cancelled_running_job_goes_on_and_its_feature_stays_cached(arena)
         assert job.cancelled()
         await eventually(lambda: arena.contains("a" * 64))
         await eventually(lambda: arena.stats().num_leases == 0)
+
+
+@pytest.mark.parametrize("fault", ["none", "hang"])
+async def test_cancelled_running_job_is_stopped_and_those_that_wait_get_its_preparer(arena, encoded, fault):
+    """Long before its deadline: nobody wants what it makes."""
+    async with running(make_pool(arena, image_timeout_s=60.0)) as pool:
+        with put(arena, png()) as source:
+            job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=30, fault=fault), "a" * 64))
+            await eventually(lambda: pool.stats().num_busy == 1)
+            waiting = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
+            job.cancel()
+            async with asyncio.timeout(10):
+                (await waiting).release()
+        assert job.cancelled()
+        assert pool.stats().num_restarts == 1
+        assert not arena.contains("a" * 64)
+        assert arena.stats().num_leases == 1, "only the fixture's own"
+
+
+async def test_probed_item_is_opened_and_leaves_nothing(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        assert await pool.probe_item(encoded) is None
+        with put(arena, png()[:20]) as broken, pytest.raises(InvalidImage):
+            await pool.probe_item(broken)
+        assert pool.stats().num_restarts == 0
+        assert (arena.stats().num_entries, arena.stats().num_reservations) == (1, 0)
+
+
+async def test_image_with_too_many_tokens_is_refused_before_it_is_decoded(arena):
+    """Its pixels are cut off: a decoder would call it damaged."""
+    whole = png(400, 300)
+    async with running(make_pool(arena)) as pool:
+        with put(arena, whole[: len(whole) // 2]) as cut:
+            with pytest.raises(PromptTooLong):
+                await pool.prepare_item(cut, options(max_pixels=1000), "a" * 64)
+            with pytest.raises(InvalidImage):
+                await pool.prepare_item(cut, b"{}", "a" * 64)
+
+
+async def test_feature_that_is_larger_than_the_arena_is_refused_for_good(arena, encoded):
+    async with running(make_pool(arena)) as pool:
+        side = int((arena.size_bytes / 12) ** 0.5)  # three float32 a pixel, and its encoded bytes beside it
+        with put(arena, png(side, side)) as source, pytest.raises(MediaTooLarge) as refused:
+            await pool.prepare_item(source, b"{}", "a" * 64)
+        assert not refused.value.retryable
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
+        assert pool.stats().num_restarts == 0
 
 
 async def test_caller_cancelled_in_the_moment_of_the_result_leaves_no_lease(arena, encoded):
@@ -288,20 +459,69 @@ async def test_preparers_that_die_before_their_first_job_are_replaced_ever_more_
         assert 2 <= len(killed) <= 5
 
 
-async def test_forkserver_that_dies_fails_jobs_as_unavailable_and_is_replaced(arena, encoded):
-    async with running(make_pool(arena, num_preparers=2)) as pool:
+async def test_spare_takes_over_from_a_killed_forkserver_before_waiting_jobs_notice(arena, encoded):
+    async with running(make_pool(arena, SLOW_START, num_preparers=2)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
         old = pool.stats().pids
-        running_job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
+        lost = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), f"{n:064}")) for n in range(2)]
+        await eventually(lambda: pool.stats().num_busy == 2)
+        waiting = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
+        (forkserver,) = children()
+        killed_at = time.monotonic()
+        os.kill(forkserver, signal.SIGKILL)
+        for job in lost:
+            with pytest.raises(Unavailable):
+                await job
+        assert pool.impairment is not None
+        (await waiting).release()
+        await eventually(lambda: pool.impairment is None)
+        assert time.monotonic() - killed_at < SLOW_START_S
+        assert pool.stats().num_forkserver_restarts == 1
+        assert not [pid for pid in old if is_running(pid)]
+
+
+async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
+    async with running(make_pool(arena, SLOW_START)) as pool:
+        started = time.monotonic()
+        pids = children()
+        for number in range(3):
+            await eventually(lambda: spare_of(pool) is not None)
+            pids.add(used := spare_of(pool))
+            os.kill(forkserver_of(pool.stats().pids[0]), signal.SIGKILL)
+            await eventually(lambda: pool.impairment is None and forkserver_of(pool.stats().pids[0]) == used)
+            (await pool.prepare_item(encoded, b"{}", f"{number:064}")).release()
+        assert time.monotonic() - started < SLOW_START_S
+        await eventually(lambda: spare_of(pool) is not None)
+        pids.add(spare_of(pool))
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+async def test_spare_that_dies_alone_is_replaced_and_nobody_is_harmed(arena, encoded, monkeypatch):
+    monkeypatch.setattr(forkservers, "FIRST_PAUSE_S", 0.05)
+    async with running(make_pool(arena)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
+        before, first = pool.stats().pids, spare_of(pool)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: spare_of(pool) not in (None, first))
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        assert pool.stats().pids == before
+        assert pool.impairment is None
+
+
+async def test_forkserver_and_spare_that_die_together_fail_jobs_as_unavailable_and_are_replaced(arena, encoded):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
+        job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         (forkserver,) = children()
+        os.kill(spare_of(pool), signal.SIGKILL)
         os.kill(forkserver, signal.SIGKILL)
         with pytest.raises(Unavailable):
-            await running_job
+            await job
         with pytest.raises(Unavailable):
             await pool.prepare_item(encoded, b"{}", "b" * 64)
-        await eventually(lambda: pool.stats().num_forkserver_restarts == 1)
-        assert not [pid for pid in old if is_running(pid)]
-        await eventually(lambda: pool.stats().num_alive == 2, timeout_s=10)
+        assert "restarting" in pool.impairment
+        await eventually(lambda: pool.impairment is None, timeout_s=10)
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
 
 
@@ -316,6 +536,7 @@ async def test_close_while_a_dead_preparer_is_put_away_gives_back_what_its_job_h
 async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
     monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 0.3)
     async with running(make_pool(arena)) as pool:
+        await eventually(lambda: spare_of(pool) is not None)
         (forkserver,) = children()
         os.kill(forkserver, signal.SIGSTOP)
         with pytest.raises(PreparerCrashed):
@@ -325,6 +546,21 @@ async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
         await eventually(lambda: pool.stats().num_alive == 1, timeout_s=10)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(forkserver)
+
+
+async def test_pool_that_is_not_wanted_is_not_impaired(arena):
+    pool = make_pool(arena)
+    assert pool.impairment is None
+    async with running(pool):
+        assert pool.impairment is None
+    assert pool.impairment is None
+
+
+async def test_killed_preparer_is_an_impairment_until_it_is_replaced(arena):
+    async with running(make_pool(arena, num_preparers=2)) as pool:
+        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        await eventually(lambda: pool.impairment == "1 of 2 preparers are running")
+        await eventually(lambda: pool.impairment is None)
 
 
 async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):
@@ -412,6 +648,8 @@ async def main():
                         arena=arena, media=MediaConfig())
     print(arena.path, flush=True)
     await pool.start()
+    while not pool._forkservers.has_spare:
+        await asyncio.sleep(0.01)
     print(*pool.stats().pids, flush=True)
     await asyncio.sleep(60)
 
@@ -429,9 +667,10 @@ def test_nothing_survives_a_killed_owner(factory_config):
             if factory_config == "{}":
                 others.update(int(pid) for pid in owner.stdout.readline().split())
                 assert len(others) == 2
+                assert len(descendants(owner.pid)) == 4  # and fork server and spare
             listing = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
             assert wait_until(lambda: listing.read_text().strip())
-            others.update(int(pid) for pid in listing.read_text().split())
+            others.update(descendants(owner.pid))
             assert all(is_running(pid) for pid in others)
         finally:
             owner.kill()

@@ -22,8 +22,7 @@ def table(**kwargs):
 
 
 def anyone(slots, **kwargs):
-    exclude = kwargs.pop("exclude", ())
-    return slots.candidates(RoutingRequest(np.empty(0, np.uint64), 16, 10, **kwargs), exclude)
+    return slots.candidates(RoutingRequest(np.empty(0, np.uint64), 16, 10, **kwargs))
 
 
 def test_numbers_are_used_again():
@@ -83,7 +82,6 @@ def test_model_and_adapter_must_be_served():
     slots.join(endpoint("d"))  # tells nothing: taken at its word that it was started for this gateway
     assert anyone(slots, model="m") == 0b1011
     assert anyone(slots, model="m", lora="x") == 0b1010
-    assert anyone(slots, exclude=[1, 3]) == 0b0101
 
 
 def test_names_of_strangers_are_not_kept():

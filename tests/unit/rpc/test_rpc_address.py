@@ -11,6 +11,9 @@ from medialane.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, 
         ("tcp://10.0.0.1:7000", TcpAddress("10.0.0.1", 7000)),
         ("tcp://worker-3.example:0", TcpAddress("worker-3.example", 0)),
         ("tcp://[::1]:7000", TcpAddress("::1", 7000)),
+        ("tcp://[fe80::1%eth0]:7000", TcpAddress("fe80::1%eth0", 7000)),
+        ("tcp://worker_1.:7000", TcpAddress("worker_1.", 7000)),
+        ("tcp://b\u00fccher.example:7000", TcpAddress("xn--bcher-kva.example", 7000)),
     ],
 )
 def test_address_is_read(address, parsed):
@@ -22,7 +25,12 @@ def test_address_is_read(address, parsed):
     [
         "", "w.sock", "/run/w.sock", "unix:", "unix:relative.sock", "unix:/a\0b", "tcp://", "tcp://host", "tcp://:7000",
         "tcp://host:", "tcp://host:http", "tcp://host:65536", "tcp://host:-1", "tcp://::1:7000", "http://host:1",
-        "tcp://host:\u0663", "unix:/" + "a" * MAX_UNIX_PATH_BYTES,
+        "tcp://host:\u0663", "unix:/" + "a" * MAX_UNIX_PATH_BYTES, "unix:/\ud800", "tcp://host:" + "9" * 5000,
+        "tcp://[::1:7000", "tcp://[worker]:7000", "tcp://[10.0.0.1]:7000", "tcp://[1:2]:7000",
+        "tcp://a..b:7000", "tcp://.:7000", "tcp://a b:7000", "tcp://user@host:7000", "tcp://host/path:7000",
+        "tcp://10.0.0.256:7000", "tcp://10.1:7000", "tcp://h\0:7000", "tcp://h\udcff:7000",
+        "tcp://" + "a" * 64 + ":7000", "tcp://" + "\u00fc" * 64 + ":7000", "tcp://" + "a." * 127 + "b:7000",
+        "tcp://[fe80::1%\0]:7000", "tcp://[fe80::1%]:7000",
     ],
 )  # fmt: skip
 def test_malformed_address_is_refused_naming_it(address):

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 
+import msgspec
 import pytest
 from rpc_requests import engine_request, eventually, raw_frame, tokens_of
 
@@ -71,6 +72,23 @@ async def test_dead_workers_socket_is_no_worker(tmp_path):
         dead.bind(f"{tmp_path}/w.sock")
     with pytest.raises(NoWorkerReady):
         await RpcClient.connect(f"unix:{tmp_path}/w.sock", HELLO, QUICK)
+
+
+@pytest.mark.parametrize("size", [{"block_size": 0}, {"data_parallel_size": 1 << 40}, {"num_kv_blocks": -1}])
+async def test_card_with_impossible_sizes_ends_the_connection(worker_that_says, size):
+    card = msgspec.structs.replace(FAKE_CARD, **size)
+    address = await worker_that_says(frames(Welcome("w", 1, card, False)))
+    with pytest.raises(ProtocolViolation, match="impossible sizes"):
+        await RpcClient.connect(address, HELLO, QUICK)
+
+
+async def test_loss_is_told_as_the_connection_is_closed_and_not_a_turn_of_the_loop_later(worker_that_says):
+    client = await RpcClient.connect(await worker_that_says(frames(WELCOME)), HELLO, QUICK)
+    told = []
+    client.watch(on_blocks=told.append, on_load=told.append, on_lost=lambda: told.append(client.closed.is_set()))
+    client.closed.set = lambda real=client.closed.set: (told.append("closing"), real())
+    await client.close()
+    assert told == ["closing", True]
 
 
 async def test_unknown_host_is_a_lost_worker_not_a_dead_one():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-STARTUP = Path(__file__).parents[3] / "src" / "startup"
+STARTUP = Path(__file__).parents[3] / "packages" / "medialane-cpu-torch" / "src"
 
 CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
 CUDA = "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -101,14 +101,14 @@ def test_an_interpreter_starts_whatever_goes_wrong(site):
 
 
 def test_the_pth_file_imports_the_module_and_nothing_else():
-    assert (STARTUP / "medialane_cpu_torch.pth").read_text() == "import medialane_cpu_torch\n"
+    assert (STARTUP / "medialane-cpu-torch.pth").read_text() == "import medialane_cpu_torch\n"
 
 
 def test_the_installed_torch_is_judged_from_its_own_version_file():
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         pytest.skip("torch is not installed")
-    startup = importlib.util.spec_from_file_location("startup_copy", STARTUP / "medialane_cpu_torch.py")
+    startup = importlib.util.spec_from_file_location("startup_copy", STARTUP / "medialane_cpu_torch" / "__init__.py")
     module = importlib.util.module_from_spec(startup)
     meta_path, modules = list(sys.meta_path), dict(sys.modules)
     try:

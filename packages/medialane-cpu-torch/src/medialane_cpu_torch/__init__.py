@@ -1,6 +1,6 @@
 """Make vLLM start where torch is a CPU build and its companions are CUDA builds.
 
-`medialane_cpu_torch.pth` imports this module in every interpreter of the environment, vLLM's spawned processes too,
+`medialane-cpu-torch.pth` imports this module in every interpreter of the environment, vLLM's spawned processes too,
 because that is where the trouble is: a package index has one build of torchvision, torchaudio and torchcodec, made for
 CUDA. Beside a CPU build of torch
 

@@ -11,11 +11,17 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, sniff
-from medialane.media.audio_header import sniff_audio
+from medialane.media import MediaConfig, container_type, probe, sniff
 from sound_maker import FILES, by_ffmpeg, by_libsndfile, sound
 
 CONFIG = MediaConfig()
+
+
+def sniff_audio(data, config):
+    """As in stage `url`: the type by the first bytes, then a look into the file by the libraries that decode it."""
+    media_type = container_type.sniff_audio(data, config)
+    probe(memoryview(data), "audio", media_type, config)
+    return media_type
 
 
 def wav(*, channels=1, rate=8000, coding=1, block_bytes=2, num_bytes=1000, claimed=None, before=b"") -> bytes:
@@ -139,8 +145,11 @@ def test_wav_is_as_long_as_its_bytes_whatever_it_claims():
         sniff_audio(wav(rate=1000, num_bytes=2 * 1000 * 601), CONFIG)
 
 
-def test_wav_of_unknown_coding_is_left_to_the_decoder():
-    assert sniff_audio(wav(coding=0x55, block_bytes=1, rate=1000, num_bytes=700_000), CONFIG) == "audio/wav"
+def test_wav_of_unknown_coding_is_the_decoders_to_judge():
+    data = wav(coding=0x55, block_bytes=1, rate=1000, num_bytes=700_000)
+    assert sniff(data, "audio", CONFIG) == "audio/wav"
+    with pytest.raises(InvalidAudio):
+        sniff_audio(data, CONFIG)
 
 
 def test_parts_before_the_description_are_passed_over():
@@ -186,9 +195,6 @@ def test_eight_channels_that_are_interleaved_are_taken(container, coding):
 @pytest.mark.parametrize("kind", FILES)
 def test_channels_that_a_header_tells_have_a_limit(kind):
     data, config = FILES[kind](), MediaConfig(max_audio_channels=1)
-    if kind == "mp3":
-        assert sniff_audio(data, config)  # each frame has its own header
-        return
     with pytest.raises(InvalidAudio, match="2 channels"):
         sniff_audio(data, config)
 
@@ -206,6 +212,18 @@ def test_mp4_without_an_index_or_that_refers_elsewhere_is_no_sound():
     place = data.index(b"url ", data.index(b"dref")) + 4
     with pytest.raises(UnsupportedMediaType):
         sniff_audio(data[:place] + bytes(4) + data[place + 4 :], CONFIG)
+
+
+def test_every_reference_of_an_mp4_is_looked_at():
+    """Beyond the first track and the first entry, and whatever the kind of the reference."""
+    data = FILES["video"]()
+    first = data.index(b"url ", data.index(b"dref"))
+    second = data.index(b"url ", data.index(b"dref", first))
+    for place in (first, second):
+        with pytest.raises(UnsupportedMediaType):
+            sniff_audio(data[: place + 4] + bytes(4) + data[place + 8 :], CONFIG)
+    name_alone = struct.pack(">I", 40) + b"free" + b"dref" + b"\0\0\0\1" * 7
+    assert sniff_audio(data + name_alone, CONFIG)
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -1,0 +1,59 @@
+"""The tasks without which a process does not serve: when one of them ends by itself, the process stops.
+
+A server whose half has ended answers 503 for ever, and whoever keeps it running (our supervisor, systemd, Kubernetes)
+sees a process that is alive. Started again, it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+logger = logging.getLogger(__name__)
+
+
+class EssentialTasks:
+    """Tasks that run until the context manager's exit, which cancels them and waits for their end.
+
+    One that ends earlier, however it does, is logged, makes `failed` true, and sets `stop`.
+    """
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self.failed = False
+        self._stop = stop
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, object], name: str) -> None:
+        """Run `work`, which is to end only when it is cancelled here."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def fail(self, name: str, error: BaseException | None = None) -> None:
+        """`name` has ended, and this process with it."""
+        logger.critical("%s ended unexpectedly: this process stops", name, exc_info=error)
+        self.failed = True
+        self._stop.set()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if not self._closing:
+            self.fail(task.get_name(), error)
+        elif error is not None:
+            logger.error("%s failed while it was stopped", task.get_name(), exc_info=error)

@@ -1,0 +1,42 @@
+"""Hosts as an operator writes them, checked when they are read: a resolver raises whatever it likes much later."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv4Address, IPv6Address
+from typing import Final
+
+#: RFC 1123, and the underscore that names of containers have.
+_LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE | re.ASCII)
+#: RFC 1035, section 2.3.4: 255 bytes on the wire are 253 characters.
+_MAX_CHARS: Final = 253
+#: An IPv6 address may name its link by interface (RFC 4007, section 11).
+_SCOPE: Final = re.compile(r"[a-z0-9_.-]{1,15}", re.IGNORECASE | re.ASCII)
+
+
+def ascii_host(host: str) -> str:
+    """The name or literal address (IPv6 without brackets) as resolvers take it, international names in punycode.
+
+    Raises ValueError.
+    """
+    try:
+        return _ipv6(host) if ":" in host else _name(host)
+    except ValueError:  # of `ipaddress` and of codecs, in words of their own
+        raise ValueError(f"{host!r} is not a host name or IP address") from None
+
+
+def _name(host: str) -> str:
+    name = host.encode("idna").decode("ascii")  # as `socket` does it
+    labels = name.removesuffix(".").split(".")
+    if not all(map(_LABEL.fullmatch, labels)) or len(name) > _MAX_CHARS:
+        raise ValueError(name)
+    if labels[-1].isdigit():  # no top-level domain is a number (RFC 3696, section 2)
+        return str(IPv4Address(name))
+    return name
+
+
+def _ipv6(host: str) -> str:
+    address = IPv6Address(host)
+    if address.scope_id is not None and not _SCOPE.fullmatch(address.scope_id):
+        raise ValueError(host)
+    return str(address)

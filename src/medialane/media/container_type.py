@@ -1,0 +1,118 @@
+"""The type of an encoded video or audio file, told from its first 64 bytes.
+
+This runs on the event loop, so it looks at magic bytes and nothing else. Demuxers follow references to other files and
+streams (HLS, DASH, SDP, concat lists), so only files that begin like a container of this list reach one, and the
+demuxer is then named, not probed for. What such a file says of its size, length and tracks is read by FFmpeg and
+libsndfile inside a preparer (`probe`, `video`, `audio`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from medialane.core.errors import EmptyMedia, MediaTooLarge, UnsupportedMediaType
+from medialane.media.config import MediaConfig
+
+VideoType = Literal["video/mp4", "video/webm", "video/x-matroska", "video/jpeg"]
+
+AudioType = Literal[
+    "audio/wav",
+    "audio/flac",
+    "audio/mpeg",
+    "audio/aac",
+    "audio/ogg",
+    "audio/mp4",
+    "video/mp4",
+    "video/webm",
+    "video/x-matroska",
+]
+
+#: What is looked at. An EBML header names its document type within some 40 bytes.
+_HEAD_BYTES = 64
+
+#: Base64 of the first three bytes of every JPEG: vLLM's list of JPEG frames, base64 texts joined by commas.
+_JPEG_LIST_START = b"/9j/"
+
+#: Kinds of ISO media file (ISO/IEC 14496-12): sound alone (phones write 3gp), and pictures, which are neither.
+_SOUND_BRANDS = (b"M4A ", b"M4B ", b"M4P ", b"3gp", b"3g2")
+_PICTURE_BRANDS = (
+    b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"crx ",
+)  # fmt: skip
+
+Bytes = bytes | bytearray | memoryview
+
+
+def sniff_video(data: Bytes, config: MediaConfig) -> VideoType:
+    """Tell the container of an encoded video. Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType."""
+    head = _head(data)
+    _check_bytes(len(data), config.max_video_bytes, "video")
+    if _is_mp4(head):
+        return "video/mp4"
+    if _is_matroska(head, b"webm"):
+        return "video/webm"
+    if _is_matroska(head, b"matroska"):
+        return "video/x-matroska"
+    if head.startswith(_JPEG_LIST_START):
+        return "video/jpeg"
+    raise UnsupportedMediaType("the media is not an MP4, WebM or Matroska video")
+
+
+def sniff_audio(data: Bytes, config: MediaConfig) -> AudioType:
+    """Tell the type of an encoded sound. The sound of a video is accepted too (`use_audio_in_video` sends the video
+    itself), and may be as large as a video. Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType.
+    """
+    head = _head(data)
+    media_type = next((media_type for is_type, media_type in _AUDIO_TYPES if is_type(head)), None)
+    if media_type is None:
+        raise UnsupportedMediaType("the media is not a WAV, FLAC, MP3, AAC, Ogg, MP4, WebM or Matroska sound")
+    max_bytes = config.max_video_bytes if media_type.startswith("video/") else config.max_audio_bytes
+    _check_bytes(len(data), max_bytes, "sound")
+    return media_type
+
+
+def _head(data: Bytes) -> bytes:
+    if not data:
+        raise EmptyMedia("the media is empty")
+    return bytes(memoryview(data)[:_HEAD_BYTES])
+
+
+def _check_bytes(num_bytes: int, max_bytes: int, what: str) -> None:
+    if num_bytes > max_bytes:
+        raise MediaTooLarge(f"the {what} has {num_bytes} bytes, more than {max_bytes}")
+
+
+def _is_mp4(head: bytes) -> bool:
+    return head[4:8] == b"ftyp" and not head[8:12].startswith(_PICTURE_BRANDS)
+
+
+def _is_matroska(head: bytes, doctype: bytes) -> bool:
+    return head.startswith(b"\x1a\x45\xdf\xa3") and doctype in head
+
+
+def _is_frame(head: bytes, layers: tuple[int, ...]) -> bool:
+    """An MPEG audio frame (ISO/IEC 11172-3, 2.4.1.3), of one of these layers, with a version, bit rate and rate."""
+    if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE0 != 0xE0:
+        return False
+    version, layer = head[1] >> 3 & 3, head[1] >> 1 & 3
+    return version != 1 and layer in layers and head[2] >> 4 != 0xF and head[2] >> 2 & 3 != 3
+
+
+def _is_adts(head: bytes) -> bool:
+    """AAC (ISO/IEC 13818-7, 6.2): an MPEG frame's sync word, layer 0 and a sampling frequency that there is."""
+    return len(head) >= 7 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0 and head[2] >> 2 & 0xF < 13
+
+
+#: Layer I is left out: nobody has it, and its sync word is also how UTF-16 text begins.
+_AUDIO_TYPES: tuple[tuple[Callable[[bytes], bool], AudioType], ...] = (
+    (lambda head: head.startswith(b"RIFF") and head[8:12] == b"WAVE", "audio/wav"),
+    (lambda head: head.startswith(b"fLaC"), "audio/flac"),
+    (lambda head: head.startswith(b"OggS\0"), "audio/ogg"),
+    (lambda head: head.startswith(b"ID3") and len(head) >= 10, "audio/mpeg"),
+    (lambda head: _is_frame(head, layers=(1, 2)), "audio/mpeg"),
+    (_is_adts, "audio/aac"),
+    (lambda head: _is_mp4(head) and head[8:12].startswith(_SOUND_BRANDS), "audio/mp4"),
+    (_is_mp4, "video/mp4"),
+    (lambda head: _is_matroska(head, b"webm"), "video/webm"),
+    (lambda head: _is_matroska(head, b"matroska"), "video/x-matroska"),
+)

@@ -1,0 +1,60 @@
+"""How large the options of a request may be (`mm_processor_kwargs`, `media_io_kwargs`).
+
+They are part of cache keys, travel to preparers and workers, and reach the model's processor: what no processor has a
+use for ends here, in one pass that stops at the first limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from medialane.core.errors import InvalidRequest
+
+#: A video's frames given one by one (`frames_indices`) are the longest list that anybody sends: 768 by default.
+MAX_VALUES = 2048
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 8
+
+#: Bounds of an integer that both JSON and msgpack of our messages can hold.
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1
+
+
+def check_options(options: object, param: str) -> None:
+    """Raise InvalidRequest naming `param` for options that are too large, too deep, or not JSON."""
+    num_values = num_bytes = 0
+    todo = [(options, 1)]
+    while todo:
+        value, depth = todo.pop()
+        num_values += 1
+        num_bytes += _bytes_of(value, param)
+        if isinstance(value, Mapping):
+            num_bytes += sum(len(key) for key in value if isinstance(key, str))
+        inside = _inside(value, param)
+        if inside and depth > MAX_DEPTH:
+            raise InvalidRequest(f"the options are nested deeper than {MAX_DEPTH} levels", param=param)
+        if num_values + len(todo) + len(inside) > MAX_VALUES:
+            raise InvalidRequest(f"the options have more than {MAX_VALUES} values", param=param)
+        if num_bytes > MAX_BYTES:
+            raise InvalidRequest(f"the options are larger than {MAX_BYTES} bytes", param=param)
+        todo += [(found, depth + 1) for found in inside]
+
+
+def _inside(value: object, param: str) -> list[object]:
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise InvalidRequest("the options' names must be strings", param=param)
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _bytes_of(value: object, param: str) -> int:
+    """About what it takes in a message."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int) and not _LEAST <= value <= _MOST:
+        raise InvalidRequest("the options have an integer of more than 64 bits", param=param)
+    if isinstance(value, float) and value - value != 0:  # infinite, or not a number
+        raise InvalidRequest("the options have a number that JSON does not have", param=param)
+    if value is None or isinstance(value, bool | int | float | Mapping | list | tuple):
+        return 8
+    raise InvalidRequest("the options have a value that JSON does not have", param=param)

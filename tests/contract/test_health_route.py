@@ -1,0 +1,27 @@
+"""Our `/health` in the place of vLLM's, in an app made of vLLM's own routers."""
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.instrumentator.health import router
+
+from medialane.vllm_bridge.app import _answer_health
+
+
+@pytest.fixture
+def app():
+    app = FastAPI()
+    app.include_router(router)
+    return app
+
+
+@pytest.mark.parametrize("answer", [(200, b""), (200, b'{"status":"degraded"}'), (503, b'{"status":"unavailable"}')])
+def test_health_is_ours_and_everything_else_of_it_vllms(app, answer):
+    schema = FastAPI.openapi(app)
+    app.openapi_schema = None
+    _answer_health(app, lambda: answer)
+    client = TestClient(app)
+    response = client.get("/health")
+    assert (response.status_code, response.content) == answer
+    assert client.head("/health").status_code == 405
+    assert app.openapi() == schema

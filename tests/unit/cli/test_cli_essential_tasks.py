@@ -1,0 +1,64 @@
+"""A process ends when a part of it has ended that must not."""
+
+import asyncio
+
+import pytest
+
+from medialane.cli.essential_tasks import EssentialTasks
+
+
+async def returns():
+    return None
+
+
+async def raises():
+    raise RuntimeError("a bug")
+
+
+async def is_cancelled():
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("work", [returns, raises, is_cancelled])
+async def test_task_that_ends_stops_the_process_and_is_named(work, caplog):
+    stop = asyncio.Event()
+    async with EssentialTasks(stop) as tasks, asyncio.timeout(5):
+        tasks.start(asyncio.Event().wait(), "another")
+        tasks.start(work(), "connecting to workers")
+        await stop.wait()
+    assert tasks.failed
+    assert caplog.text.count("connecting to workers ended unexpectedly") == 1
+    assert "another" not in caplog.text
+    assert ("a bug" in caplog.text) == (work is raises)
+
+
+async def test_stop_ends_every_task_and_is_no_failure(caplog):
+    stop, ended = asyncio.Event(), asyncio.Event()
+
+    async def run():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    async with EssentialTasks(stop) as tasks:
+        tasks.start(run(), "worker links")
+        await asyncio.sleep(0)
+    assert ended.is_set()
+    assert not tasks.failed
+    assert not caplog.records
+
+
+async def test_failure_while_stopping_is_logged(caplog):
+    async def run():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("cannot close")
+
+    async with EssentialTasks(asyncio.Event()) as tasks:
+        tasks.start(run(), "worker links")
+        await asyncio.sleep(0)
+    assert not tasks.failed
+    assert "worker links failed while it was stopped" in caplog.text

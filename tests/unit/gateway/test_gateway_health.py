@@ -1,0 +1,38 @@
+"""What `/health` tells of the workers."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from medialane.gateway import health_of
+
+
+def workers(total, ready, failing=0):
+    return SimpleNamespace(links=dict.fromkeys(range(total)), num_ready=ready, num_failing=failing)
+
+
+def test_all_well_is_vllms_own_answer():
+    assert health_of(workers(2, 2)).answer() == (200, b"")
+
+
+def test_missing_worker_is_told_while_others_serve():
+    status, body = health_of(workers(3, 1, failing=1)).answer()
+    assert status == 200
+    told = msgspec.json.decode(body)
+    assert told["status"] == "degraded"
+    assert told["problems"][0] == "1 of 3 workers are ready"
+    assert told["problems"][1].startswith("1 of 3 workers refuse")
+
+
+def test_problem_of_another_part_is_told():
+    status, body = health_of(workers(1, 1), ["media preparation is restarting", None]).answer()
+    assert status == 200
+    assert msgspec.json.decode(body) == {"status": "degraded", "problems": ["media preparation is restarting"]}
+
+
+@pytest.mark.parametrize("total", [0, 2])
+def test_no_worker_is_unavailable(total):
+    status, body = health_of(workers(total, 0)).answer()
+    assert status == 503
+    assert msgspec.json.decode(body)["status"] == "unavailable"

@@ -1,0 +1,148 @@
+"""A processor that a hostile file has taken over: an item's options say what it tries, its header says what came of it.
+
+Loaded by the fork server as `taken_over_processor:build_processor`.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from medialane.prepare.fake import FakeProcessor
+from medialane.prepare.processor import ProcessedItem
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def call(number, *arguments):
+    return checked(libc.syscall(ctypes.c_long(number), *arguments))
+
+
+def arena_mapping():
+    """Address of this process's mapping of the arena."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return int(next(line for line in maps if ".arena" in line).partition("-")[0], 16)
+
+
+def write_arena(at):
+    ctypes.memset(arena_mapping() + at, 0xEE, 64)
+
+
+def make_arena_writable():
+    checked(libc.mprotect(ctypes.c_void_p(arena_mapping()), ctypes.c_size_t(1 << 20), 3))
+
+
+def remove_arena_pages():
+    checked(libc.madvise(ctypes.c_void_p(arena_mapping()), ctypes.c_size_t(1 << 20), 9))
+
+
+def write_memory_of(pid):
+    data = ctypes.create_string_buffer(b"x" * 8)
+    ours = (ctypes.c_size_t * 2)(ctypes.addressof(data), 8)
+    theirs = (ctypes.c_size_t * 2)(0x1000, 8)
+    checked(libc.process_vm_writev(pid, ours, 1, theirs, 1, 0))
+
+
+def own_signals(pid):
+    """Have the kernel signal another process when a pipe becomes readable."""
+    reader, _ = os.pipe()
+    fcntl.fcntl(reader, fcntl.F_SETOWN, pid)
+
+
+def start_thread():
+    ran = []
+    thread = threading.Thread(target=lambda: ran.append(1))
+    thread.start()
+    thread.join()
+    assert ran
+
+
+def import_late():
+    assert "xmlrpc.client" not in sys.modules
+
+
+ATTACKS = {
+    "tcp": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM),
+    "tcp6": lambda: socket.socket(socket.AF_INET6, socket.SOCK_STREAM),
+    "udp": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    "unix": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
+    "netlink": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
+    "socketpair": socket.socketpair,
+    "connect": lambda fd: checked(libc.connect(fd, bytes(16), 16)),
+    "bind": lambda fd: checked(libc.bind(fd, bytes(16), 16)),
+    "write file": lambda path: os.open(path, os.O_WRONLY),
+    "append file": lambda path: os.open(path, os.O_WRONLY | os.O_APPEND),
+    "update file": lambda path: os.open(path, os.O_RDWR),
+    "make file": lambda path: os.open(path + ".new", os.O_CREAT | os.O_RDONLY),
+    "truncate file": lambda path: os.open(path, os.O_TRUNC | os.O_RDONLY),
+    "truncate path": lambda path: os.truncate(path, 0),
+    "remove file": os.unlink,
+    "rename file": lambda path: os.rename(path, path + ".moved"),
+    "make folder": lambda path: os.mkdir(path + ".d"),
+    "link": lambda path: os.symlink(path, path + ".link"),
+    "chmod": lambda path: os.chmod(path, 0o777),
+    "read file": lambda path: os.open(path, os.O_RDONLY),
+    "list folder": os.listdir,
+    "memory file": lambda: os.memfd_create("x"),
+    "write arena": write_arena,
+    "make arena writable": make_arena_writable,
+    "remove arena pages": remove_arena_pages,
+    "open arena": lambda path: os.open(path, os.O_RDWR),
+    "write memory": write_memory_of,
+    "signal": lambda pid: os.kill(pid, signal.SIGTERM),
+    "signal all": lambda: os.kill(-1, 0),
+    "signal thread": lambda pid: call(200, pid, 0),
+    "pidfd": os.pidfd_open,
+    "own signals": own_signals,
+    "pin": lambda pid: os.sched_setaffinity(pid, {0}),
+    "priority": lambda pid: os.setpriority(os.PRIO_PROCESS, pid, 19),
+    "fork": lambda: os.fork() or os._exit(0),
+    "vfork": lambda: call(58),
+    "spawn": lambda: subprocess.run([sys.executable, "-c", ""], check=False),
+    "exec": lambda: os.execv("/bin/true", ["true"]),
+    "unshare": lambda: checked(libc.unshare(0x10000000)),
+    "ptrace": lambda pid: checked(libc.ptrace(16, pid, None, None)),
+    "io_uring": lambda: call(425, 1, None),
+    "userfaultfd": lambda: call(323, 0),
+    "bpf": lambda: call(321, 0, None, 0),
+    "mount": lambda: checked(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)),
+    "become undumpable": lambda: checked(libc.prctl(4, 0, 0, 0, 0)),
+    "change limits": lambda: checked(libc.setrlimit(4, bytes(16))),
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    # What must go on working.
+    "thread": start_thread,
+    "late import": import_late,
+    "clock": lambda: time.sleep(0.001),
+}
+
+
+class TakenOverProcessor(FakeProcessor):
+    def check_size(self, size, options):
+        """The options are not the fake's."""
+
+    def process(self, media, options):
+        wanted = json.loads(options)
+        try:
+            ATTACKS[wanted["attack"]](*wanted.get("arguments", ()))
+            outcome = {"done": True}
+        except OSError as error:
+            outcome = {"errno": error.errno}
+        item = super().process(media, b"{}")
+        return ProcessedItem(json.dumps(outcome).encode(), item.specs, item.buffers, item.size)
+
+
+def build_processor(config):
+    return TakenOverProcessor()

@@ -1,0 +1,183 @@
+"""What a preparer that a hostile file has taken over can do: nothing beyond its own results."""
+
+import ctypes
+import errno
+import json
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from preparer_pools import eventually, png, put, running
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.errors import PreparerCrashed
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.prepare.process_memory import read_into
+from medialane.prepare.sandbox import Sandbox, memory_is_readable
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REFUSED = (errno.EPERM, errno.EACCES)
+HERE = Path(__file__).parent
+
+
+class TakenOver:
+    def __init__(self, arena, pool):
+        self.arena, self.pool, self.num_tries = arena, pool, 0
+
+    async def tries(self, attack, *arguments):
+        """The errno that it met, or None if it succeeded."""
+        self.num_tries += 1
+        wanted = json.dumps({"attack": attack, "arguments": arguments}).encode()
+        with put(self.arena, png()) as encoded:
+            lease = await self.pool.prepare_item(encoded, wanted, f"{self.num_tries:064}")
+        with lease:
+            return json.loads(lease.value.header).get("errno")
+
+
+@asynccontextmanager
+async def taken_over_pool(arena):
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    config = PrepareConfig(num_preparers=1, image_timeout_s=10.0, start_timeout_s=30.0)
+    pool = PreparerPool(
+        config,
+        factory="taken_over_processor:build_processor",
+        factory_config=b"",
+        arena=arena,
+        media=MediaConfig(),
+        environment={"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    async with running(pool):
+        yield TakenOver(arena, pool)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def taken_over():
+    arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
+    async with taken_over_pool(arena) as found:
+        sandbox = found.pool._forkserver.sandbox
+        if not (sandbox.system_calls and sandbox.files and found.pool._forkserver.reads_memory):
+            pytest.skip("this kernel, or a container, refuses a part of the sandbox; `medialane doctor` says which")
+        yield found
+    arena.close()
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("keep me")
+    yield str(path)
+    assert path.read_text() == "keep me"
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+@pytest.mark.parametrize("attack", ["tcp", "tcp6", "udp", "unix", "netlink", "socketpair"])
+async def test_there_is_no_network(taken_over, attack):
+    assert await taken_over.tries(attack) in REFUSED
+
+
+@pytest.mark.parametrize("attack", ["connect", "bind"])
+async def test_what_is_open_cannot_be_connected_elsewhere(taken_over, attack):
+    for fd in range(3, 32):
+        assert await taken_over.tries(attack, fd) in REFUSED
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "write file", "append file", "update file", "make file", "truncate file", "truncate path", "remove file",
+        "rename file", "make folder", "link", "chmod",
+    ],
+)  # fmt: skip
+async def test_no_file_can_be_changed(taken_over, secret, attack):
+    assert await taken_over.tries(attack, secret) in REFUSED
+
+
+async def test_no_secret_can_be_read(taken_over, secret):
+    for path in (secret, "/etc/passwd", f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/mem", "/proc/1/environ"):
+        assert await taken_over.tries("read file", path) in REFUSED
+    for folder in ("/", str(Path(secret).parent), "/proc", "/dev/shm"):
+        assert await taken_over.tries("list folder", folder) in REFUSED
+
+
+@pytest.mark.parametrize("attack", ["make arena writable", "remove arena pages"])
+async def test_the_arena_cannot_be_made_writable(taken_over, attack):
+    assert await taken_over.tries(attack) in (errno.EACCES, errno.EPERM, errno.EINVAL)
+
+
+async def test_the_arena_cannot_be_opened_again(taken_over):
+    assert await taken_over.tries("open arena", str(taken_over.arena.path)) in REFUSED
+
+
+async def test_writing_to_anothers_entry_ends_the_writer_and_changes_nothing(taken_over):
+    data = png(seed=5)
+    with put(taken_over.arena, data) as other:
+        with pytest.raises(PreparerCrashed):
+            await taken_over.tries("write arena", other.range.offset)
+        held = taken_over.arena.view.entry(other.range)
+        first = other.value.data_offset
+        assert bytes(held[first : first + len(data)]) == data
+    await eventually(lambda: taken_over.pool.stats().num_alive == 1)
+    assert await taken_over.tries("clock") is None
+
+
+@pytest.mark.parametrize(
+    "attack", ["signal", "signal thread", "pidfd", "own signals", "pin", "priority", "write memory"]
+)
+async def test_no_other_process_can_be_reached(taken_over, attack):
+    forkserver = taken_over.pool._forkserver.pid
+    for pid in (os.getpid(), forkserver, os.getppid()):
+        assert await taken_over.tries(attack, pid) in REFUSED
+
+
+async def test_own_children_cannot_be_had(taken_over):
+    for attack in ("fork", "vfork", "spawn", "exec"):
+        assert await taken_over.tries(attack) in REFUSED
+
+
+@pytest.mark.parametrize(
+    "attack", ["signal all", "memory file", "unshare", "io_uring", "userfaultfd", "bpf", "mount", "become undumpable"]
+)
+async def test_the_rest_of_the_kernel_is_out_of_reach(taken_over, attack):
+    assert await taken_over.tries(attack) in REFUSED
+
+
+async def test_its_limits_stay(taken_over):
+    assert await taken_over.tries("change limits") in REFUSED
+    assert await taken_over.tries("ptrace", os.getpid()) in REFUSED
+
+
+@pytest.mark.parametrize("attack", ["thread", "late import", "clock"])
+async def test_what_processors_need_goes_on_working(taken_over, attack):
+    assert await taken_over.tries(attack) is None
+
+
+async def test_it_may_end_itself_and_the_pool_goes_on(taken_over):
+    with pytest.raises(PreparerCrashed):
+        await taken_over.tries("die")
+    await eventually(lambda: taken_over.pool.stats().num_alive == 1)
+    assert await taken_over.tries("clock") is None
+
+
+async def test_everything_was_tried_on_the_same_pool_which_never_restarted(taken_over):
+    assert taken_over.pool.stats().num_forkserver_restarts == 0
+    assert taken_over.pool.impairment is None
+
+
+async def test_memory_of_a_child_can_be_read_and_nothing_else_looks_like_it():
+    assert memory_is_readable()
+    with pytest.raises(OSError, match="process_vm_readv"):
+        read_into(os.getpid(), 8, memoryview(bytearray(8)))
+    source = ctypes.create_string_buffer(b"abc")
+    found = bytearray(3)
+    read_into(os.getpid(), ctypes.addressof(source), memoryview(found))
+    assert found == b"abc"
+
+
+async def test_missing_walls_are_said():
+    assert list(Sandbox(system_calls=True, files=True).missing()) == []
+    assert "network" in next(Sandbox(files=True).missing())
+    assert "files" in next(Sandbox(system_calls=True).missing())
