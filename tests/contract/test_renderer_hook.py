@@ -20,10 +20,13 @@ from vllm.multimodal.media import MediaConnector
 from medialane.core.embeds import decode_embeds
 from medialane.core.errors import (
     ArenaFull,
+    EmptyMedia,
     InvalidImage,
     InvalidMediaUrl,
     InvalidRequest,
     PreparersBusy,
+    PromptRejected,
+    PromptTooLong,
     WorkerLost,
 )
 from medialane.core.feature import PlaceholderRange
@@ -361,6 +364,35 @@ async def test_image_by_a_uuid_that_is_not_known_is_refused_by_name(server):
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("unknown_media_uuid", "messages[0].content[1].image_url")
+
+
+@pytest.mark.parametrize("uuids", [{}, {"audio": [None]}, {"audio": [""]}], ids=repr)
+async def test_item_without_content_or_uuid_is_empty(server, uuids):
+    """As vLLM's app hands on an `input_audio` whose data are empty."""
+    with pytest.raises(EmptyMedia):
+        await server.frontend.renderer._process_multimodal_async([1], {"audio": [None]}, uuids)
+    assert server.story.prompts == []
+
+
+@pytest.mark.parametrize("options", [{"return_tensors": "np"}, {"images_kwargs": {"return_tensors": "np"}}])
+async def test_options_that_vllm_sets_itself_are_refused_by_name(server, options):
+    response = await server.chat(image(), mm_processor_kwargs=options)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"].startswith("mm_processor_kwargs.")
+    assert error["param"].endswith("return_tensors")
+    assert server.story.prompts == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_item_too_long_for_any_prompt_is_answered_as_vllm_answers_a_prompt(server, stream):
+    server.story.error, server.story.error_at = PromptTooLong("The decoder prompt (length 9) is longer"), "prepare"
+    refused = await server.chat(image(), stream=stream)
+    server.story.error = PromptRejected("The decoder prompt (length 9) is longer")
+    server.story.error_at = "generate"
+    by_engine = await server.chat(image())
+    assert refused.status_code == 400
+    assert refused.json() == by_engine.json()
 
 
 async def test_image_by_a_uuid_that_is_known_is_the_content_it_stands_for(server):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from targets import DECODE_BYTES, DECODE_IMAGE, DECODE_S
+from targets import DECODE_BYTES, DECODE_S, DECODE_TARGETS
 
 from medialane.core.errors import MedialaneError
 
@@ -17,7 +17,8 @@ from medialane.core.errors import MedialaneError
 class DecodingProcess:
     """Decodes one input after another; started again after each that it did not survive."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
+        self._target = target
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -48,7 +49,7 @@ class DecodingProcess:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_decode_all, args=(theirs,))
+        self._process = context.Process(target=_decode_all, args=(theirs, self._target))
         self._process.start()
         theirs.close()
         assert self._pipe.poll(60)
@@ -56,15 +57,16 @@ class DecodingProcess:
 
 
 @contextmanager
-def decoding_process() -> Iterator[DecodingProcess]:
-    process = DecodingProcess()
+def decoding_process(target: str) -> Iterator[DecodingProcess]:
+    """For the decode target of this name."""
+    process = DecodingProcess(target)
     try:
         yield process
     finally:
         process.stop()
 
 
-def _decode_all(pipe: Connection) -> None:
+def _decode_all(pipe: Connection, target: str) -> None:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + DECODE_BYTES, taken + DECODE_BYTES))
     pipe.send_bytes(b"ready")
@@ -73,12 +75,12 @@ def _decode_all(pipe: Connection) -> None:
             data = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(_verdict(data).encode())
+        pipe.send_bytes(_verdict(target, data).encode())
 
 
-def _verdict(data: bytes) -> str:
+def _verdict(target: str, data: bytes) -> str:
     try:
-        DECODE_IMAGE.run(data)
+        DECODE_TARGETS[target].run(data)
     except MedialaneError:
         return ""
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is what this process looks for

@@ -16,7 +16,7 @@ from PIL import Image
 from medialane.core.errors import MedialaneError
 from medialane.core.media import Modality
 from medialane.gateway.intake import lift
-from medialane.media import MediaConfig, parse_data_url, sniff
+from medialane.media import MediaConfig, parse_data_url, probe, sniff
 from medialane.media.freshness import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
@@ -143,6 +143,13 @@ def _sniff(modality: Modality) -> Callable[[bytes], object]:
     return lambda data: sniff(data, modality, CONFIG)
 
 
+def _probe(data: bytes) -> None:
+    """As a preparer opens what a worker is about to decode: each modality that it may be."""
+    for modality in ("image", "video", "audio"):
+        with suppress(MedialaneError):
+            probe(memoryview(data), modality, sniff(data, modality, CONFIG), CONFIG)
+
+
 def _sounds_and_clips() -> list[bytes]:
     """Beginnings of files of the kinds that sound and video come in, and small ones with all that their headers have;
     what decodes them has tests of its own."""
@@ -193,7 +200,15 @@ HEADER_TARGETS = [
 ]
 HEADER_S = 0.1
 
+#: What runs on the event loop over bytes of any number: each must answer within `LOOP_S` of processor time. Inputs are
+#: grown to `LARGE_BYTES`, by repeating a part of them, since time in proportion to the size is what is looked for.
+LOOP_TARGETS = [target for target in HEADER_TARGETS if target.name.startswith("sniff_")]
+LOOP_S = 0.01
+LARGE_BYTES = 20 << 20
+
 #: Runs in a process of its own, which may die.
 DECODE_IMAGE = Target("decode_image", lambda data: decode_image(data, CONFIG), IMAGES, _IMAGE_TOKENS)
+PROBE = Target("probe", _probe, [*_sounds_and_clips(), *IMAGES[-2:]], _SOUND_TOKENS)
+DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE)}
 DECODE_S = 5.0
 DECODE_BYTES = 1 << 30

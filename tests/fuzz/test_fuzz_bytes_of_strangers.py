@@ -6,6 +6,7 @@ A finding is written to `.fuzz/` and told with the command that runs it again.
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from decoding_process import decoding_process
 from mutator import Mutator
-from targets import DECODE_IMAGE, HEADER_S, HEADER_TARGETS, Target
+from targets import DECODE_TARGETS, HEADER_S, HEADER_TARGETS, LARGE_BYTES, LOOP_S, LOOP_TARGETS, Target
 
 from medialane.core.errors import MedialaneError
 
@@ -23,8 +24,9 @@ from medialane.core.errors import MedialaneError
 pytestmark = pytest.mark.timeout(0)
 
 FINDINGS = Path(__file__).resolve().parents[2] / ".fuzz"
-_DECODE_SHARE = 0.3
-_HEADER_SHARE = (1 - _DECODE_SHARE) / len(HEADER_TARGETS)
+_DECODE_SHARE = 0.3 / len(DECODE_TARGETS)
+_LOOP_SHARE = 0.2 / len(LOOP_TARGETS)
+_HEADER_SHARE = 0.5 / len(HEADER_TARGETS)
 
 #: What is wrong with an input, None if nothing is.
 Check = Callable[[bytes], str | None]
@@ -56,10 +58,10 @@ def _fuzz(target: Target, check: Check, inputs: Iterator[bytes]) -> None:
     assert num_inputs, "no input was tried"
 
 
-def _checked(target: Target) -> Check:
+def _checked(target: Target, most_s: float = HEADER_S) -> Check:
     def check(data: bytes) -> str | None:
-        taken_s = min(_run(target, data) for _ in range(2)) if _run(target, data) > HEADER_S else 0.0
-        return f"it takes {taken_s:.3f} s" if taken_s > HEADER_S else None
+        taken_s = min(_run(target, data) for _ in range(2)) if _run(target, data) > most_s else 0.0
+        return f"it takes {taken_s:.3f} s" if taken_s > most_s else None
 
     def checked(data: bytes) -> str | None:
         try:
@@ -85,9 +87,26 @@ def test_any_bytes_are_answered_or_refused_in_time(
     _fuzz(target, _checked(target), _inputs(target, fuzz_seconds * _HEADER_SHARE, fuzz_seed, fuzz_input))
 
 
-@pytest.mark.parametrize("target", [DECODE_IMAGE], ids=lambda target: target.name)
-def test_any_image_is_decoded_or_refused_in_time_and_memory(
+def _grown(inputs: Iterator[bytes], seed: int) -> Iterator[bytes]:
+    """Each input with a part of it repeated, to the size that a file may have."""
+    choose = random.Random(seed)
+    for data in inputs:
+        start = choose.randrange(len(data) or 1)
+        part = data[start : start + choose.choice((1, 2, 4, 8, 12, 64, 8192))] or b"\0"
+        yield (data[: start + len(part)] + part * (LARGE_BYTES // len(part)) + data[start + len(part) :])[:LARGE_BYTES]
+
+
+@pytest.mark.parametrize("target", LOOP_TARGETS, ids=lambda target: target.name)
+def test_large_file_holds_the_event_loop_for_milliseconds(
     target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
 ):
-    with decoding_process() as process:
+    inputs = _inputs(target, fuzz_seconds * _LOOP_SHARE, fuzz_seed, fuzz_input)
+    _fuzz(target, _checked(target, LOOP_S), inputs if fuzz_input else _grown(inputs, fuzz_seed))
+
+
+@pytest.mark.parametrize("target", DECODE_TARGETS.values(), ids=lambda target: target.name)
+def test_any_file_is_decoded_or_refused_in_time_and_memory(
+    target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
+):
+    with decoding_process(target.name) as process:
         _fuzz(target, process.run, _inputs(target, fuzz_seconds * _DECODE_SHARE, fuzz_seed, fuzz_input))

@@ -18,6 +18,7 @@ from medialane.core.errors import (
     InvalidRequest,
     MedialaneError,
     NoWorkerReady,
+    PromptTooLong,
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
@@ -90,7 +91,11 @@ class Gateway:
             return await self._leave_to_worker(prompt, stage, scope)
         if not self._takes_own_options:
             _check_options(prompt)
-        found = await side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
+        try:
+            found = await side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
+        except PromptTooLong as error:
+            scope.fail(error)  # vLLM's app answers it as its own
+            raise
         features = tuple(item.lease.value for item in found)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)

@@ -45,6 +45,8 @@ _DEMUXERS = {"video/mp4": "mp4", "video/webm": "matroska", "video/x-matroska": "
 #: Codecs of whose packets each is one frame. (VP8's may be a frame that is never shown.)
 _ONE_FRAME_PER_PACKET = {"h264", "hevc", "vp9", "av1"}
 
+_UNOPENABLE = "the video cannot be opened"
+
 #: FFmpeg's number for a time that is not known.
 _NO_TIME = -(1 << 63)
 
@@ -77,7 +79,11 @@ def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterat
         def capture(*, strict: bool) -> Capture:
             return Capture(stack.enter_context(_open(data, _DEMUXERS[media_type], config)), config, strict=strict)
 
-        yield EncodedVideo(data, capture, config)
+        try:
+            video = EncodedVideo(data, capture, config)
+        except (ValueError, OverflowError) as error:  # PyAV's, about numbers that FFmpeg got from the file
+            raise InvalidVideo(_UNOPENABLE) from error
+        yield video
 
 
 def _open(data: memoryview, name: str, config: MediaConfig) -> InputContainer:
@@ -87,9 +93,17 @@ def _open(data: memoryview, name: str, config: MediaConfig) -> InputContainer:
         "protocol_whitelist": "none",
     }
     try:
-        return av.open(_File(data), "r", format=name, options=options, buffer_size=_READ_BYTES, io_open=_refuse)
+        return av.open(
+            _File(data),
+            "r",
+            format=name,
+            options=options,
+            buffer_size=_READ_BYTES,
+            io_open=_refuse,
+            metadata_errors="ignore",  # tags are in any encoding, and nothing to us
+        )
     except av.FFmpegError as error:
-        raise InvalidVideo("the video cannot be opened") from error
+        raise InvalidVideo(_UNOPENABLE) from error
 
 
 def _refuse(_url: str, _flags: int, _options: dict[str, str]) -> None:

@@ -159,7 +159,7 @@ class _References:
             return item
         if item is not None:
             raise InvalidRequest(f"{modality} given as raw objects is not supported by this gateway")
-        if uuid is None:
+        if not uuid:
             raise EmptyMedia(f"{modality} given without URL, data or uuid")
         ref = self._by_uuid(modality, uuid)
         return ref if ref.is_embeds else self.completed(ref, ref.modality, request_io)

@@ -186,6 +186,12 @@ def test_limits_hold(limits, error):
         read(clip(30), range(30), **limits)
 
 
+def test_tags_in_any_encoding_are_nothing_to_us():
+    data = clip(3).replace(b"isomiso2", b"isD\x89\x88so2", 1)
+    assert b"\x89" in data[:40]
+    assert read(data, [0])[2] == [0]
+
+
 def test_day_of_black_frames_is_too_long():
     data = clip(5, pts=[0, 1, 2, 3, 86_400], ticks=1, fps=1)
     with pytest.raises(VideoTooLong):

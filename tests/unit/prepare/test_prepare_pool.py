@@ -26,11 +26,13 @@ from medialane.core.errors import (
     PromptTooLong,
     StartupFailed,
     Unavailable,
+    UnsupportedMediaType,
 )
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
+from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare import forkserver_process, forkservers
+from medialane.prepare import NO_PROCESSOR_FACTORY, PrepareConfig, PreparerPool, forkserver_process, forkservers
 from medialane.prepare import pool as pool_module
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES
@@ -392,6 +394,16 @@ async def test_probed_item_is_opened_and_leaves_nothing(arena, encoded):
             await pool.probe_item(broken)
         assert pool.stats().num_restarts == 0
         assert (arena.stats().num_entries, arena.stats().num_reservations) == (1, 0)
+
+
+async def test_pool_without_a_processor_opens_items_and_processes_none(arena, encoded):
+    """Stage `url`."""
+    config = PrepareConfig(num_preparers=1, start_timeout_s=15.0)
+    pool = PreparerPool(config, factory=NO_PROCESSOR_FACTORY, factory_config=b"{}", arena=arena, media=MediaConfig())
+    async with running(pool):
+        await pool.probe_item(encoded)
+        with pytest.raises(UnsupportedMediaType):
+            await pool.prepare_item(encoded, b"{}", "a" * 64)
 
 
 async def test_image_with_too_many_tokens_is_refused_before_it_is_decoded(arena):

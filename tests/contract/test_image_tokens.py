@@ -1,0 +1,131 @@
+"""What eight families say of an image's tokens by its size alone, against what stands for it in a prompt."""
+
+import os
+from functools import cache
+
+import numpy as np
+import pytest
+from tiny_families import FAMILIES
+
+from medialane.core.errors import PromptTooLong
+from medialane.core.hashing import canonical_options
+from medialane.core.media import Image
+from medialane.vllm_bridge.image_tokens import ImageTokens, _Trial
+from medialane.vllm_bridge.placing import Placings
+from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.tiny_model import cache_folder
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    # transformers says this where vLLM hands it a request's options.
+    pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning"),
+]
+
+#: Who says no more tokens than there are. Gemma-3 counts its image tokens alone, without what stands around them.
+SAYS = {
+    "qwen2_5_vl": True,
+    "qwen3_vl": True,
+    "qwen2_5_omni": True,
+    "gemma3": True,
+    "paligemma": True,
+    "llava_next": True,
+    "internvl": True,
+    "qwen2_audio": False,
+}
+SIZES = [(64, 64), (640, 480), (480, 640), (1500, 200), (1600, 1200)]
+SMALL = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 3136}})
+
+
+@pytest.fixture(scope="module")
+def processor():
+    """A family's processor as preparers have it, warm, for prompts of 100 tokens; made when it is first asked for."""
+
+    @cache
+    def of(name):
+        from vllm.renderers import renderer_from_config
+
+        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+
+        family = FAMILIES[name]
+        folder = str(family.build(cache_folder(os.environ)))
+        args = parse_vllm_args(folder, [*family.flags, "--mm-processor-cache-gb=0"])
+        made.append(renderer_from_config(create_frontend_config(args)))
+        one = VllmProcessor(made[-1].get_mm_processor(), max_model_len=100)
+        one.warm_up()
+        return one
+
+    made = []
+    yield of
+    for renderer in made:
+        renderer.shutdown()
+
+
+def in_prompt(engine_processor, item, options=b"{}"):
+    placing = Placings(engine_processor).find([_Trial("image", item.header, item.size)], options)
+    return min(len(update.content.full) for update in placing.updates["image"][0])
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_families_that_say_the_tokens_of_an_image(processor, name):
+    assert processor(name)._tokens.is_trusted == SAYS[name]
+
+
+@pytest.mark.parametrize("name", [name for name, says in SAYS.items() if says])
+def test_what_is_said_is_never_more_than_what_stands_in_a_prompt(processor, name):
+    one = processor(name)
+    for width, height in SIZES:
+        item = one.process(Image(np.zeros((height, width, 3), np.uint8)), b"{}")
+        said = one._tokens.fewest((width, height), b"{}")
+        actual = in_prompt(one._processor, item)
+        assert said <= actual
+        if "qwen" in name:
+            assert said == actual
+
+
+def test_size_is_refused_in_vllms_words_when_no_prompt_is_so_long(processor):
+    one = processor("qwen2_5_vl")
+    one.check_size((200, 200), b"{}")
+    with pytest.raises(
+        PromptTooLong, match=r"length at least \d+\) is longer than the maximum model length of 100\. Make"
+    ):
+        one.check_size((7000, 7000), b"{}")
+
+
+def test_options_that_make_an_image_smaller_count(processor):
+    one = processor("qwen2_5_vl")
+    tiny = canonical_options({"size": {"longest_edge": 50_000, "shortest_edge": 3136}})
+    one.check_size((7000, 7000), tiny)
+    item = one.process(Image(np.zeros((700, 700, 3), np.uint8)), tiny)
+    assert one._tokens.fewest((700, 700), tiny) == in_prompt(one._processor, item, tiny)
+
+
+@pytest.mark.parametrize(
+    "options", [{"do_resize": False}, {"anything": 1}, {"size": "large"}, {"size": {"longest_edge": -1}}]
+)
+def test_nothing_is_refused_by_options_that_are_not_understood(processor, options):
+    processor("qwen2_5_vl").check_size((7000, 7000), canonical_options(options))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 100_000), (0, 0)])
+def test_size_that_the_family_refuses_is_left_to_its_processor(processor, size):
+    assert processor("qwen2_5_vl").check_size(size, b"{}") is None
+
+
+def test_who_says_more_than_there_is_is_not_believed(processor):
+    engine_processor = processor("qwen2_5_vl")._processor
+    items = [processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")]
+    tokens = ImageTokens(engine_processor, 1)
+    tokens.check((7000, 7000), b"{}")
+    tokens.fewest = lambda *_: 1000
+    tokens.verify(items)
+    assert not tokens.is_trusted
+
+
+@pytest.mark.parametrize(
+    "options", [{"return_tensors": "np"}, {"return_tensors": "nonsense"}, {"patch_size": "x"}, {"merge_size": 0}]
+)
+def test_options_that_break_a_processor_are_the_clients_error(processor, options):
+    from medialane.core.errors import InvalidRequest
+
+    with pytest.raises(InvalidRequest):
+        processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options))
