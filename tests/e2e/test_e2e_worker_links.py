@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import aiohttp
+import pytest
 from medialane_process import MedialaneProcess, _die_with_parent, _free_port, until
 
 from medialane.rpc import FakeHandler, RpcConfig, RpcServer
+
+pytestmark = [pytest.mark.vllm]
 
 #: The gateway's own command, in which the task that connects to workers ends by itself once a file is there.
 GATEWAY = """
