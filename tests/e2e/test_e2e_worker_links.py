@@ -9,7 +9,7 @@ from medialane_process import MedialaneProcess, _die_with_parent, _free_port, un
 
 from medialane.rpc import FakeHandler, RpcConfig, RpcServer
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 #: The gateway's own command, in which the task that connects to workers ends by itself once a file is there.
 GATEWAY = """
