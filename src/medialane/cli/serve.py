@@ -103,6 +103,7 @@ async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, 
     stop = _Stop(supervisor)
     starting = asyncio.create_task(supervisor.start(), name="start")
     stopped = asyncio.create_task(stop.asked.wait(), name="stop")
+    supervised = asyncio.create_task(_supervised(supervisor, starting), name="supervision")
     try:
         while not starting.done() and not stopped.done():
             progress.tick()
@@ -111,13 +112,23 @@ async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, 
         if starting.done():
             starting.result()
             print(announcement, flush=True)
-            await stopped
+            await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
+            if supervised.done():
+                supervised.result()
     finally:
         starting.cancel()
         stopped.cancel()
+        supervised.cancel()
         progress.settle()
         await supervisor.stop()
     return _EXIT_KILLED if stop.impatient else 0
+
+
+async def _supervised(supervisor: Supervisor, starting: asyncio.Task[None]) -> None:
+    """Ends with supervision, once it has begun: without it, parts would run or lie unwatched."""
+    await asyncio.wait((starting,))
+    await supervisor.wait()
+    raise StartupFailed("supervision of the processes ended unexpectedly")
 
 
 class _Stop:

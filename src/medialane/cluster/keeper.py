@@ -69,7 +69,7 @@ class Keeper:
         """Until everything stops, or the part ended before all were ready."""
         stopping = self._house.stopping
         if self._gate is not None:
-            await _first(stopping.wait(), self._gate.wait())
+            await first_of(stopping.wait(), self._gate.wait())
         while not stopping.is_set():
             how, lifetime_s = await self._live()
             if stopping.is_set():
@@ -79,7 +79,7 @@ class Keeper:
                 return
             pause_s = self._backoff.after(lifetime_s)
             self._house.observer.ended(self.part.name, how, pause_s)
-            await _first(stopping.wait(), asyncio.sleep(pause_s))
+            await first_of(stopping.wait(), asyncio.sleep(pause_s))
 
     async def stop(self) -> None:
         """End the present life. The event `stopping` must be set: then `run` ends with it."""
@@ -102,6 +102,7 @@ class Keeper:
         self._house.guard.watch(process.pid)
         try:
             ready = asyncio.create_task(self._become_ready(process))
+            ready.add_done_callback(lambda task: self._end_unwatched(process, task))
             status = await process.wait()
             timed_out = await _result_or_cancel(ready)
         finally:
@@ -133,6 +134,11 @@ class Keeper:
             self._house.observer.ready(self.part.name, process.lifetime_s)
         return None
 
+    def _end_unwatched(self, process: PartProcess, watching: asyncio.Task[str | None]) -> None:
+        """Kill a part of which it cannot be found out whether it became ready: waiting for that would have no end."""
+        if not watching.cancelled() and watching.exception() is not None and not self.been_ready.is_set():
+            process.kill()
+
     def _fail(self, how: str) -> None:
         self.read_log()
         self._house.observer.ended(self.part.name, how, None)
@@ -151,7 +157,7 @@ def failure_report(name: str, how: str, log: PartLog) -> str:
     return "\n".join([head, f"  the end of {log.path} ({how}):", *(f"  | {line}" for line in lines)])
 
 
-async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
     """Wait for one of the coroutines; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

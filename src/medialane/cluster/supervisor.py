@@ -5,21 +5,26 @@ must see and change. From then on a part that ends is started again after a paus
 
 Each part has a keeper, one task that starts it, waits until it is ready, waits until it ends, and pauses. `stop` sets
 one event and ends the parts layer by layer; every keeper ends after its part. `kill` is for whoever cannot wait.
+
+A keeper that fails itself (an observer, a descriptor, a bug) is logged and started again like a part; the others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.guard import Guard
-from medialane.cluster.keeper import POLL_S, Household, Keeper, Observer
+from medialane.cluster.keeper import POLL_S, Household, Keeper, Observer, first_of
 from medialane.cluster.part import Part
 from medialane.cluster.part_log import PartLog
 from medialane.core.errors import StartupFailed
+
+logger = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -37,6 +42,7 @@ class Supervisor:
             log = PartLog(logs / f"{part.name.replace(' ', '-')}.log", config.max_log_bytes)
             self._keepers[part.name] = Keeper(part, log, self._house, gate)
         self._runner: asyncio.Task[None] | None = None
+        self._unread: set[Keeper] = set()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -58,6 +64,11 @@ class Supervisor:
             everybody.cancel()
             await asyncio.wait((everybody,))
         self._house.all_ready.set()
+
+    async def wait(self) -> None:
+        """Wait until supervision ends, which it does after `stop`; earlier only by a fault of ours, which is raised."""
+        if self._runner is not None:
+            await asyncio.shield(self._runner)
 
     async def stop(self) -> None:
         """Stop every part, those of higher layers first, each within its time. Cancelled, it kills."""
@@ -85,10 +96,25 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for name, keeper in self._keepers.items():
-                    tasks.create_task(keeper.run(), name=f"keeper of {name}")
+                    tasks.create_task(self._keep(keeper), name=f"keeper of {name}")
         finally:
             reading.cancel()
             await asyncio.wait((reading,))
+
+    async def _keep(self, keeper: Keeper) -> None:
+        """Let the keeper do its work, whatever it raises: then its part has ended, and begins again."""
+        house = self._house
+        while not house.stopping.is_set():
+            try:
+                await keeper.run()
+            except Exception as error:  # the supervisor of keepers: the other parts must not end with this one
+                logger.exception("%s: its supervision failed", keeper.part.name)
+                if not house.all_ready.is_set():
+                    house.fail(StartupFailed(f"{keeper.part.name} cannot be supervised: {error!r}"))
+                    return
+                await first_of(house.stopping.wait(), asyncio.sleep(house.config.restart_max_s))
+            else:
+                return
 
     async def _everybody_ready(self) -> None:
         for keeper in self._keepers.values():
@@ -97,8 +123,17 @@ class Supervisor:
     async def _read_logs(self) -> None:
         while True:
             for keeper in self._keepers.values():
-                keeper.read_log()
+                self._read_log(keeper)
             await asyncio.sleep(POLL_S)
+
+    def _read_log(self, keeper: Keeper) -> None:
+        """A log that cannot be read or shown ends nothing; it is said once."""
+        try:
+            keeper.read_log()
+        except Exception:  # a supervisor of its own: parts go on without anybody reading their logs
+            if keeper not in self._unread:
+                logger.exception("%s: its log cannot be read", keeper.part.name)
+            self._unread.add(keeper)
 
     def _fail(self, error: StartupFailed) -> None:
         """The first reason is the one that counts."""

@@ -192,3 +192,92 @@ def test_kill_9_of_the_supervisor_leaves_no_process_even_if_parts_ignore_sigterm
         supervisor.kill()
         supervisor.wait()
     wait_until(lambda: not any(map(is_running, pids)), timeout_s=12)
+
+
+class Breaking(Recorder):
+    """An observer that fails when it is told of `event` of the first worker."""
+
+    def __init__(self, event):
+        super().__init__()
+        self.event = event
+
+    def _break(self, event, part):
+        if (event, part) == (self.event, "worker 0"):
+            raise BrokenPipeError("nobody reads what is shown")
+
+    def starting(self, part):
+        super().starting(part)
+        self._break("starting", part)
+
+    def ready(self, part, seconds):
+        super().ready(part, seconds)
+        self._break("ready", part)
+
+    def ended(self, part, how, restart_in_s):
+        super().ended(part, how, restart_in_s)
+        self._break("ended", part)
+
+    def printed(self, part, lines):
+        super().printed(part, lines)
+        self._break("printed", part)
+
+
+async def test_supervision_of_one_part_that_fails_starts_again_and_the_others_go_on(tmp_path, caplog):
+    seen = Breaking("ended")
+    parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
+        before = supervisor.pids
+        os.kill(before["worker 0"], signal.SIGKILL)
+        await eventually(lambda: seen.count("ready", "worker 0") == 2)
+        assert supervisor.pids["worker 1"] == before["worker 1"]
+        assert "worker 0: its supervision failed" in caplog.text
+
+
+async def test_log_that_cannot_be_shown_ends_nothing_and_is_told_once(tmp_path, caplog):
+    seen = Breaking("printed")
+    script = "ready()\nfor _ in range(600): print('hello', flush=True); time.sleep(0.1)"
+    parts = [script_part(tmp_path, f"worker {i}", script) for i in range(2)]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
+        await eventually(lambda: seen.lines.count("worker 1: hello") > 5 and seen.lines.count("worker 0: hello") > 5)
+        assert set(supervisor.pids) == {"worker 0", "worker 1"}
+    assert caplog.text.count("its log cannot be read") == 1
+
+
+async def test_part_is_not_ended_because_nobody_could_be_told_that_it_is_ready(tmp_path):
+    part = script_part(tmp_path, "worker 0", IDLE)
+    async with running(make_supervisor(tmp_path, Breaking("ready"), [part])) as supervisor:
+        await asyncio.sleep(0.3)
+        assert is_running(supervisor.pids["worker 0"])
+
+
+async def test_start_that_cannot_be_supervised_fails_instead_of_waiting(tmp_path):
+    parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
+    supervisor = make_supervisor(tmp_path, Breaking("starting"), parts)
+    with pytest.raises(StartupFailed, match="worker 0 cannot be supervised: BrokenPipeError"):
+        async with running(supervisor):
+            pytest.fail("it is not supervised")
+    assert supervisor.pids == {}
+
+
+async def test_readiness_that_cannot_be_found_out_fails_the_start(tmp_path):
+    class Unreadable:
+        def reset(self):
+            pass
+
+        async def passes(self):
+            raise UnicodeError("label empty")
+
+    part = script_part(tmp_path, "worker 0", IDLE)
+    part = type(part)("worker 0", part.argv, {}, Unreadable())
+    with pytest.raises(StartupFailed, match="UnicodeError"):
+        async with running(make_supervisor(tmp_path, Recorder(), [part])):
+            pytest.fail("nobody knows whether it is ready")
+
+
+async def test_end_of_supervision_itself_is_seen_by_whoever_waits(tmp_path):
+    supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "worker 0", IDLE)])
+    async with running(supervisor):
+        waiting = asyncio.create_task(supervisor.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
