@@ -173,7 +173,7 @@ async def test_what_is_no_http_request_has_no_scope():
     assert seen == ["lifespan"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b'{"messages": 3}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xff", b"[1]", b"null", b'{"messages": 3}'])
 async def test_body_of_another_form_is_the_apps_to_judge(body):
     app = App()
     await Exchange(app).run(body)

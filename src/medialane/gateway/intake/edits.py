@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from medialane.gateway.scope import REFERENCE_SCHEME
 
+_PIECE_BYTES = 1 << 20
+
 #: Bytes [start, end) of the body become others.
 Edit = tuple[int, int, bytes]
 
@@ -13,14 +15,28 @@ def reference(number: int) -> bytes:
     return f'"{REFERENCE_SCHEME}{number}"'.encode()
 
 
-def edited(body: bytes | bytearray, edits: list[Edit]) -> bytes:
+def edited_size(size: int, edits: list[Edit]) -> int:
+    """How many bytes `edited` makes of a body of `size` bytes."""
+    return size + sum(len(replacement) - (end - start) for start, end, replacement in edits)
+
+
+def edited(view: memoryview, edits: list[Edit]) -> bytes:
     """The body with its edits, which do not overlap."""
-    if not edits:
-        return bytes(body)
-    view = memoryview(body)
     parts: list[bytes | memoryview] = []
     at = 0
     for start, end, replacement in sorted(edits):
         parts += [view[at:start], replacement]
         at = end
     return b"".join([*parts, view[at:]])
+
+
+def joined(parts: list[memoryview]) -> bytearray:
+    """The parts in one, copied a piece at a time: one long copy would hold the interpreter lock."""
+    found = bytearray(sum(map(len, parts)))
+    at = 0
+    for part in parts:
+        for start in range(0, len(part), _PIECE_BYTES):
+            piece = part[start : start + _PIECE_BYTES]
+            found[at : at + len(piece)] = piece
+            at += len(piece)
+    return found
