@@ -38,6 +38,8 @@ from medialane.gateway import (
     error_body,
     error_headers,
 )
+from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.intake.json_scan import warm_up
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
@@ -113,6 +115,7 @@ async def _serve(
         config = await _fit(config, frontend, pool)
         if config.media.jpeg_scaled_decode:
             _tell_scaling(config, frontend)
+        await asyncio.to_thread(warm_up)
         bodies = EncodedStore(arena, config.media)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=bodies))
         links = _links(config, frontend, arena, workers, metrics)
@@ -128,13 +131,14 @@ async def _serve(
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
+            inner=Middleware(IntakeMiddleware, media=config.media, config=config.gateway, turns=turns),
             answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
         started.set()
-        await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s)
+        http = http_protocol(config.gateway)
+        await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
 
 
 async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str], *, needs_preparers: bool) -> Frontend:

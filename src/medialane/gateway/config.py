@@ -61,7 +61,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         float, msgspec.Meta(description="longest time that a client may take to send the body of a request")
     ] = 300.0
     min_body_rate_bytes_per_s: Annotated[
-        float, msgspec.Meta(description="a client that sends a body more slowly than this is answered 408; 0 is no limit")
+        float,
+        msgspec.Meta(description="a client that sends a body more slowly than this is answered 408; 0 is no limit"),
     ] = 10_000.0
     min_body_rate_grace_s: Annotated[
         float, msgspec.Meta(description="time after which min_body_rate_bytes_per_s begins to hold")

@@ -26,6 +26,7 @@ from medialane.core.errors import (
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake import Intake, lift
 from medialane.gateway.intake.json_scan import scan_json
+from medialane.gateway.intake.text_encoding import as_utf8
 from medialane.media import MediaConfig
 
 CONFIG = MediaConfig()
@@ -559,9 +560,9 @@ def test_lone_surrogate_in_what_we_read_is_named(surrogate, ascii_only, document
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 def test_option_that_is_no_number_is_named(value):
-    part = '{"type": "video_url", "video_url": {"url": "https://a/v", "fps": %s}}' % value
+    part = b'{"type": "video_url", "video_url": {"url": "https://a/v", "fps": %b}}' % value.encode()
     with pytest.raises(InvalidRequest) as raised:
-        lift(b'{"messages": [{"content": [%b]}]}' % part.encode(), CONFIG)
+        lift(b'{"messages": [{"content": [%b]}]}' % part, CONFIG)
     assert raised.value.param.startswith("messages[0].content[0].video_url")
 
 
@@ -786,6 +787,6 @@ def test_any_bytes_are_lifted_passed_or_refused(body):
     try:
         wanted = json.loads(body)
     except (ValueError, RecursionError):
-        assert lifted == body  # the application answers as it does
+        assert lifted == (body if (utf8 := as_utf8(body)) is None else utf8)  # the application answers as it does
     else:
         assert json.loads(lifted) == wanted or b"medialane:" in lifted

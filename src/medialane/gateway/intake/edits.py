@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+
 from medialane.gateway.scope import REFERENCE_SCHEME
 
 _PIECE_BYTES = 1 << 20
+
+#: What a body stands in.
+Buffer = bytes | bytearray | mmap.mmap
 
 #: Bytes [start, end) of the body become others.
 Edit = tuple[int, int, bytes]

@@ -7,7 +7,7 @@ import msgspec
 from medialane.core.errors import BodyTooLarge, InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.edits import Edit, edited, edited_size
+from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
 from medialane.gateway.intake.json_scan import MENDED_SURROGATES, check_num_values, mend_json, scan_json
 from medialane.gateway.intake.own_member import member_range, wants_report
 from medialane.gateway.intake.place import Place
@@ -51,9 +51,7 @@ class Intake(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
 
 
-def lift(
-    body: bytes | bytearray, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None
-) -> Intake:
+def lift(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None) -> Intake:
     """Take the media out of a request body (chat completions, batches of them, responses, Anthropic's messages).
 
     The body is the first `size` bytes of `body`, all of them unless given.

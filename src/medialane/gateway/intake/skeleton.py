@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from medialane.core.errors import InvalidMediaUrl
-from medialane.gateway.intake.edits import joined
+from medialane.gateway.intake.edits import Buffer, joined
 from medialane.gateway.intake.request_body import UNREADABLE, decode_string
 
 NOT_TEXT = "the media URL is not valid text"
@@ -49,7 +49,7 @@ class Located(msgspec.Struct, frozen=True, gc=False):
 class Skeleton:
     """A body without its payloads, and where they were. The body is the first `size` bytes of `buffer`."""
 
-    def __init__(self, buffer: bytes | bytearray, size: int) -> None:
+    def __init__(self, buffer: Buffer, size: int) -> None:
         self.body = memoryview(buffer)[:size]
         self._cuts = list(_find_payloads(buffer, size))
         #: Positions in the skeleton at which a payload is missing, and how many bytes are missing before each.
@@ -77,7 +77,7 @@ class Skeleton:
         return Located(start + self._missing[first], end + self._missing[after], raw, payload, escaped)
 
 
-def _find_payloads(body: bytes | bytearray, size: int) -> Iterator[tuple[int, int]]:
+def _find_payloads(body: Buffer, size: int) -> Iterator[tuple[int, int]]:
     """Ranges of the body to leave out: at most one in any string. Every byte is looked at once."""
     at = 0
     for _ in range(_MAX_LOOKS):
