@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -55,8 +56,13 @@ logger = logging.getLogger(__name__)
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
 
+#: How long a thread that runs Python may keep the event loop waiting for the interpreter lock; Python has 5 ms.
+SWITCH_INTERVAL_S = 0.0005
+
+
 def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM; 0 after a clean stop. Raises StartupFailed."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with bind(config.server.host, config.server.port) as sock:
         uvloop.run(_run(config, model, vllm_args, workers, sock))
     return 0

@@ -16,6 +16,8 @@ import mmap
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import numpy as np
+
 from medialane.core.errors import BodyTooLarge, SentTooSlowly, TooManyBodies
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.turns import Turns
@@ -176,7 +178,7 @@ class Body:
         old, new = self.buffer, self._buffers.take(size)
 
         def move() -> None:
-            new[: self.size] = memoryview(old)[: self.size]
+            np.frombuffer(new, np.uint8, self.size)[:] = np.frombuffer(old, np.uint8, self.size)
 
         await turns.run(self.size, move)
         self.buffer = new

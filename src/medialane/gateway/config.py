@@ -8,7 +8,6 @@ import msgspec
 
 from medialane.core.errors import StartupFailed
 
-
 _POSITIVE = (
     "max_text_bytes",
     "max_body_values",
@@ -76,7 +75,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_connections: Annotated[
         int,
         msgspec.Meta(
-            description="most HTTP connections at once, fewer where the limit of open files is lower; more are answered "
+            description="most HTTP connections at once, fewer where the limit of open files is lower; more get "
             "503 with Retry-After"
         ),
     ] = 4096

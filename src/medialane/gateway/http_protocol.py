@@ -1,11 +1,11 @@
 """uvicorn's HTTP protocol with what it has no bounds for: connections, headers, and the time that a header may take.
 
 Theory of operation. uvicorn stops reading a connection whose body nobody reads, so what a client can pile up before its
-request reaches the app is a header (or a trailer, or what stands between two pieces of a body), requests sent one behind
-the other, and connections. The parser (httptools) keeps an unfinished header in memory and sets no limit of its own, nor
-does uvicorn; its limits for h11 mean another parser, and `limit_concurrency` counts a connection only once its header
-has come. Here each of them has a bound, and a header a deadline. So has what is left of a body when the answer is
-complete: uvicorn would read and drop it for ever.
+request reaches the app is a header (or a trailer, or what stands between two pieces of a body), requests sent one
+behind the other, and connections. The parser (httptools) keeps an unfinished header in memory and sets no limit of its
+own, nor does uvicorn; its limits for h11 mean another parser, and `limit_concurrency` counts a connection only once its
+header has come. Here each of them has a bound, and a header a deadline. So has what is left of a body when the answer
+is complete: uvicorn would read and drop it for ever.
 
 Bodies are bounded where they are read (`bodies`).
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _MAX_HEADERS = 256
 #: Requests sent before the first of them was answered. Each is a task, and a read has room for thousands.
 _MAX_PIPELINED = 16
-#: Files that a gateway has open besides its clients' connections: workers, media hosts, preparers, the arena, libraries.
+#: Files that a gateway has open besides its clients' connections: workers, media hosts, preparers, libraries.
 _OTHER_FILES = 512
 
 _warn = RareWarning(logger)
@@ -183,7 +183,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         _warn("%s is refused: %s", self.client[0] if self.client else "a connection", error.message)
-        if self.cycle is None or self.cycle.response_complete and not self.cycle.more_body:
+        if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
             self.transport.write(_response(error))
         self.transport.close()
 

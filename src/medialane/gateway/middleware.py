@@ -143,8 +143,8 @@ def error_headers(error: MedialaneError) -> dict[str, str]:
 
 
 def _is_form(scope: Scope) -> bool:
-    """Whether the body is a form, which has no JSON. All else may be read as JSON: some handlers of vLLM's do so whatever
-    the content type says."""
+    """Whether the body is a form, which has no JSON. All else may be read as JSON: some handlers of vLLM's do so
+    whatever the content type says."""
     content_type = _header(scope, b"content-type")
     return content_type is not None and content_type.lower().startswith((b"multipart/", b"application/x-www-form-"))
 

@@ -66,9 +66,10 @@ class RareWarning:
         if (now := self._clock()) < self._next:
             self._num_left_out += 1
             return
-        more = f" ({self._num_left_out} more times since this was last logged)" if self._num_left_out else ""
+        if self._num_left_out:
+            message = f"{message} ({self._num_left_out} more times since this was last logged)"
         self._next, self._num_left_out = now + self._every_s, 0
-        self._logger.warning(message + more, *args)
+        self._logger.warning(message, *args)
 
 
 class PlainFormatter(logging.Formatter):

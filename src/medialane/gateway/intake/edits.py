@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 
-from medialane.gateway.scope import REFERENCE_SCHEME
+import numpy as np
 
-_PIECE_BYTES = 1 << 20
+from medialane.gateway.scope import REFERENCE_SCHEME
 
 #: What a body stands in.
 Buffer = bytes | bytearray | mmap.mmap
@@ -36,12 +36,11 @@ def edited(view: memoryview, edits: list[Edit]) -> bytes:
 
 
 def joined(parts: list[memoryview]) -> bytearray:
-    """The parts in one, copied a piece at a time: one long copy would hold the interpreter lock."""
+    """The parts in one. NumPy copies without the interpreter lock, which `bytes.join` would hold for milliseconds."""
     found = bytearray(sum(map(len, parts)))
+    into = np.frombuffer(found, np.uint8)
     at = 0
     for part in parts:
-        for start in range(0, len(part), _PIECE_BYTES):
-            piece = part[start : start + _PIECE_BYTES]
-            found[at : at + len(piece)] = piece
-            at += len(piece)
+        into[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += len(part)
     return found

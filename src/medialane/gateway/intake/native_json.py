@@ -28,6 +28,9 @@ _LOWER = 0x20
 _ED, _EE, _A0, _BF = 0xED, 0xEE, 0xA0, 0xBF
 
 
+# ruff: noqa: SIM109 - compiled: a comparison with a tuple would build one
+
+
 @compiled_for(types.int64(_TEXT, types.int64), nogil=True)
 def _surrogate(text: NDArray[np.uint8], at: int) -> int:
     """Of a surrogate escaped at `at` (`\\uD800` to `\\uDFFF`): 1 is a high one, 2 a low one; 0 is none."""
