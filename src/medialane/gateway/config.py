@@ -48,7 +48,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     ] = 2000
     max_token_ids: Annotated[
         int, msgspec.Meta(description="most token ids of a request whose prompts are given as token ids")
-    ] = 1 << 18
+    ] = 1 << 17
     max_bodies_bytes: Annotated[
         int,
         msgspec.Meta(

@@ -16,7 +16,7 @@ EMPTY_STRING = msgspec.Raw(b'""')
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: First bytes of a JSON value, which tell what it is.
-QUOTE, BRACE = b'"{'
+QUOTE, BRACE, BRACKET = b'"{['
 
 #: Whatever JSON has besides objects and arrays.
 _Scalar = str | int | float | bool | None
