@@ -163,6 +163,23 @@ async def test_endless_framing_of_a_body_ends_the_connection(endless):
             await sending
 
 
+async def test_body_in_pieces_of_a_byte_ends_the_connection():
+    """One read of 256 KiB holds 40,000 of them."""
+    async with serving() as (port, _), connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        sending = asyncio.create_task(send_until_refused(writer, b"1\r\na\r\n" * 40_000, 20_000_000))
+        assert await is_closed(reader)
+        assert await sending < 20_000_000
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])
+async def test_body_in_chunks_passes(size):
+    async with serving() as (port, _), connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write((b"%x\r\n" % size + b" " * size + b"\r\n") * (1_000_000 // size) + b"0\r\n\r\n")
+        assert (await status_and_body(reader))[:2] == (200, b"1000000")
+
+
 async def test_slow_header_is_answered_408():
     async with serving(header_timeout_s=0.2) as (port, app), connection(port) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nx")
