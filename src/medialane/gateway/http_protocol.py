@@ -153,7 +153,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body:
+        if self.cycle.response_complete and self.cycle.more_body:
             self._set_deadline()
 
     def _count_header(self, num_bytes: int) -> None:
@@ -181,7 +181,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _expire(self) -> None:
-        self._refuse(SentTooSlowly("the request's header came too slowly"))
+        if self._unparsed_bytes or self.cycle is not None:
+            self._refuse(SentTooSlowly("the request's header came too slowly"))
+        else:  # opened and never used: an answer would be taken for that of a request to come
+            self.transport.close()
 
     def _refuse(self, error: MedialaneError) -> None:
         """Close the connection, and say why where an answer can still be given."""

@@ -189,6 +189,20 @@ async def test_slow_header_is_answered_408():
         assert app.num_calls == 0
 
 
+async def test_connection_that_is_never_used_is_closed_without_an_answer():
+    async with serving(header_timeout_s=0.1) as (port, _), connection(port) as (reader, _):
+        assert await is_closed(reader)
+
+
+async def test_body_behind_another_request_has_the_time_of_a_body():
+    async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
+        writer.write(REQUEST + b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n[")
+        assert (await status_and_body(reader))[0] == 200
+        await asyncio.sleep(0.5)
+        writer.write(b"]")
+        assert (await status_and_body(reader))[:2] == (200, b"2")
+
+
 async def test_second_header_of_a_connection_has_a_deadline_too():
     async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
         writer.write(REQUEST)
