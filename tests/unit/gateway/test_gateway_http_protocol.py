@@ -13,18 +13,11 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns
 from medialane.gateway import http_protocol as module
 from medialane.gateway.http_protocol import http_protocol
-from medialane.gateway.intake.json_scan import warm_up
 from medialane.media import MediaConfig
 from medialane.observability.logging import RareWarning
 from medialane.observability.metrics import Metrics
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_loops():
-    """As a gateway loads them when it starts: it takes a second or two."""
-    warm_up()
 
 
 class Server(uvicorn.Server):
