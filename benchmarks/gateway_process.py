@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import socket
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -104,6 +105,7 @@ def run_gateway(
 ) -> None:
     """Be the gateway, as `medialane gateway` is."""
     enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
+    sys.setswitchinterval(gateway.SWITCH_INTERVAL_S)
     with gateway.bind("127.0.0.1", 0) as sock:
         pipe.send(sock.getsockname()[1])
         pipe.send(uvloop.run(_serve(config, model, worker, sock, flags, alongside)))

@@ -33,6 +33,10 @@ def pytest_collection_modifyitems(items):
         from medialane.routing.warm_up import warm_up
 
         warm_up()
+    if "medialane.gateway.intake" in sys.modules:  # as a gateway does when it starts
+        from medialane.gateway.intake import json_scan
+
+        json_scan.warm_up()
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ from medialane.core.errors import (
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import (
+    GatewayConfig,
     IntakeMiddleware,
     ScopeMiddleware,
     Turns,
@@ -103,7 +104,7 @@ async def module_server(tiny_model):
     app = await frontend.app(
         story,
         outer=Middleware(ScopeMiddleware, metrics=Metrics(registry)),
-        inner=Middleware(IntakeMiddleware, config=MediaConfig(), turns=turns),
+        inner=Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), turns=turns),
         answer=_answer,
     )
 

@@ -133,7 +133,6 @@ BODIES = {
     "nothing": b"",
     "not UTF-8": b'{"model": "\xff"}',
     "no messages": b'{"max_tokens": 3}',
-    "nested without end": b"[" * 100_000,
 }
 
 
@@ -144,6 +143,34 @@ async def test_bad_body_is_told_as_plain_vllm_tells_it(ours, plain, name):
     assert answer.status in (400, 422)
     assert_same(answer.json, right.json)
     assert (await ours.succeed(chat(ASK))).ids
+
+
+TOO_MUCH = {
+    "nested without end": b"[" * 100_000,
+    "tools of many levels": b'{"tools": [' + b",".join([b'{"a":' * 20 + b"1" + b"}" * 20] * 30_000) + b"]}",
+    "logit_bias of every token there ever was": b'{"logit_bias": {"1": 1' + b',"1": 1' * 900_000 + b"}}",
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+async def test_body_that_would_hold_up_everyone_is_refused(ours, name):
+    answer = await ours.post(TOO_MUCH[name])
+    assert (answer.status, answer.error["code"]) == (400, "invalid_body")
+    assert (await ours.succeed(chat(ASK))).ids
+
+
+LENIENT = {
+    "UTF-16": lambda text: text.encode("utf-16"),
+    "a byte order mark": lambda text: text.encode("utf-8-sig"),
+    "a lone surrogate": lambda text: b'{"user": "\\ud800", ' + text[1:].encode(),
+    "NaN": lambda text: b'{"unknown": NaN, ' + text[1:].encode(),
+}
+
+
+@pytest.mark.parametrize("name", LENIENT)
+async def test_what_vllm_parses_is_parsed_beside_media(ours, name):
+    answer = await ours.post(LENIENT[name](json.dumps(chat(picture(67), ASK))))
+    assert answer.status == 200, answer.json
 
 
 PARAMETERS = {

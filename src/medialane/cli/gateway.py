@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -40,6 +41,8 @@ from medialane.gateway import (
     error_headers,
     health_of,
 )
+from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.intake.json_scan import warm_up
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
@@ -58,12 +61,16 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 #: Exit status of a gateway that cannot go on: EX_SOFTWARE of sysexits.h. Start it again.
 EXIT_FAILED = 70
 
+#: How long a thread that runs Python may keep the event loop waiting for the interpreter lock; Python has 5 ms.
+SWITCH_INTERVAL_S = 0.0005
+
 
 def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM (0), or until something has ended without which it cannot serve (EXIT_FAILED).
 
     Raises StartupFailed.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with bind(config.server.host, config.server.port) as sock:
         return uvloop.run(_run(config, model, vllm_args, workers, sock))
 
@@ -124,6 +131,7 @@ async def _serve(
         config = await _fit(config, frontend, pool)
         if config.media.jpeg_scaled_decode:
             _tell_scaling(config, frontend)
+        await asyncio.to_thread(warm_up)
         bodies = EncodedStore(arena, config.media)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=bodies))
         links = _links(config, frontend, arena, workers, metrics)
@@ -140,14 +148,15 @@ async def _serve(
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
+            inner=Middleware(IntakeMiddleware, media=config.media, config=config.gateway, turns=turns),
             answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
             health=lambda: health_of(links, [pool.impairment]).answer(),
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
         started.set()
-        await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s)
+        http = http_protocol(config.gateway)
+        await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
         if not stop.is_set():
             tasks.fail("the HTTP server")
 

@@ -38,18 +38,21 @@ def compiled_part(function: _F) -> _F:
     return found
 
 
-def compiled_for(signature: object) -> Callable[[_F], _F]:
-    """The function, compiled for arguments of one kind when its module is imported."""
-    return lambda function: _compiled(function, signature)
+def compiled_for(signature: object, *, nogil: bool = False) -> Callable[[_F], _F]:
+    """The function, compiled for arguments of one kind when its module is imported.
+
+    `nogil` lets it run without the interpreter lock: nobody may change its arrays meanwhile.
+    """
+    return lambda function: _compiled(function, signature, nogil=nogil)
 
 
-def _compiled(function: _F, *signature: object) -> _F:
+def _compiled(function: _F, *signature: object, nogil: bool = False) -> _F:
     own, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _folder(function)
     try:
-        found: _F = numba.njit(*signature, cache=True)(function)
+        found: _F = numba.njit(*signature, cache=True, nogil=nogil)(function)
     except RuntimeError:  # numba's way to say that it can write nowhere
         _tell_once()
-        found = numba.njit(*signature)(function)
+        found = numba.njit(*signature, nogil=nogil)(function)
     finally:
         numba.config.CACHE_DIR = own
     return found

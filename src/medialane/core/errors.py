@@ -11,9 +11,12 @@
     |   |-- InvalidBody                 not JSON, or not the JSON that we expect
     |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
     |   |                               AudioTooLong
+    |   |-- HeaderTooLarge (431)
+    |   |-- SentTooSlowly (408)         the client took too long to send a header or a body
     |   `-- UnsupportedMediaType (415)
     |-- UpstreamFailed (502)            the media's origin failed
-    |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost
+    |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost,
+    |                                   TooManyBodies, TooManyConnections
     |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
     |-- GenerationFailed (500)          the engine failed this request
     `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, InvalidFeature, StartupFailed
@@ -168,6 +171,17 @@ class AudioTooLong(TooLarge):
     code = "audio_too_long"
 
 
+class HeaderTooLarge(InvalidRequest):
+    status = 431
+    code = "header_too_large"
+
+
+class SentTooSlowly(InvalidRequest):
+    status = 408
+    code = "request_timeout"
+    retryable = True
+
+
 class UnsupportedMediaType(InvalidRequest):
     status = 415
     code = "unsupported_media_type"
@@ -194,6 +208,14 @@ class ArenaFull(Unavailable):
 
 class PreparersBusy(Unavailable):
     code = "media_overloaded"
+
+
+class TooManyBodies(Unavailable):
+    code = "bodies_overloaded"
+
+
+class TooManyConnections(Unavailable):
+    code = "too_many_connections"
 
 
 class NoWorkerReady(Unavailable):

@@ -6,6 +6,8 @@ it came as; whoever wants it as another (the sound of a video) gets the same byt
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from blake3 import blake3
 
@@ -22,6 +24,10 @@ MIB = 1024 * KIB
 #: origins of videos could take the arena from everybody. So memory is given for what has arrived. What moves along is
 #: 16 MiB at the most, 4 ms of the loop.
 STEPS = (64 * KIB, MIB, 4 * MIB, 16 * MIB)
+
+
+#: What is copied at a time, some 100 us.
+_PIECE_BYTES = 512 * KIB
 
 
 class EncodedStore:
@@ -47,11 +53,18 @@ class EncodedStore:
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
         return lease
 
-    def put(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
-        """A copy of `data`, whose hash is `content`. The caller owns the lease. Raises ArenaFull and as `sniff`."""
+    async def put(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
+        """A copy of `data`, whose hash is `content`. The caller owns the lease. Raises ArenaFull and as `sniff`.
+
+        Copied a piece at a time on the event loop, where a cancellation comes between two of them: a thread could still
+        write to a range that is another's by then.
+        """
         media_type = EMBEDS_TYPE if ref.is_embeds else sniff(data, ref.modality, self._config)
         with self._arena.reserve(len(data), "encoded") as reservation:
-            reservation.buffer[:] = data
+            view = memoryview(data)
+            for start in range(0, len(view), _PIECE_BYTES):
+                await asyncio.sleep(0)
+                reservation.buffer[start : start + _PIECE_BYTES] = view[start : start + _PIECE_BYTES]
             return self._publish(reservation, ref.modality, ref.salt, content, media_type)
 
     def forget(self, ref: MediaRef, content: str) -> None:

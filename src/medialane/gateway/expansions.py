@@ -11,6 +11,8 @@ is not learned, and is routed by what stands before its media. A wrong predictio
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -21,6 +23,8 @@ from medialane.core.media_span import MediaSpan
 
 #: Bound of what is remembered: tokens of all expansions together (a 1024x768 image of Qwen2.5-VL has 999).
 MAX_TOKENS = 4 << 20
+
+_UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 
 
 class Item(NamedTuple):
@@ -87,11 +91,12 @@ class Expansions:
         for item in items:
             by_modality.setdefault(item.modality, []).append(item)
         found = []
+        text = _as_text(source) if by_modality else None
         for modality, own in by_modality.items():
             placeholder = self._placeholders.get(modality)
             if placeholder is None:
                 return []
-            places = _occurrences(source, placeholder, len(own))
+            places = _occurrences(text, _as_text(placeholder), len(own))
             found += [(place, place + len(placeholder), item) for place, item in zip(places, own, strict=False)]
         return sorted(found)
 
@@ -105,15 +110,17 @@ class Expansions:
 
 def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[MediaSpan]) -> list[tuple[int, ...]] | None:
     """What stood in the source in place of each span; None where the rest of the two prompts differs."""
-    placeholders: list[tuple[int, ...]] = []
-    ends = chain((span.offset for span in spans), (len(expanded),))
-    text = list(expanded[: next(ends)])
-    if list(source[: len(text)]) != text:
+    own, other = _as_text(source), _as_text(expanded)
+    if own is None or other is None:
         return None
-    place = len(text)
+    placeholders: list[tuple[int, ...]] = []
+    ends = chain((span.offset for span in spans), (len(other),))
+    place = next(ends)
+    if own[:place] != other[:place]:
+        return None
     for span, end in zip(spans, ends, strict=True):
-        text = list(expanded[span.offset + span.length : end])
-        found = _next_text(source, place, text, is_last=end == len(expanded))
+        text = other[span.offset + span.length : end]
+        found = _next_text(own, place, text, is_last=end == len(other))
         if found is None:
             return None
         placeholders.append(tuple(source[place:found]))
@@ -121,29 +128,31 @@ def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[Media
     return placeholders
 
 
-def _next_text(source: Sequence[int], place: int, text: list[int], *, is_last: bool) -> int | None:
+def _next_text(source: str, place: int, text: str, *, is_last: bool) -> int | None:
     """Where `text` goes on in the source, behind a placeholder of at least one token at `place`."""
-    if is_last:
-        start = len(source) - len(text)
-        return start if start > place and list(source[start:]) == text else None
-    for start in range(place + 1, len(source) - len(text) + 1):
-        if list(source[start : start + len(text)]) == text:
-            return start
-    return None
+    start = len(source) - len(text) if is_last else source.find(text, place + 1)
+    return start if start > place and source.startswith(text, start) else None
 
 
-def _occurrences(source: Sequence[int], wanted: tuple[int, ...], limit: int) -> list[int]:
+def _occurrences(source: str | None, wanted: str | None, limit: int) -> list[int]:
     """The first `limit` places where `wanted` stands, without overlap."""
     found: list[int] = []
-    place = 0
-    while len(found) < limit:
-        try:
-            place = source.index(wanted[0], place)
-        except ValueError:
-            break
-        if tuple(source[place : place + len(wanted)]) == wanted:
-            found.append(place)
-            place += len(wanted)
-        else:
-            place += 1
+    if source is None or wanted is None:
+        return found
+    place = source.find(wanted)
+    while place >= 0 and len(found) < limit:
+        found.append(place)
+        place = source.find(wanted, place + len(wanted))
     return found
+
+
+def _as_text(token_ids: Sequence[int]) -> str | None:
+    """A character for each token, None where an id is no code point (above 1.1 million).
+
+    CPython searches strings in linear time whatever they are made of (the two-way algorithm of `fastsearch.h`); a
+    search of lists token by token is quadratic where tokens repeat.
+    """
+    try:
+        return array("I", token_ids).tobytes().decode(_UTF_32, "surrogatepass")
+    except (OverflowError, UnicodeDecodeError):
+        return None

@@ -235,7 +235,7 @@ class FeatureSource:
             return lease
         async with self._turns.step(len(data)):
             timeline.copied_bytes += len(data)
-            return self._store.put(ref, fetched.content_hash, data)
+            return await self._store.put(ref, fetched.content_hash, data)
 
 
 def _probe_key(encoded: EncodedMedia, salt: str) -> str:

@@ -9,23 +9,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
+from medialane.gateway.bodies import Body, Budget, Buffers, Charge, Incoming, Message, Receive
+from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake import Intake, lift
+from medialane.gateway.intake.edits import Buffer
 from medialane.gateway.report import ReportSender
-from medialane.gateway.scope import current_scope, open_scope
+from medialane.gateway.scope import RequestScope, current_scope, open_scope
 from medialane.gateway.turns import Turns
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 
-Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
+
+#: Their bodies mean nothing, and no handler reads one.
+_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class ScopeMiddleware:
@@ -68,47 +73,54 @@ class IntakeMiddleware:
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
 
-    def __init__(self, app: App, config: MediaConfig, turns: Turns) -> None:
+    def __init__(self, app: App, media: MediaConfig, config: GatewayConfig, turns: Turns) -> None:
         self._app = app
+        self._media = media
         self._config = config
         self._turns = turns
+        self._buffers = Buffers()
+        self._budget = Budget(config.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._config.max_body_bytes
-        may_have_media = scope["method"] == "POST" and _is_json(scope)
+        is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_form(scope)
+        limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
+        request = current_scope()
+        request.take(charge := Charge(self._budget))
         try:
-            _check_declared(scope, limit)
+            declared = _check_declared(scope, limit)
+            incoming = Incoming(receive, limit, charge, self._config)
             # What was read must not live in this frame, which lasts as long as the answer.
-            body = await self._lift(receive) if may_have_media else None
+            body = await self._lift(incoming, declared, charge) if is_read_here else None
         except MedialaneError as error:
-            current_scope().fail(error)
+            request.fail(error)
             await send_error(send, error)
             return
-        if not may_have_media:
-            await self._app(scope, _bounded(receive, limit), send)
+        if not is_read_here:
+            await self._app(scope, incoming, send)
         elif body is not None:
-            request = current_scope()
             send = ReportSender(send, request.report) if request.wants_report else send
             await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
 
-    async def _lift(self, receive: Receive) -> bytes | None:
+    async def _lift(self, receive: Receive, declared: int, charge: Charge) -> bytes | None:
         """The body without its media, which the request's scope holds now. None if the client has left."""
-        body = await _read_body(receive, self._config.max_body_bytes, self._turns)
-        if body is None:
-            return None
         request = current_scope()
-
-        def work() -> Intake:
-            with request.timeline.measure("lift"):
-                return lift(body, self._config)
-
-        intake = await self._turns.run(len(body), work)
-        request.refs = intake.refs
+        body = Body(self._buffers, declared)
+        if not await body.read(receive, self._turns):
+            body.release()
+            return None
+        intake = await self._turns.run(body.size, partial(self._work, body.buffer, body.size, request))
+        body.release()
+        charge.set(intake.num_bytes)
+        request.refs, request.unread = intake.refs, intake.unread
         request.wants_report = intake.report
         return intake.body
+
+    def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:
+        with request.timeline.measure("lift"):
+            return lift(buffer, self._media, self._config, size=size)
 
 
 async def send_error(send: Send, error: MedialaneError) -> None:
@@ -130,50 +142,24 @@ def error_headers(error: MedialaneError) -> dict[str, str]:
     return {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
 
 
-def _is_json(scope: Scope) -> bool:
+def _is_form(scope: Scope) -> bool:
+    """Whether the body is a form, which has no JSON. All else may be read as JSON: some handlers of vLLM's do so
+    whatever the content type says."""
     content_type = _header(scope, b"content-type")
-    return content_type is None or b"json" in content_type.lower()
+    return content_type is not None and content_type.lower().startswith((b"multipart/", b"application/x-www-form-"))
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-def _check_declared(scope: Scope, limit: int) -> None:
-    """Raise BodyTooLarge for a length that is too large as it is declared, before anything is read."""
+def _check_declared(scope: Scope, limit: int) -> int:
+    """The length that is declared, or 0. Raises BodyTooLarge for one that is too large, before anything is read."""
     declared = _header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(f"the request body has {int(declared)} bytes, more than {limit}")
-
-
-async def _read_body(receive: Receive, limit: int, turns: Turns) -> bytearray | None:
-    """The whole body, None if the client leaves first. Raises BodyTooLarge before more than `limit` bytes are held."""
-    receive = _bounded(receive, limit)
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        piece = message.get("body", b"")
-        async with turns.step(len(piece)):
-            body += piece
-        if not message.get("more_body", False):
-            return body
-
-
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """A receive that raises BodyTooLarge once the body has more than `limit` bytes."""
-    num_received = 0
-
-    async def bounded() -> Message:
-        nonlocal num_received
-        message = await receive()
-        num_received += len(message.get("body", b""))
-        if num_received > limit:
-            raise BodyTooLarge(f"the request body has more than {limit} bytes")
-        return message
-
-    return bounded
+    length = int(declared) if declared is not None and declared.isdigit() else 0
+    if length > limit:
+        raise BodyTooLarge(f"the request body has {length} bytes, more than {limit}")
+    return length
 
 
 def _with_length(scope: Scope, length: int) -> Scope:

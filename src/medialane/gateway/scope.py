@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from medialane.arena import Lease
-from medialane.core.errors import InvalidMediaUrl, MedialaneError
+from medialane.core.errors import InvalidBody, InvalidMediaUrl, MedialaneError
 from medialane.core.feature import Feature
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import RoutingDecision
@@ -34,6 +34,7 @@ class Releasable(Protocol):
 class RequestScope:
     """What one request holds. Resources are released in the reverse order of taking.
 
+    `refs` are the media that intake lifted from the body, `unread` is why it could not look for any.
     `features` are the leases that it took on features, by mm_hash, `entries` what it has found for stages `decoded` and
     `url`, by stage and number of the item; they are among the resources. `error_code` tells
     which error the request was answered with, if any. `items` are what the answer's report tells of the media, noted
@@ -43,6 +44,7 @@ class RequestScope:
     def __init__(self) -> None:
         self.timeline = StageTimeline()
         self.refs: tuple[MediaRef, ...] = ()
+        self.unread: str | None = None
         self.features: dict[str, Lease[Feature]] = {}
         self.entries: dict[tuple[SourceStage, int], SourceEntry] = {}
         self.error_code: str | None = None
@@ -62,7 +64,8 @@ class RequestScope:
             self._stack.callback(resource.release)
 
     def resolve(self, url: str) -> MediaRef:
-        """The media reference that intake left as `url` in the body. Raises InvalidMediaUrl.
+        """The media reference that intake left as `url` in the body. Raises InvalidMediaUrl; InvalidBody where intake
+        could not read the body.
 
         Where a client sends bare base64 (`input_audio`, an Anthropic image), vLLM's app makes a data: URL of what
         stands in its place: `data:audio/wav;base64,medialane:0`.
@@ -70,6 +73,8 @@ class RequestScope:
         if url.startswith("data:"):
             url = url.rpartition(";base64,")[2]
         number = url.removeprefix(REFERENCE_SCHEME)
+        if self.unread is not None:
+            raise InvalidBody(f"media cannot be taken from this request's JSON: {self.unread}")
         if not url.startswith(REFERENCE_SCHEME) or not number.isdecimal() or int(number) >= len(self.refs):
             raise InvalidMediaUrl("the media URL did not come through the gateway's intake")
         return self.refs[int(number)]

@@ -6,8 +6,11 @@ vLLM and uvicorn set up their own loggers; this is for ours and for whatever rea
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
+import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Annotated, Literal, TextIO
 
@@ -45,6 +48,28 @@ def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("medialane").setLevel(config.level.upper())
+
+
+class RareWarning:
+    """A warning that clients can cause as often as they like: logged at most once in `every_s` seconds."""
+
+    def __init__(
+        self, logger: logging.Logger, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._every_s = every_s
+        self._clock = clock
+        self._next = -math.inf
+        self._num_left_out = 0
+
+    def __call__(self, message: str, *args: object) -> None:
+        if (now := self._clock()) < self._next:
+            self._num_left_out += 1
+            return
+        if self._num_left_out:
+            message = f"{message} ({self._num_left_out} more times since this was last logged)"
+        self._next, self._num_left_out = now + self._every_s, 0
+        self._logger.warning(message, *args)
 
 
 class PlainFormatter(logging.Formatter):

@@ -121,12 +121,16 @@ class Frontend:
         await init_app_state(client, app.state, self.args, TASKS)
         return app
 
-    async def serve(self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float) -> None:
-        """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish."""
+    async def serve(
+        self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float, *, http: Any
+    ) -> None:
+        """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `http` is
+        uvicorn's setting of that name."""
         args = self.args
         config = uvicorn.Config(
             app,
             loop="uvloop",
+            http=http,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             ssl_keyfile=args.ssl_keyfile,

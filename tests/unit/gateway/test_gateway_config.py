@@ -17,6 +17,12 @@ def test_defaults_are_valid():
         ("reconnect_initial_s", {"reconnect_initial_s": 0}),
         ("reconnect_max_s", {"reconnect_initial_s": 3.0, "reconnect_max_s": 2.0}),
         ("drain_timeout_s", {"drain_timeout_s": -1}),
+        ("max_text_bytes", {"max_text_bytes": 0}),
+        ("max_bodies_bytes", {"max_bodies_bytes": 0}),
+        ("max_connections", {"max_connections": 0}),
+        ("max_header_bytes", {"max_header_bytes": 0}),
+        ("header_timeout_s", {"header_timeout_s": 0}),
+        ("min_body_rate_bytes_per_s", {"min_body_rate_bytes_per_s": -1}),
     ],
 )
 def test_impossible_setting_is_named(name, settings):

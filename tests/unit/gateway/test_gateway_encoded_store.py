@@ -1,5 +1,6 @@
 """Encoded media in the arena: one copy, found by content, described for whoever asks."""
 
+import asyncio
 import io
 
 import pytest
@@ -115,17 +116,17 @@ def test_content_that_is_no_image_is_not_kept(arena, store):
     assert arena.stats().num_entries == 0
 
 
-def test_refused_bytes_of_a_request_leave_nothing(arena):
+async def test_refused_bytes_of_a_request_leave_nothing(arena):
     store = EncodedStore(arena, MediaConfig(max_image_bytes=100))
     with pytest.raises(MediaTooLarge):
-        store.put(image(), content_hash(BMP), BMP)
+        await store.put(image(), content_hash(BMP), BMP)
     assert arena.stats().num_entries == 0
 
 
-def test_content_that_came_twice_is_one_entry(arena, store):
+async def test_content_that_came_twice_is_one_entry(arena, store):
     receive(store, BMP).finish(content_hash(BMP))
     receive(store, BMP, declared=False).finish(content_hash(BMP))
-    store.put(image(), content_hash(BMP), BMP).release()
+    (await store.put(image(), content_hash(BMP), BMP)).release()
     assert arena.stats().num_entries == 1
 
 
@@ -136,8 +137,8 @@ def test_tenants_have_entries_of_their_own(store):
     store.lookup(image("one"), content_hash(BMP)).release()
 
 
-def test_entry_is_looked_at_again_for_another_modality(arena, store):
-    store.put(image(), content_hash(BMP), BMP).release()
+async def test_entry_is_looked_at_again_for_another_modality(arena, store):
+    (await store.put(image(), content_hash(BMP), BMP)).release()
     sound = MediaRef("audio", "p", url="http://host/")
     with pytest.raises(UnsupportedMediaType):
         store.lookup(sound, content_hash(BMP))
@@ -165,3 +166,27 @@ def test_any_pieces_and_any_promise_of_a_length_give_the_bytes(sizes, promised):
         assert arena.stats().largest_hole_bytes == arena.stats().size_bytes
     finally:
         arena.close()
+
+
+async def test_cancelled_copy_leaves_nothing(arena, store):
+    data = BMP + bytes(4 << 20)
+    task = asyncio.create_task(store.put(image(), content_hash(data), data))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert (arena.stats().num_entries, arena.stats().num_leases) == (0, 0)
+
+
+async def test_others_run_while_large_bytes_are_copied(store):
+    data = BMP + bytes(4 << 20)
+    task = asyncio.create_task(store.put(image(), content_hash(data), data))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    lease = await task
+    assert store.bytes(lease.value) == data
+    lease.release()
+    assert turns > 4

@@ -1,5 +1,7 @@
 """Prompts that workers expand, predicted from what they answered before."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,3 +110,31 @@ def test_any_prompt_with_single_placeholders_is_learned_or_refused_without_harm(
     found = Expansions()
     if found.learn(source, expanded, spans):
         assert found.expand(source, items).token_ids == expanded
+
+
+def test_repeated_tokens_are_matched_in_linear_time():
+    """Text that nearly occurs at every place: token by token, 155 ms of the event loop at 16,000 tokens."""
+    half = [5] * 16_000
+    source = [1, *half, 6, *half, 7, IMAGE, 8]
+    expanded = [1, 900, 900, *half, 7, 900, 900, 8]
+    found = Expansions()
+    started = time.thread_time()
+    spans = [MediaSpan("x", 1, 2, "image", 2), MediaSpan("y", len(expanded) - 3, 2, "image", 2)]
+    learned = found.learn(source, expanded, spans)
+    assert time.thread_time() - started < 0.05
+    assert learned
+
+
+def test_long_placeholder_is_searched_in_linear_time():
+    placeholder = [5] * 8000 + [6]
+    found = Expansions()
+    assert found.learn([1, *placeholder, 2], [1, 900, 2], [MediaSpan("x", 1, 1, "image", 1)])
+    started = time.thread_time()
+    assert not found.expand([5] * 32_000, [Item("x", "image")]).is_whole
+    assert time.thread_time() - started < 0.05
+
+
+def test_token_that_is_no_code_point_is_not_learned():
+    found = Expansions()
+    assert not found.learn([1, 2**31, 2], [1, 900, 2], [MediaSpan("x", 1, 1, "image", 1)])
+    assert not found.expand([2**31], [Item("x", "image")]).is_whole

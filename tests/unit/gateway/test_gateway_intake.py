@@ -1,5 +1,7 @@
 import io
 import json
+import threading
+import time
 from base64 import b64encode
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from medialane.core.embeds import decode_embeds
 from medialane.core.errors import (
+    BodyTooLarge,
     EmptyMedia,
     InvalidBase64,
     InvalidBody,
@@ -20,7 +23,10 @@ from medialane.core.errors import (
     MediaTooLarge,
     TooManyMediaItems,
 )
+from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake import Intake, lift
+from medialane.gateway.intake.json_scan import scan_json
+from medialane.gateway.intake.text_encoding import as_utf8
 from medialane.media import MediaConfig
 
 CONFIG = MediaConfig()
@@ -364,11 +370,11 @@ def test_embeddings_that_are_none_are_named():
         b'{"messages": [1, null, "x", [2], {"content": 3}, {"content": {"a": 1}}, {"content": [[1], 2, "x", null]}]}',
         b'{"input": [[1, 2], [3]]}',
         b'{"messages": [[1, null], [[{"content": [{"image_url": "x"}]}]], [{"content": 3}], [{"content": [1]}]]}',
-        b'{"messages": [{"content": [' + b'{"type":"tool_result","content":[' * 5000,
+        b'{"messages": [{"content": [' + b'{"type":"tool_result","content":[' * 40,
         b'{"input": "embed me"}',
         b'{"temperature": NaN}',
         b'{"messages": "\xff"}',
-        b'{"a": ' + b"[" * 100_000,
+        b'{"a": ' + b"[" * 90,
         b'{"messages": [{"content": [{"image_url": "data:;base64,' + b"A" * 5000,
         b";base64," + b"A" * 5000 + b'"',
     ],
@@ -423,7 +429,9 @@ def test_last_of_equal_keys_counts():
 )
 def test_names_that_are_no_text_are_no_json_and_pass_untouched(part):
     body = b'{"messages":[{"content":[%b]}]}' % part
-    assert lift(body, CONFIG) == Intake(body)
+    found = lift(body, CONFIG)
+    assert (found.body, found.refs) == (body, ())
+    assert found.unread is not None
 
 
 def test_embeddings_that_are_no_text_are_refused_by_name():
@@ -432,7 +440,7 @@ def test_embeddings_that_are_no_text_are_refused_by_name():
     assert raised.value.param == "messages[0].content[0].image_embeds"
 
 
-@pytest.mark.parametrize("num_fields", [0, 9, 50_000])
+@pytest.mark.parametrize("num_fields", [0, 9, 9000])
 def test_embeddings_of_more_fields_than_a_family_has_are_refused(num_fields):
     with pytest.raises(InvalidEmbeds) as raised:
         lifted(chat({"type": "image_embeds", "image_embeds": {f"f{n}": "" for n in range(num_fields)}}))
@@ -474,9 +482,88 @@ def test_error_names_the_field(url, error):
     assert len(raised.value.message) < 200
 
 
-def test_body_with_a_lone_surrogate_passes_untouched():
-    body = json.dumps(chat(image("https://a/\ud800"), image(PNG))).encode()
+def encoded(text: str, encoding: str) -> bytes:
+    return text.encode(encoding, "surrogatepass")
+
+
+ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_media_are_found_in_every_encoding_that_python_parses(encoding, escaped):
+    document = chat({"type": "text", "text": "\u4e2d\ud800 \U0001f600"}, image(PNG), image(HTTP))
+    found = lift(encoded(json.dumps(document, ensure_ascii=escaped), encoding), CONFIG)
+    assert [ref.data or ref.url for ref in found.refs] == [PIXELS, HTTP]
+    wanted = chat({"type": "text", "text": "\u4e2d\ud800 \U0001f600"}, image("medialane:0"), image("medialane:1"))
+    assert json.loads(found.body) == wanted
+
+
+def test_encoded_body_longer_than_a_piece_is_converted_whole():
+    document = chat({"type": "text", "text": "\U0001f600" * 700_000}, image(PNG))
+    found = lift(encoded(json.dumps(document, ensure_ascii=False), "utf-16"), CONFIG)
+    assert json.loads(found.body)["messages"][0]["content"][0] == document["messages"][0]["content"][0]
+    assert found.refs[0].data == PIXELS
+
+
+def test_body_that_breaks_its_encoding_is_the_applications_to_judge():
+    body = encoded("{}", "utf-16") + b"\xd8"
     assert lift(body, CONFIG).body == body
+
+
+LENIENT = [
+    ("temperature", "NaN"),
+    ("temperature", "-Infinity"),
+    ("top_p", "Infinity"),
+    ("user", '"\\ud800 NaN"'),
+    ("user", '"\\uDFFFx\\ud83d"'),
+    ("user", '"\ud800"'),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LENIENT)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_python_parses_beyond_json_is_taken_beside_media(name, value, before):
+    text = json.dumps(chat(image(PNG), {"type": "text", "text": PNG}))
+    text = f'{{"{name}": {value}, {text[1:]}' if before else f'{text[:-1]}, "{name}": {value}}}'
+    body = encoded(text, "utf-8")
+    found = lift(body, CONFIG)
+    assert found.refs[0].data == PIXELS
+    assert found.body == body.replace(PNG.encode(), b"medialane:0", 1)
+
+
+def test_text_of_a_part_with_a_lone_surrogate_stays_as_it_came():
+    body = json.dumps(chat({"type": "text", "text": "\ud83d NaN \ude00"}, image(SMALL))).encode()
+    assert lift(body, CONFIG).body == body.replace(SMALL.encode(), b"medialane:0")
+
+
+@pytest.mark.parametrize("number", [0xD800, 0xDBFF, 0xDC00, 0xDFFF], ids=hex)
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize(
+    ("document", "param"),
+    [
+        (chat(image(PNG), image("https://a/@@")), "messages[0].content[1].image_url"),
+        (chat(image(PNG) | {"uuid": "a@@"}), "messages[0].content[0].image_url"),
+        (chat({"type": "image_url", "image_url": None, "uuid": "@@"}), "messages[0].content[0].image_url"),
+        (chat(image(PNG), cache_salt="@@a"), "cache_salt"),
+    ],
+    ids=["url", "uuid", "uuid alone", "salt"],
+)
+def test_lone_surrogate_in_what_we_read_is_named(number, ascii_only, document, param):
+    """Two uuids or salts that differ in that alone must not become one."""
+    text = json.dumps(document).replace("@@", f"\\u{number:04x}" if ascii_only else chr(number))
+    with pytest.raises(InvalidRequest) as raised:
+        lift(encoded(text, "utf-8"), CONFIG)
+    assert raised.value.param == param
+    assert "surrogate" in raised.value.message
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_option_that_is_no_number_is_named(value):
+    part = b'{"type": "video_url", "video_url": {"url": "https://a/v", "fps": %b}}' % value.encode()
+    with pytest.raises(InvalidRequest) as raised:
+        lift(b'{"messages": [{"content": [%b]}]}' % part, CONFIG)
+    assert raised.value.param.startswith("messages[0].content[0].video_url")
 
 
 def test_too_many_items_are_refused_before_any_is_decoded():
@@ -501,22 +588,128 @@ def test_more_strings_than_are_looked_at_are_lifted_all_the_same():
     assert json.loads(found.body) == chat(*filler, image("medialane:0"))
 
 
+NO_MEDIA = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"[" + b"{}," * 20_000 + b"{}]", b"[" + b"0," * 1_000_001 + b"0]"],
-    ids=["parts", "values"],
+    "body",
+    [
+        {"tools": [{"type": "function", "function": {"parameters": nested(20)}}] * 3000},
+        {"logit_bias": {str(n): 1 for n in range(30_000)}},
+        {"messages": [{"role": "user", "content": "x"}] * 2001},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 2000}]},
+        {"messages": [1] * 2001},
+        {"messages": [{"content": [{"type": "tool_result", "content": [{"type": "text"}] * 1999}]}]},
+        {"input": [{"role": "user", "content": "x"}] * 2001},
+        {"tools": nested(101)},
+        {"tools": [[]] * 20_001},
+        {"prompt": [1, "a"] * 600},
+        {"prompt": [-1] * 1001},
+        {"tokens": [1.5] * 1001},
+        {"token_ids": [[1], 2] * 600},
+        {"prompt": [[[1] * 20_001]]},
+        {"prompt": [7] * ((1 << 17) + 1)},
+        {"stop": [7] * 20_001},
+    ],
+    ids=lambda body: str(body)[:40],
 )
-def test_body_of_many_small_values_is_refused(content):
+def test_body_that_would_hold_up_everyone_is_refused_before_it_is_parsed(body):
     with pytest.raises(InvalidBody):
-        lift(b'{"messages": [{"role": "user", "content": %b}]}' % content, CONFIG)
+        lifted({**NO_MEDIA, **body})
 
 
-def test_parts_are_counted_however_deep_they_stand():
-    """The most elements that so few commas can stand between."""
-    conversation = b'[{"content":[[0]]}]'
+@pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])
+def test_bounds_hold_for_what_is_no_json(body):
     with pytest.raises(InvalidBody):
-        lift(b'{"messages":[%b]}' % b",".join([conversation] * 5001), CONFIG)
-    assert lift(b'{"messages":[%b]}' % b",".join([conversation] * 5000), CONFIG).refs == ()
+        lift(body, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "[[[{{{,,,:" * 10_000}]},
+        {"messages": [{"role": "user", "content": "x"}] * 2000},
+        {"tools": nested(99)},
+        {"prompt": [7] * (1 << 17)},
+        {"prompt": [[7] * 4000] * 30},
+        {"prompt": ["a text"] * 1024},
+        {"prompt": {"id": "p", "variables": {f"v{n}": "x" for n in range(2000)}}},
+        {"tokens": list(range(100_000))},
+        {"token_ids": list(range(100_000))},
+        {"response_format": {"properties": {f"p{n}": {"type": "string"} for n in range(9000)}}},
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_body_that_people_send_is_not_refused(body):
+    body = json.dumps({**NO_MEDIA, **body}).encode()
+    assert lift(body, CONFIG).body == body
+
+
+def test_limits_are_settings():
+    body = json.dumps({**NO_MEDIA, "tools": nested(150), "logit_bias": {str(n): 1 for n in range(30_000)}}).encode()
+    assert lift(body, CONFIG, GatewayConfig(max_body_depth=200, max_body_values=50_000)).body == body
+    with pytest.raises(InvalidBody):
+        lift(json.dumps(NO_MEDIA).encode(), CONFIG, GatewayConfig(max_body_depth=2))
+
+
+@pytest.mark.parametrize("text", ["x" * (4 << 20), PNG * 700, "\\" * (2 << 20)])
+def test_text_has_a_bound_of_its_own(text):
+    with pytest.raises(BodyTooLarge) as raised:
+        lifted(chat({"type": "text", "text": text}, image(SMALL)))
+    assert "media" in raised.value.message
+
+
+def test_media_do_not_count_as_text():
+    url = "data:image/png;base64," + b64encode(bytes(5 << 20)).decode()
+    for body in (json.dumps(chat(image(url))), json.dumps(chat(image(url))).replace("/", "\\/")):
+        (ref,) = lift(body.encode(), CONFIG).refs
+        assert len(ref.data) == 5 << 20
+
+
+def test_counting_a_large_body_does_not_hold_the_interpreter_lock():
+    """It runs in a thread, and whoever else wants to run must be able to meanwhile."""
+    text = bytearray(b"[" * (32 << 20))
+    scan_json(text)
+    pauses, done = [], threading.Event()
+
+    def ticking():
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=ticking)
+    thread.start()
+    started = time.thread_time()
+    scan_json(text)
+    took = time.thread_time() - started
+    done.set()
+    thread.join()
+    assert took > 0.01
+    assert len(pauses) > 3  # one or two, were the lock held
+
+
+def test_only_a_part_of_a_buffer_is_the_body():
+    body = json.dumps(chat(image(PNG), medialane={"report": True})).encode()
+    found = lift(bytearray(body + body), CONFIG, size=len(body))
+    assert found == lift(body, CONFIG)
+
+
+@pytest.mark.parametrize("body", [b"{}", json.dumps(chat(image(PNG), image(HTTP))).encode(), b'{"a', b"\xef\xbb\xbf{}"])
+def test_nothing_of_a_buffer_is_kept(body):
+    buffer = bytearray(body)
+    found = lift(buffer, CONFIG)
+    buffer.append(0)  # BufferError while there is a view of it
+    assert found.body is not buffer
 
 
 URLS = st.one_of(
@@ -598,6 +791,6 @@ def test_any_bytes_are_lifted_passed_or_refused(body):
     try:
         wanted = json.loads(body)
     except (ValueError, RecursionError):
-        assert lifted == body  # the application answers as it does
+        assert lifted == (body if (utf8 := as_utf8(body)) is None else utf8)  # the application answers as it does
     else:
         assert json.loads(lifted) == wanted or b"medialane:" in lifted

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import BodyTooLarge, InvalidImage
-from medialane.gateway import IntakeMiddleware, ScopeMiddleware, Turns, current_scope, error_headers
+from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns, current_scope, error_headers
 from medialane.gateway.middleware import error_body
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
@@ -51,11 +51,11 @@ class App:
 class Exchange:
     """One request through both middlewares, the client's messages given beforehand."""
 
-    def __init__(self, app, **limits):
+    def __init__(self, app, config=None, **limits):
         self.registry = CollectorRegistry()
         self.sent = []
         self._turns = Turns()
-        intake = IntakeMiddleware(app, MediaConfig(**limits), self._turns)
+        intake = IntakeMiddleware(app, MediaConfig(**limits), config or GatewayConfig(), self._turns)
         self._stack = ScopeMiddleware(intake, Metrics(self.registry))
 
     async def run(self, *chunks, method="POST", headers=JSON, leaves=False, kind="http"):
@@ -173,7 +173,7 @@ async def test_what_is_no_http_request_has_no_scope():
     assert seen == ["lifespan"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b'{"messages": 3}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xff", b"[1]", b"null", b'{"messages": 3}'])
 async def test_body_of_another_form_is_the_apps_to_judge(body):
     app = App()
     await Exchange(app).run(body)
@@ -184,7 +184,7 @@ async def test_body_of_another_form_is_the_apps_to_judge(body):
 async def test_declared_length_over_the_limit_is_refused_before_anything_is_read(content_type):
     app = App()
     headers = [(b"content-type", content_type), (b"content-length", b"1001")]
-    exchange = await Exchange(app, max_body_bytes=1000).run(b"a", headers=headers)
+    exchange = await Exchange(app, GatewayConfig(max_text_bytes=1000), max_body_bytes=1000).run(b"a", headers=headers)
     assert (app.calls, exchange.status, exchange.error["code"]) == (0, 413, "body_too_large")
 
 
@@ -212,7 +212,8 @@ async def test_body_that_is_not_json_is_bounded_while_the_app_reads_it():
 
     app = Refused()
     chunks = [b"a" * 600, b"a" * 600, b"a"]
-    await Exchange(app, max_body_bytes=1000).run(*chunks, headers=[(b"content-type", b"text/plain")])
+    config = GatewayConfig(max_text_bytes=1000)
+    await Exchange(app, config).run(*chunks, headers=[(b"content-type", b"multipart/form-data; boundary=a")])
     assert app.refused
     assert len(app.body) == 600
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import ArenaFull, InvalidImage, InvalidMediaUrl
+from medialane.core.errors import ArenaFull, InvalidBody, InvalidImage, InvalidMediaUrl
 from medialane.core.media import MediaRef
 from medialane.gateway import current_scope, open_scope
 
@@ -128,3 +128,10 @@ async def test_tasks_of_a_request_are_in_its_scope_and_others_in_theirs():
             return await asyncio.create_task(found()) is scope
 
     assert await asyncio.gather(one(), one()) == [True, True]
+
+
+def test_body_that_intake_could_not_read_is_what_is_wrong_with_its_media():
+    with open_scope() as scope:
+        scope.unread = "Invalid UTF-8"
+        with pytest.raises(InvalidBody, match="Invalid UTF-8"):
+            scope.resolve("https://a/b.png")

@@ -1,21 +1,31 @@
-"""`lift`, the story of a body: cut, parsed, its places found, each taken out."""
+"""`lift`, the story of a body: counted, cut, parsed, its places found, each taken out."""
 
 from __future__ import annotations
 
 import msgspec
 
-from medialane.core.errors import InvalidBody, TooManyMediaItems
+from medialane.core.errors import BodyTooLarge, InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
-from medialane.gateway.intake.edits import Edit, edited
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
+from medialane.gateway.intake.json_scan import MENDED_SURROGATES, check_num_values, mend_json, scan_json
 from medialane.gateway.intake.own_member import member_range, wants_report
+from medialane.gateway.intake.place import Place
 from medialane.gateway.intake.places import media_places
-from medialane.gateway.intake.request_body import ABSENT, UNREADABLE, check_num_parts, decode_body, string_or_none
+from medialane.gateway.intake.request_body import (
+    ABSENT,
+    UNREADABLE,
+    check_num_parts,
+    decode_body,
+    string_or_none,
+)
 from medialane.gateway.intake.skeleton import Skeleton
+from medialane.gateway.intake.text_encoding import as_utf8
 from medialane.media import MediaConfig
 
-#: Parsed values take fifty times the memory of their text: a body of 60 MB can be 20 million of them. Text has commas,
-#: too, but not so many.
-_MAX_COMMAS = 1_000_000
+_DEFAULTS = GatewayConfig()
+
+_NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 
 
 class Intake(msgspec.Struct, frozen=True):
@@ -23,39 +33,51 @@ class Intake(msgspec.Struct, frozen=True):
 
     Where the client sends bare base64 (`input_audio`, an Anthropic image), the reference stands in its place, and
     vLLM's app makes a data: URL of it: `data:audio/<format>;base64,medialane:<n>`. `report` is whether the client
-    asks what was used of the media.
+    asks what was used of the media. `unread` is why no media could be looked for, where the body is of another form.
     """
 
     body: bytes
     refs: tuple[MediaRef, ...] = ()
     cache_salt: str | None = None
     report: bool = False
+    unread: str | None = None
 
     def __repr__(self) -> str:
         return f"Intake({len(self.body)} bytes, {self.refs})"
 
+    @property
+    def num_bytes(self) -> int:
+        """What it holds: the body and the media that came inside it."""
+        return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
 
-def lift(body: bytes | bytearray, config: MediaConfig) -> Intake:
+
+def lift(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None) -> Intake:
     """Take the media out of a request body (chat completions, batches of them, responses, Anthropic's messages).
+
+    The body is the first `size` bytes of `body`, all of them unless given.
 
     Raises TooManyMediaItems, InvalidMediaUrl (one in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
     EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, or of our own); each names the field. And
-    InvalidBody, for one that is made of so many small values that parsing it would hold up everyone.
+    InvalidBody, for one that is nested so deep or made of so many values that parsing it would hold up everyone, and
+    BodyTooLarge, for one with too much beside its media.
     """
-    skeleton = Skeleton(body)
-    num_commas = skeleton.data.count(b",")
-    if num_commas > _MAX_COMMAS:
-        raise InvalidBody(f"the request has more than {_MAX_COMMAS} values")
+    size = len(body) if size is None else size
+    if (converted := as_utf8(memoryview(body)[:size])) is not None:
+        body, size = converted, len(converted)
+    skeleton = Skeleton(body, size)
+    scan = scan_json(skeleton.data)
+    scan.check(limits)
+    if not scan.is_strict:
+        mend_json(skeleton.data)
     try:
         parsed = decode_body(skeleton.data)
-        check_num_parts(parsed, num_commas)
+        check_num_values(parsed, scan.num_values, limits)
+        check_num_parts(parsed, scan.num_values, limits.max_messages)
         places = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
-    except UNREADABLE:
-        return Intake(bytes(body))
-    if len(places) > config.max_items:
-        message = f"the request has {len(places)} media items, more than {config.max_items}"
-        raise TooManyMediaItems(message, param=places[config.max_items].param)
+    except UNREADABLE as error:
+        return Intake(_edited(skeleton, [], limits), unread=str(error))
+    _check_num_items(places, config)
     report = wants_report(parsed.medialane)
     refs: list[MediaRef] = []
     edits: list[Edit] = []
@@ -63,6 +85,33 @@ def lift(body: bytes | bytearray, config: MediaConfig) -> Intake:
         ref, made = place.lift(skeleton, len(refs), salt=cache_salt or "", config=config)
         refs.append(ref)
         edits += made
+    if not scan.is_strict:
+        _check_unicode(refs, cache_salt)
     if parsed.medialane is not ABSENT:
         edits.append((*member_range(body, skeleton.locate(parsed.medialane)), b""))
-    return Intake(edited(body, edits), tuple(refs), cache_salt, report)
+    return Intake(_edited(skeleton, edits, limits), tuple(refs), cache_salt, report)
+
+
+def _check_num_items(places: list[Place], config: MediaConfig) -> None:
+    if len(places) > config.max_items:
+        message = f"the request has {len(places)} media items, more than {config.max_items}"
+        raise TooManyMediaItems(message, param=places[config.max_items].param)
+
+
+def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:
+    """Raise for a lone surrogate in what we read ourselves: names that differ in nothing else would be one name."""
+    if cache_salt is not None and MENDED_SURROGATES.search(cache_salt):
+        raise InvalidRequest(f"cache_salt {_NOT_UNICODE}", param="cache_salt")
+    for ref in refs:
+        if ref.url is not None and MENDED_SURROGATES.search(ref.url):
+            raise InvalidMediaUrl(f"the media URL {_NOT_UNICODE}", param=ref.param)
+        if ref.alias is not None and MENDED_SURROGATES.search(ref.alias.uuid):
+            raise InvalidRequest(f"the uuid {_NOT_UNICODE}", param=ref.param)
+
+
+def _edited(skeleton: Skeleton, edits: list[Edit], limits: GatewayConfig) -> bytes:
+    """The body for the application behind us. Raises BodyTooLarge."""
+    size = edited_size(len(skeleton.body), edits)
+    if size > limits.max_text_bytes:
+        raise BodyTooLarge(f"the request body has {size} bytes beside its media, more than {limits.max_text_bytes}")
+    return edited(skeleton.body, edits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from medialane.core.errors import InvalidRequest
+from medialane.gateway.intake.edits import Buffer
 from medialane.gateway.intake.request_body import ABSENT, NULL, UNREADABLE, decode_members
 from medialane.gateway.intake.skeleton import Located
 
@@ -28,9 +29,9 @@ def wants_report(own: msgspec.Raw) -> bool:
         raise InvalidRequest("report must be true or false", param="medialane.report") from error
 
 
-def member_range(body: bytes | bytearray, value: Located) -> tuple[int, int]:
+def member_range(body: Buffer, value: Located) -> tuple[int, int]:
     """Where a member of an object stands in the body, its key and one of the commas around it included."""
-    start = body.rindex(b'"', 0, body.rindex(b'"', 0, body.rindex(b":", 0, value.start)))
+    start = body.rfind(b'"', 0, body.rfind(b'"', 0, body.rfind(b":", 0, value.start)))
     while body[start - 1 : start].isspace():
         start -= 1
     if body[start - 1 : start] == b",":

@@ -16,10 +16,7 @@ EMPTY_STRING = msgspec.Raw(b'""')
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: First bytes of a JSON value, which tell what it is.
-QUOTE, BRACE = b'"{'
-
-#: vLLM's own parsing of a part takes tens of microseconds of the event loop.
-_MAX_PARTS = 20_000
+QUOTE, BRACE, BRACKET = b'"{['
 
 #: Whatever JSON has besides objects and arrays.
 _Scalar = str | int | float | bool | None
@@ -62,10 +59,16 @@ _HOLDS_NOTHING = astuple(Part())[:_NUM_HOLDERS]
 
 
 class RequestBody(msgspec.Struct):
-    """A chat completion has messages (a batch of them: lists of messages), a response has input."""
+    """A chat completion has messages (a batch of them: lists of messages), a response has input.
+
+    Prompts of token ids: a completion's `prompt`, what is detokenized (`tokens`), what is generated from (`token_ids`).
+    """
 
     messages: _Conversations = None
     input: _Messages = None
+    prompt: msgspec.Raw = ABSENT
+    tokens: msgspec.Raw = ABSENT
+    token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
     medialane: msgspec.Raw = ABSENT
 
@@ -76,22 +79,18 @@ decode_string = msgspec.json.Decoder(str).decode
 decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def check_num_parts(body: RequestBody, num_commas: int) -> None:
-    """Raise InvalidBody for more messages and parts than a conversation has, in JSON with so many commas.
-
-    They stand in lists in lists, at most four deep, and n elements of a list have n - 1 commas between them: where
-    there are few commas, there is nothing to count.
-    """
-    if 4 * (num_commas + 2) <= _MAX_PARTS:
+def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
+    """Raise InvalidBody for more messages and parts than a conversation has, in JSON with so many values."""
+    if num_values <= max_parts:
         return
     todo: list[object] = [body.messages, body.input]
     num_parts = 0
     for value in todo:
-        found = value.content if isinstance(value, Message) else value
+        found = value.content if isinstance(value, (Message, Part)) else value
         if isinstance(found, list):
             num_parts += len(found)
-            if num_parts > _MAX_PARTS:
-                raise InvalidBody(f"the request has more than {_MAX_PARTS} messages and parts")
+            if num_parts > max_parts:
+                raise InvalidBody(f"the request has more than {max_parts} messages and parts")
             todo += found
 
 

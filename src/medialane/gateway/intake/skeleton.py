@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from medialane.core.errors import InvalidMediaUrl
+from medialane.gateway.intake.edits import Buffer, joined
 from medialane.gateway.intake.request_body import UNREADABLE, decode_string
 
 NOT_TEXT = "the media URL is not valid text"
@@ -46,21 +47,21 @@ class Located(msgspec.Struct, frozen=True, gc=False):
 
 
 class Skeleton:
-    """A body without its payloads, and where they were."""
+    """A body without its payloads, and where they were. The body is the first `size` bytes of `buffer`."""
 
-    def __init__(self, body: bytes | bytearray) -> None:
-        self._body = memoryview(body)
-        self._cuts = list(_find_payloads(body))
+    def __init__(self, buffer: Buffer, size: int) -> None:
+        self.body = memoryview(buffer)[:size]
+        self._cuts = list(_find_payloads(buffer, size))
         #: Positions in the skeleton at which a payload is missing, and how many bytes are missing before each.
         self._positions: list[int] = []
         self._missing = [0]
         kept, at = [], 0
         for start, end in self._cuts:
-            kept.append(self._body[at:start])
+            kept.append(self.body[at:start])
             self._positions.append(start - self._missing[-1])
             self._missing.append(self._missing[-1] + end - start)
             at = end
-        self.data = b"".join([*kept, self._body[at:]]) if self._cuts else bytes(body)
+        self.data = joined([*kept, self.body[at:]])
         self._address: int | None = None
 
     def locate(self, value: msgspec.Raw) -> Located:
@@ -71,20 +72,20 @@ class Skeleton:
         start = _address(value) - self._address
         end = start + len(raw)
         first, after = bisect_left(self._positions, start), bisect_left(self._positions, end)
-        payload = self._body[slice(*self._cuts[first])] if first < after else self._body[:0]
+        payload = self.body[slice(*self._cuts[first])] if first < after else self.body[:0]
         escaped = self.data.find(b"\\", start, end) >= 0
         return Located(start + self._missing[first], end + self._missing[after], raw, payload, escaped)
 
 
-def _find_payloads(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
+def _find_payloads(body: Buffer, size: int) -> Iterator[tuple[int, int]]:
     """Ranges of the body to leave out: at most one in any string. Every byte is looked at once."""
     at = 0
     for _ in range(_MAX_LOOKS):
-        mark = body.find(_MARK, at)
+        mark = body.find(_MARK, at, size)
         if mark < 0:
             return
         start = mark + len(_MARK)
-        end = body.find(b'"', start)
+        end = body.find(b'"', start, size)
         if end < 0:
             return
         if end - start >= _MIN_CUT_BYTES and body.find(b"\\", start, end) < 0:
@@ -92,7 +93,7 @@ def _find_payloads(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def _address(data: bytes | msgspec.Raw) -> int:
+def _address(data: bytearray | msgspec.Raw) -> int:
     """Where in memory the bytes lie: msgspec.Raw is a view, and this is how it tells of what."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address

@@ -1,0 +1,205 @@
+"""uvicorn's HTTP protocol with what it has no bounds for: connections, headers, and the time that a header may take.
+
+Theory of operation. uvicorn stops reading a connection whose body nobody reads, so what a client can pile up before its
+request reaches the app is a header (or a trailer, or what stands between two pieces of a body), requests sent one
+behind the other, and connections. The parser (httptools) keeps an unfinished header in memory and sets no limit of its
+own, nor does uvicorn; its limits for h11 mean another parser, and `limit_concurrency` counts a connection only once its
+header has come. Here each of them has a bound, and a header a deadline. So has what is left of a body when the answer
+is complete: uvicorn would read and drop it for ever.
+
+Bodies are bounded where they are read (`bodies`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from functools import partial
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from medialane.core.errors import HeaderTooLarge, InvalidBody, MedialaneError, SentTooSlowly, TooManyConnections
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.middleware import error_body, error_headers
+from medialane.observability.logging import RareWarning
+
+logger = logging.getLogger(__name__)
+
+#: As vLLM's `--h11-max-header-count` has it.
+_MAX_HEADERS = 256
+#: Requests sent before the first of them was answered. Each is a task, and a read has room for thousands.
+_MAX_PIPELINED = 16
+#: Pieces of a body in one read: each takes half a microsecond, and 256 KiB have room for 40,000 of them.
+_MAX_PIECES = 8192
+#: Files that a gateway has open besides its clients' connections: workers, media hosts, preparers, libraries.
+_OTHER_FILES = 512
+
+_warn = RareWarning(logger)
+
+
+class HttpBounds(msgspec.Struct, frozen=True):
+    max_connections: int
+    max_header_bytes: int
+    header_timeout_s: float
+
+
+def http_protocol(config: GatewayConfig) -> Any:
+    """What uvicorn's `http` setting takes."""
+    bounds = HttpBounds(
+        max_connections=_connections(config.max_connections),
+        max_header_bytes=config.max_header_bytes,
+        header_timeout_s=config.header_timeout_s,
+    )
+    return partial(BoundedHttpProtocol, bounds=bounds)
+
+
+def _connections(wanted: int) -> int:
+    """As many connections as are wanted and the limit of open files allows, which is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft < needed and hard > soft:
+        soft = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft >= needed:
+        return wanted
+    allowed = max(soft - _OTHER_FILES, soft // 2)
+    logger.warning(
+        "the limit of open files (%d) allows %d connections, fewer than --gateway-max-connections %d",
+        soft,
+        allowed,
+        wanted,
+    )
+    return allowed
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, bounds: HttpBounds, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+        self._max_header_bytes = min(bounds.max_header_bytes, self.config.h11_max_incomplete_event_size or 1 << 62)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._num_headers = 0
+        #: Bytes given to the parser since it last gave us something.
+        self._unparsed_bytes = 0
+        self._num_pieces = 0
+        self._error: MedialaneError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.max_connections:
+            self._refuse(TooManyConnections("the gateway has as many connections as it may"))
+        else:
+            self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._error is not None:
+            return
+        self._unparsed_bytes += len(data)
+        self._num_pieces = 0
+        super().data_received(data)
+        if self._unparsed_bytes > self._max_header_bytes:
+            self._refuse(self._too_large())
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when the parser fails, which it does where one of our callbacks raises."""
+        if self._error is not None:
+            self._refuse(self._error)
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self._fail(TooManyConnections("too many requests were sent before the first was answered"))
+        self._header_bytes = self._num_headers = 0
+        if self._deadline is None:
+            self._set_deadline()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count_header(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._clear_deadline()
+        self._unparsed_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        self._num_pieces += 1
+        if self._num_pieces > _MAX_PIECES:
+            self._fail(InvalidBody("the request's body is sent in pieces of some bytes"))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        self._clear_deadline()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._set_deadline()
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > self._max_header_bytes or self._num_headers > _MAX_HEADERS:
+            self._fail(self._too_large())
+
+    def _too_large(self) -> MedialaneError:
+        return HeaderTooLarge(
+            f"the request's header has more than {self._max_header_bytes} bytes or {_MAX_HEADERS} lines"
+        )
+
+    def _fail(self, error: MedialaneError) -> None:
+        """Stop the parser: what it has read and not yet shown us is of no use."""
+        self._error = error
+        raise error
+
+    def _set_deadline(self) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(self._bounds.header_timeout_s, self._expire)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        if self._unparsed_bytes or self.cycle is not None:
+            self._refuse(SentTooSlowly("the request's header came too slowly"))
+        else:  # opened and never used: an answer would be taken for that of a request to come
+            self.transport.close()
+
+    def _refuse(self, error: MedialaneError) -> None:
+        """Close the connection, and say why where an answer can still be given."""
+        self._error = error
+        self._clear_deadline()
+        if self.transport.is_closing():
+            return
+        _warn("%s is refused: %s", self.client[0] if self.client else "a connection", error.message)
+        if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
+            self.transport.write(_response(error))
+        self.transport.close()
+
+
+def _response(error: MedialaneError) -> bytes:
+    body = error_body(error)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    lines = [f"{name}: {value}\r\n".encode() for name, value in (headers | error_headers(error)).items()]
+    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])

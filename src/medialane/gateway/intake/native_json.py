@@ -1,0 +1,134 @@
+"""Loops over the bytes of a JSON text, compiled when this module is imported (`json_scan.warm_up`).
+
+They run without the interpreter lock: in a thread they hold up nothing, whatever a client sends. Neither judges whether
+the text is JSON; parsers do that, and meet no more of anything than was counted here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from medialane.core.compiled import compiled_for
+
+#: Where `scan` puts its counts.
+DEPTH, VALUES, LONGEST_BARE, LENIENT, NUM_COUNTS = 0, 1, 2, 3, 4
+
+_TEXT = types.Array(types.uint8, 1, "C", readonly=True)
+_WRITABLE = types.Array(types.uint8, 1, "C")
+_COUNTS = types.Array(types.int64, 1, "C")
+
+_QUOTE, _BACKSLASH, _U, _COMMA, _COLON = 0x22, 0x5C, 0x75, 0x2C, 0x3A
+_OPEN_LIST, _OPEN_OBJECT, _CLOSE_LIST, _CLOSE_OBJECT = 0x5B, 0x7B, 0x5D, 0x7D
+_SPACE, _MINUS, _LETTER_A, _LETTER_I, _LETTER_N, _LETTER_Y = 0x20, 0x2D, 0x61, 0x49, 0x4E, 0x79
+_LETTER_D, _SMALL_D, _LETTER_E, _DIGIT_0, _DIGIT_8, _DIGIT_9 = 0x44, 0x64, 0x45, 0x30, 0x38, 0x39
+_LOWER = 0x20
+#: UTF-8 of a surrogate begins with ED A0 to ED BF.
+_ED, _EE, _A0, _BF = 0xED, 0xEE, 0xA0, 0xBF
+
+
+# ruff: noqa: SIM109 - compiled: a comparison with a tuple would build one
+
+
+@compiled_for(types.int64(_TEXT, types.int64), nogil=True)
+def _surrogate(text: NDArray[np.uint8], at: int) -> int:
+    """Of a surrogate escaped at `at` (`\\uD800` to `\\uDFFF`): 1 is a high one, 2 a low one; 0 is none."""
+    if at + 6 > len(text) or text[at] != _BACKSLASH or text[at + 1] != _U:
+        return 0
+    second = text[at + 3] | _LOWER if text[at + 3] > _DIGIT_9 else text[at + 3]
+    if text[at + 2] | _LOWER != _SMALL_D or second < _DIGIT_8:
+        return 0
+    return 1 if second <= _DIGIT_9 or second <= _LETTER_A + 1 else 2
+
+
+@compiled_for(types.int64(_TEXT, types.int64), nogil=True)
+def _lone_surrogate(text: NDArray[np.uint8], at: int) -> int:
+    """How many bytes of a string at `at` are a surrogate that is not half of a pair of escapes: 6, 3 or 0.
+
+    Negative for the bytes of a pair.
+    """
+    if text[at] == _ED:
+        return 3 if at + 2 < len(text) and _A0 <= text[at + 1] <= _BF else 0
+    kind = _surrogate(text, at)
+    if kind == 1 and _surrogate(text, at + 6) == 2:
+        return -12
+    return 6 if kind else 0
+
+
+@compiled_for(types.int64(_TEXT, types.int64), nogil=True)
+def _word(text: NDArray[np.uint8], at: int) -> int:
+    """How many bytes at `at` are NaN or Infinity, by their ends: the text's parser reads the rest of it."""
+    if text[at] == _LETTER_N and at + 2 < len(text) and text[at + 1] == _LETTER_A and text[at + 2] == _LETTER_N:
+        return 3
+    if text[at] == _LETTER_I and at + 7 < len(text) and text[at + 7] == _LETTER_Y:
+        return 8
+    return 0
+
+
+@compiled_for(types.void(_TEXT, _COUNTS), nogil=True)
+def scan(text: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
+    """Count what stands outside of strings: levels, values, the longest number or word. LENIENT is how often there is
+    what Python's parser accepts and JSON does not have."""
+    depth = deepest = values = bare = longest = lenient = 0
+    in_string = False
+    at = 0
+    while at < len(text):
+        byte = text[at]
+        step = 1
+        if in_string:
+            if byte == _BACKSLASH or byte == _ED:
+                length = _lone_surrogate(text, at)
+                lenient += length > 0
+                step = abs(length) if length else (2 if byte == _BACKSLASH else 1)
+            elif byte == _QUOTE:
+                in_string = False
+        elif byte <= _SPACE or byte == _COMMA or byte == _COLON:
+            values += byte == _COMMA
+            bare = 0
+        elif byte == _QUOTE:
+            in_string, bare = True, 0
+        elif byte == _OPEN_LIST or byte == _OPEN_OBJECT:
+            depth, values, bare = depth + 1, values + 1, 0
+            deepest = max(deepest, depth)
+        elif byte == _CLOSE_LIST or byte == _CLOSE_OBJECT:
+            depth, bare = depth - 1, 0
+        else:
+            bare += 1
+            longest = max(longest, bare)
+            lenient += byte == _LETTER_N or byte == _LETTER_I
+        at += step
+    counts[DEPTH], counts[VALUES], counts[LONGEST_BARE], counts[LENIENT] = deepest, values, longest, lenient
+
+
+@compiled_for(types.void(_WRITABLE), nogil=True)
+def mend(text: NDArray[np.uint8]) -> None:
+    """Make strict JSON of what is not, every byte in its place: NaN and Infinity become `{}`, which is no number and no
+    string either, and a lone surrogate U+D800+n the private character U+E000+n."""
+    in_string = False
+    at = 0
+    while at < len(text):
+        byte = text[at]
+        step = 1
+        if in_string:
+            if byte == _BACKSLASH or byte == _ED:
+                length = _lone_surrogate(text, at)
+                if length == 3:
+                    text[at], text[at + 1] = _EE, text[at + 1] - 0x20
+                elif length == 6:
+                    second = text[at + 3]
+                    text[at + 2] = _LETTER_E
+                    text[at + 3] = second - 8 if second <= _DIGIT_9 else (second | _LOWER) - _LETTER_A + 2 + _DIGIT_0
+                step = abs(length) if length else (2 if byte == _BACKSLASH else 1)
+            elif byte == _QUOTE:
+                in_string = False
+        elif byte == _QUOTE:
+            in_string = True
+        else:
+            length = _word(text, at)
+            if length:
+                first = at - 1 if at and text[at - 1] == _MINUS else at
+                text[first : at + length] = _SPACE
+                text[first], text[first + 1] = _OPEN_OBJECT, _CLOSE_OBJECT
+                step = length
+        at += step

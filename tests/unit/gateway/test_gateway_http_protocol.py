@@ -1,0 +1,301 @@
+"""What a client can do to the server before its request reaches the app, over real sockets."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns
+from medialane.gateway import http_protocol as module
+from medialane.gateway.http_protocol import http_protocol
+from medialane.media import MediaConfig
+from medialane.observability.logging import RareWarning
+from medialane.observability.metrics import Metrics
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+class App:
+    """Reads a body whole and answers with its length; `gate` holds answers back."""
+
+    def __init__(self):
+        self.num_calls = 0
+        self.called, self.gate = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, scope, receive, send):
+        self.num_calls += 1
+        self.called.set()
+        num_bytes, more = 0, scope["path"] != "/unread"
+        while more:
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        await self.gate.wait()
+        body = str(num_bytes).encode()
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(app=None, **limits):
+    """A server with these bounds: (its port, its app)."""
+    config = GatewayConfig(**limits)
+    app, turns = app or App(), Turns()
+    stack = ScopeMiddleware(IntakeMiddleware(app, MediaConfig(), config, turns), Metrics(CollectorRegistry()))
+    settings = uvicorn.Config(
+        stack, port=0, http=http_protocol(config), lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
+    server = Server(settings)
+    task = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(10):
+            while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(0.005)
+        yield server.servers[0].sockets[0].getsockname()[1], app
+    finally:
+        app.gate.set()
+        server.should_exit = True
+        await task
+        turns.close()
+
+
+@contextlib.asynccontextmanager
+async def connection(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def status_and_body(reader):
+    """Of the next answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+    return int(head.split(b" ")[1]), await reader.readexactly(int(headers[b"content-length"])), headers
+
+
+async def is_closed(reader):
+    """Whether the server closes the connection, and says nothing more."""
+    try:
+        async with asyncio.timeout(5):
+            return not await reader.read()
+    except ConnectionError:
+        return True
+
+
+async def send_until_refused(writer, piece, total):
+    """As much of `total` bytes as the server takes."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < total and not writer.is_closing():
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+    return sent
+
+
+async def test_request_passes():
+    async with serving() as (port, _), connection(port) as (reader, writer):
+        for _ in range(3):
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 7\r\n\r\n[1,2,3]")
+            assert (await status_and_body(reader))[:2] == (200, b"7")
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"GET / HTTP/1.1\r\nx: ", b"a" * 1000),
+        (b"GET / HTTP/1.1\r\n", b"x: a\r\n" * 100),
+        (b"GET / HTTP/1.1\r\n", b"x" * 1000),
+        (b"GET /", b"a" * 1000),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n", b"cookie: " + b"c" * 1000 + b"\r\n"),
+    ],
+    ids=["a value", "lines", "a name", "a path", "long lines"],
+)
+async def test_endless_header_is_refused(start, piece):
+    async with serving(max_header_bytes=20_000) as (port, app), connection(port) as (reader, writer):
+        writer.write(start)
+        sending = asyncio.create_task(send_until_refused(writer, piece, 50_000_000))
+        status, body, headers = await status_and_body(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (431, "header_too_large")
+        assert headers[b"connection"] == b"close"
+        assert await sending < 50_000_000
+        assert app.num_calls == 0
+
+
+async def test_header_within_the_bound_passes_however_long_its_body_is():
+    async with serving(max_header_bytes=2000) as (port, _), connection(port) as (reader, writer):
+        body = b" " * 3_000_000
+        writer.write(b"POST / HTTP/1.1\r\nx: " + b"a" * 1900 + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        assert (await status_and_body(reader))[:2] == (200, b"3000000")
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk extension"])
+async def test_endless_framing_of_a_body_ends_the_connection(endless):
+    async with serving(max_header_bytes=20_000) as (port, _), connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n" + endless)
+        sending = asyncio.create_task(send_until_refused(writer, b"a" * 10_000, 1 << 40))
+        assert await is_closed(reader)
+        async with asyncio.timeout(5):
+            await sending
+
+
+async def test_body_in_pieces_of_a_byte_ends_the_connection():
+    """One read of 256 KiB holds 40,000 of them."""
+    async with serving() as (port, _), connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        sending = asyncio.create_task(send_until_refused(writer, b"1\r\na\r\n" * 40_000, 20_000_000))
+        assert await is_closed(reader)
+        assert await sending < 20_000_000
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])
+async def test_body_in_chunks_passes(size):
+    async with serving() as (port, _), connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write((b"%x\r\n" % size + b" " * size + b"\r\n") * (1_000_000 // size) + b"0\r\n\r\n")
+        assert (await status_and_body(reader))[:2] == (200, b"1000000")
+
+
+async def test_slow_header_is_answered_408():
+    async with serving(header_timeout_s=0.2) as (port, app), connection(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nx")
+        status, body, _ = await status_and_body(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+        assert await is_closed(reader)
+        assert app.num_calls == 0
+
+
+async def test_connection_that_is_never_used_is_closed_without_an_answer():
+    async with serving(header_timeout_s=0.1) as (port, _), connection(port) as (reader, _):
+        assert await is_closed(reader)
+
+
+async def test_body_behind_another_request_has_the_time_of_a_body():
+    async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
+        writer.write(REQUEST + b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n[")
+        assert (await status_and_body(reader))[0] == 200
+        await asyncio.sleep(0.5)
+        writer.write(b"]")
+        assert (await status_and_body(reader))[:2] == (200, b"2")
+
+
+async def test_second_header_of_a_connection_has_a_deadline_too():
+    async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
+        writer.write(REQUEST)
+        assert (await status_and_body(reader))[0] == 200
+        writer.write(b"GET / HTTP/1.1\r\nx")
+        assert (await status_and_body(reader))[0] == 408
+
+
+async def test_answer_may_take_longer_than_a_header():
+    async with serving(header_timeout_s=0.1) as (port, app), connection(port) as (reader, writer):
+        app.gate.clear()
+        writer.write(REQUEST)
+        await asyncio.sleep(0.3)
+        app.gate.set()
+        assert (await status_and_body(reader))[0] == 200
+
+
+async def test_rest_of_a_body_is_not_read_for_ever():
+    async with serving(header_timeout_s=0.3) as (port, _), connection(port) as (reader, writer):
+        writer.write(b"GET /unread HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert (await status_and_body(reader))[0] == 200
+        sending = asyncio.create_task(send_until_refused(writer, b"2710\r\n" + b"a" * 10_000 + b"\r\n", 1 << 40))
+        assert await is_closed(reader)
+        async with asyncio.timeout(5):
+            await sending
+
+
+@pytest.mark.parametrize("limits", [{"min_body_rate_grace_s": 0.2}, {"body_timeout_s": 0.2}])
+async def test_slow_body_is_answered_408(limits):
+    async with serving(**limits) as (port, app), connection(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
+        status, body, _ = await status_and_body(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+        assert app.num_calls == 0
+
+
+async def test_connections_are_bounded():
+    async with serving(max_connections=3) as (port, _), contextlib.AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(connection(port)) for _ in range(3)]
+        for reader, writer in idle:
+            writer.write(REQUEST)
+            assert (await status_and_body(reader))[0] == 200
+        async with connection(port) as (reader, writer):
+            status, body, headers = await status_and_body(reader)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
+            assert headers[b"retry-after"] == b"1"
+        idle[0][1].close()
+        await idle[0][1].wait_closed()
+        async with connection(port) as (reader, writer):
+            writer.write(REQUEST)
+            assert (await status_and_body(reader))[0] == 200
+
+
+async def test_requests_behind_an_unanswered_one_are_bounded():
+    async with serving() as (port, app), connection(port) as (reader, writer):
+        app.gate.clear()
+        writer.write(REQUEST * 3000)
+        assert await is_closed(reader)
+        assert app.num_calls <= 1
+
+
+async def test_bodies_have_a_common_budget():
+    async with (
+        serving(max_bodies_bytes=1_000_000) as (port, app),
+        connection(port) as (first, to_first),
+        connection(port) as (second, to_second),
+    ):
+        app.gate.clear()
+        head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 800000\r\n\r\n"
+        to_first.write(head + b" " * 800_000)
+        async with asyncio.timeout(5):
+            await app.called.wait()
+        to_second.write(head + b" " * 800_000)
+        status, body, headers = await status_and_body(second)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "bodies_overloaded")
+        assert headers[b"retry-after"] == b"1"
+        app.gate.set()
+        assert (await status_and_body(first))[0] == 200
+        to_second.write(head + b" " * 800_000)
+        assert (await status_and_body(second))[0] == 200
+
+
+def test_limit_of_open_files_bounds_connections_and_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    assert module._connections(4096) == 512
+    assert "1024" in caplog.text
+
+
+def test_limit_of_open_files_is_raised_where_it_may_be(monkeypatch):
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 65536))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    assert module._connections(4096) == 4096
+    assert raised == [(4608, 65536)]
+
+
+async def test_hitting_a_bound_is_logged_and_not_each_time(monkeypatch, caplog):
+    monkeypatch.setattr(module, "_warn", RareWarning(logging.getLogger("medialane.gateway.http_protocol")))
+    async with serving(max_connections=1) as (port, _), connection(port):
+        for _ in range(5):
+            async with connection(port) as (reader, _):
+                assert (await status_and_body(reader))[0] == 503
+    assert caplog.text.count("as many connections as it may") == 1
