@@ -17,11 +17,10 @@ from typing import Literal
 import msgspec
 import uvloop
 from starlette.middleware import Middleware
-from starlette.responses import Response
 
 from medialane.arena import Arena, reap
 from medialane.config import Config
-from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.gateway import (
     Aliases,
@@ -34,9 +33,6 @@ from medialane.gateway import (
     Turns,
     WorkerLink,
     WorkerPool,
-    current_scope,
-    error_body,
-    error_headers,
 )
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
@@ -129,7 +125,6 @@ async def _serve(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
             inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
-            answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
         )
         await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
@@ -252,8 +247,3 @@ async def _connected(links: WorkerPool) -> AsyncIterator[None]:
     finally:
         running.cancel()
         await asyncio.wait([running])
-
-
-def _answer(error: MedialaneError) -> Response:
-    current_scope().fail(error)
-    return Response(error_body(error), error.status, error_headers(error), "application/json")

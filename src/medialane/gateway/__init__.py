@@ -6,7 +6,7 @@ from medialane.gateway.encoded_store import EncodedStore
 from medialane.gateway.features import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
-from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
+from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes, RoutingStats
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
 from medialane.gateway.turns import Turns
@@ -28,7 +28,5 @@ __all__ = [
     "WorkerLink",
     "WorkerPool",
     "current_scope",
-    "error_body",
-    "error_headers",
     "open_scope",
 ]

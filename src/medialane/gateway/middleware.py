@@ -6,12 +6,12 @@ is the innermost, behind vLLM's authentication and CORS: a body is read for nobo
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
+from medialane.gateway.error_answers import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Intake, lift
 from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import current_scope, open_scope
@@ -62,8 +62,8 @@ class ScopeMiddleware:
 class IntakeMiddleware:
     """Gives the app JSON bodies without their media. Every body is read within its bound.
 
-    Being the innermost, it is also where a report is put into the answer of who asked for one: before anything else
-    may compress it.
+    Being the innermost, it is also where the app's answers to our errors are replaced, and where a report is put into
+    the answer of who asked for one: before anything else may compress it.
 
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
@@ -78,21 +78,29 @@ class IntakeMiddleware:
             await self._app(scope, receive, send)
             return
         limit = self._config.max_body_bytes
+        request, form = current_scope(), error_form(scope)
         may_have_media = scope["method"] == "POST" and _is_json(scope)
         try:
             _check_declared(scope, limit)
             # What was read must not live in this frame, which lasts as long as the answer.
             body = await self._lift(receive) if may_have_media else None
         except MedialaneError as error:
-            current_scope().fail(error)
-            await send_error(send, error)
+            request.fail(error)
+            await send_error(send, error, form)
             return
         if not may_have_media:
-            await self._app(scope, _bounded(receive, limit), send)
-        elif body is not None:
-            request = current_scope()
+            receive = _bounded(receive, limit)
+        elif body is None:
+            return
+        else:
             send = ReportSender(send, request.report) if request.wants_report else send
-            await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
+            scope, receive = _with_length(scope, len(body)), _replay(body, receive)
+        answer = ErrorSender(send, request, form)
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:  # the app cannot put our error into its answer; we do, and raise all others
+            if not await answer.break_off(error):
+                raise
 
     async def _lift(self, receive: Receive) -> bytes | None:
         """The body without its media, which the request's scope holds now. None if the client has left."""
@@ -109,25 +117,6 @@ class IntakeMiddleware:
         request.refs = intake.refs
         request.wants_report = intake.report
         return intake.body
-
-
-async def send_error(send: Send, error: MedialaneError) -> None:
-    """Answer with the error as OpenAI's APIs spell it."""
-    body = error_body(error)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def error_body(error: MedialaneError) -> bytes:
-    return json.dumps(
-        {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
-    ).encode()
-
-
-def error_headers(error: MedialaneError) -> dict[str, str]:
-    return {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
 
 
 def _is_json(scope: Scope) -> bool:
@@ -170,7 +159,9 @@ def _bounded(receive: Receive, limit: int) -> Receive:
         message = await receive()
         num_received += len(message.get("body", b""))
         if num_received > limit:
-            raise BodyTooLarge(f"the request body has more than {limit} bytes")
+            error = BodyTooLarge(f"the request body has more than {limit} bytes")
+            current_scope().fail(error)  # raised within the app, which makes a 400 of it
+            raise error
         return message
 
     return bounded

@@ -29,7 +29,7 @@ from medialane.prepare.processor import AssembledPrompt, Assembler
 from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
-from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
+from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.settings import processor_settings
@@ -88,24 +88,21 @@ class Frontend:
         *,
         outer: Middleware,
         inner: Middleware,
-        answer: Callable[[MedialaneError], Response],
         pages: Mapping[str, Page] | None = None,
     ) -> Any:
         """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
-        vLLM's own middleware. `pages` are ours, by path."""
+        vLLM's own middleware: it answers requests that fail by an error that `story` remembers. `pages` are ours, by
+        path."""
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
         app = build_app(self.args, TASKS, self.config.model_config)
         app.user_middleware.append(inner)
 
-        async def answer_bridged(_request: Request, error: BridgedError) -> Response:
-            return answer(error.error)
-
         async def answer_ours(_request: Request, error: MedialaneError) -> Response:
-            return answer(error)
+            story.fail(error)
+            return Response(status_code=error.status)  # `inner` gives it the form of its API
 
-        app.add_exception_handler(BridgedError, answer_bridged)
         app.add_exception_handler(MedialaneError, answer_ours)
         for path, page in (pages or {}).items():
             app.add_route(path, _guarded(self.args, page))
