@@ -50,7 +50,11 @@ class ErrorForm:
 def error_form(scope: Scope) -> ErrorForm:
     """The form of the endpoint that a request is for."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-    return next((form for prefix, form in _FORMS if path.startswith(prefix)), _OPENAI)
+    if path in ("/v1/messages", "/v1/messages/count_tokens"):  # /v1/messages/render answers as OpenAI's endpoints do
+        return _ANTHROPIC
+    if path == "/v1/responses":
+        return _RESPONSES
+    return _COHERE if path.startswith("/cohere/") else _OPENAI
 
 
 def error_headers(error: MedialaneError) -> dict[str, str]:
@@ -94,7 +98,7 @@ class ErrorSender:
         error = self._error()
         if error is None or (self._begun and not self._is_stream):
             return False
-        logger.info("after %s, vLLM's app ended an answer with %r", error.code, cause)
+        logger.warning("after %s, vLLM's app broke an answer off: %r", error.code, cause)
         if not self._begun:
             await self._answer(error)
         elif not self._answered:
@@ -216,8 +220,6 @@ def _event(document: Document, *, name: bytes = b"") -> bytes:
 
 
 _OPENAI = ErrorForm(_openai, _openai_event)
-_FORMS = (
-    ("/v1/messages", ErrorForm(_anthropic, _anthropic_event)),
-    ("/v1/responses", ErrorForm(_openai, _responses_event)),
-    ("/cohere/", ErrorForm(_cohere, _cohere_event)),
-)
+_RESPONSES = ErrorForm(_openai, _responses_event)
+_ANTHROPIC = ErrorForm(_anthropic, _anthropic_event)
+_COHERE = ErrorForm(_cohere, _cohere_event)
