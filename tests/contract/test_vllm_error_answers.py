@@ -79,11 +79,11 @@ GENERATE = {
     "/v1/completions": {"prompt": "A photo", "max_tokens": 8},
     "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}},
     "/generative_scoring": {"query": "is it?", "items": ["a photo"], "label_token_ids": [20, 30]},
-    "/v1/systemone": {"state": "s", "questions": {"a": {"type": "noul", "instructions": "is it?"}}},
 }
 STREAMED = [CHAT, RESPONSES, MESSAGES, "/invocations", "/v1/completions", "/inference/v1/generate"]
 #: Endpoints that do neither. One that the next vLLM adds belongs to one of these tables.
 NEITHER = {
+    "/v1/systemone",  # 501 for this model
     "/detokenize",
     "/ping",
     "/v1/responses/{response_id}/cancel",
