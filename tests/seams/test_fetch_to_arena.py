@@ -17,6 +17,7 @@ from medialane.core.errors import (
     AudioTooLong,
     ImageTooLarge,
     InvalidAudio,
+    InvalidImage,
     InvalidVideo,
     MediaFetchFailed,
     MediaFetchTimeout,

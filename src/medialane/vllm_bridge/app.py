@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
@@ -30,6 +28,7 @@ from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.http_server import check_http, serve_http
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.settings import processor_settings
@@ -52,6 +51,7 @@ class Frontend:
         Raises StartupFailed.
         """
         self.args: Namespace = parse_vllm_args(model, vllm_args)
+        check_http(self.args)
         _import_plugins(self.args)
         try:
             self.config: VllmConfig = create_frontend_config(self.args)
@@ -105,7 +105,7 @@ class Frontend:
 
         app.add_exception_handler(MedialaneError, answer_ours)
         for path, page in (pages or {}).items():
-            app.add_route(path, _guarded(self.args, page))
+            app.add_api_route(path, _guarded(self.args, page), **_described(page))
         # vLLM's SageMaker bootstrap has built the stack already, without ours.
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
@@ -113,26 +113,7 @@ class Frontend:
 
     async def serve(self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float) -> None:
         """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish."""
-        args = self.args
-        config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            log_level=args.uvicorn_log_level,
-            access_log=not args.disable_uvicorn_access_log,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=args.ssl_cert_reqs,
-            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
-        )
-        server = NoSignalServer(config)
-        app.state.server = server  # vLLM's error handlers look for it
-        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        stopping = asyncio.ensure_future(stop)
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        stopping.cancel()
-        await serving
+        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s)
 
 
 class _NoAssembler:
@@ -157,8 +138,34 @@ def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Respo
     return answer
 
 
+def _described(page: Page) -> dict[str, Any]:
+    """A page in the app's OpenAPI document."""
+    return {
+        "methods": ["GET"],
+        "summary": (page.__doc__ or "").partition("\n")[0],
+        "tags": ["medialane"],
+        "response_class": JSONResponse,
+        "responses": {400: {"description": "A parameter is wrong"}, 401: {"description": "The API key is missing"}},
+        "openapi_extra": {
+            "parameters": [
+                {
+                    "name": "limit",
+                    "in": "query",
+                    "required": False,
+                    "schema": {"type": "integer", "minimum": 1, "default": 100},
+                }
+            ]
+        },
+    }
+
+
 def _import_plugins(args: Namespace) -> None:
+    """As vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for a parser that nobody knows."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    try:
+        validate_api_server_args(args)
+    except KeyError as error:
+        raise StartupFailed(f"vLLM flags after `--`: {error.args[0]}") from error
