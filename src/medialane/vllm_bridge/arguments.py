@@ -23,7 +23,7 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vllm is not type
 
 
 def parse_vllm_args(model: str, vllm_args: Sequence[str]) -> Namespace:
-    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message, and for those of vLLM's server that have
+    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message, and for flags of its server that have
     no meaning here."""
     parser = make_arg_parser(_Parser(prog="medialane serve MODEL -- [vLLM flags]"))
     try:
