@@ -200,6 +200,13 @@ async def test_error_of_a_page_of_ours(server):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 
+async def test_pages_of_ours_are_in_the_apps_openapi_document(server):
+    paths = (await server.client.get("/openapi.json")).json()["paths"]
+    assert paths["/medialane/decisions"]["get"]["parameters"][0]["name"] == "limit"
+    ours = {route.path for route in server.app.routes if route.path.startswith("/medialane")}
+    assert ours <= paths.keys()
+
+
 def _last_event(response):
     lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
     return json.loads(lines[-1].removeprefix("data: "))

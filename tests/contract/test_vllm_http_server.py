@@ -122,16 +122,18 @@ def test_endpoints_are_left_out_of_the_access_log():
     assert kept == ["/v1/models"]
 
 
-def test_log_config_file_configures_logging(tmp_path):
+@pytest.mark.filterwarnings("ignore:--log-config-file is deprecated:UserWarning")
+@pytest.mark.parametrize("flag", ["--log-config-file", "--logging-config.pylogging_config_file"])
+def test_log_config_file_configures_logging(tmp_path, flag):
     path = tmp_path / "log.json"
     path.write_text(json.dumps({"version": 1, "disable_existing_loggers": False, "loggers": {"a.b": {"level": 37}}}))
-    config(f"--log-config-file={path}")
+    config(f"{flag}={path}")
     assert logging.getLogger("a.b").level == 37
 
 
 def test_log_config_that_is_not_there_stops_the_start(tmp_path):
     with pytest.raises(StartupFailed, match="logging"):
-        config(f"--log-config-file={tmp_path}/absent.json")
+        config(f"--logging-config.pylogging_config_file={tmp_path}/absent.json")
 
 
 def test_ciphers_are_the_flags(files):
@@ -163,7 +165,7 @@ async def test_certificate_that_changes_is_loaded(files, tmp_path):
         other.private_key_pem.write_to_path(tmp_path / "key.pem")
         other.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
         async with asyncio.timeout(20):
-            while await asyncio.to_thread(certificate) == first:
+            while await asyncio.to_thread(certificate) == first:  # noqa: ASYNC110 - the watcher is vLLM's
                 await asyncio.sleep(0.05)
 
 
