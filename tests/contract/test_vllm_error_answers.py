@@ -58,11 +58,6 @@ MEDIA = {
 }
 #: Endpoints whose media intake does not look for: they are refused, by an error of ours.
 NOT_LIFTED = {
-    "/v1/systemone": {
-        "state": "s",
-        "questions": {"a": {"type": "noul", "instructions": "is it?"}},
-        "images": [DATA_URL],
-    },
     "/inference/v1/generate": {
         "token_ids": [1, 2],
         "sampling_params": {"max_tokens": 4},

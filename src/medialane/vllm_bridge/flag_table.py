@@ -3,7 +3,7 @@
 `python -m medialane.vllm_bridge.flag_table > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails
 when it is out of date. Each spelling of a flag has the kind of its value: `flag` (none), `int`, `float`, `json`, `many`
 (one or more), `text` (what this table cannot judge), or the list of its choices. A `?` after a kind says that None and
-the empty string are values, too.
+the empty string are values, too. `parsers` are those of vLLM itself, by their flag; plugins add others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from argparse import Action, ArgumentTypeError
 from typing import Any
 
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__
 
@@ -24,7 +26,11 @@ def flag_table() -> dict[str, Any]:
     """The installed vLLM's version and flags."""
     actions = make_arg_parser(FlexibleArgumentParser())._actions
     flags = {spelling: _kind(action) for action in actions for spelling in action.option_strings}
-    return {"version": __version__.partition("+")[0], "flags": dict(sorted(flags.items()))}
+    parsers = {
+        "--tool-call-parser": sorted(ToolParserManager.list_registered()),
+        "--reasoning-parser": sorted(ReasoningParserManager.list_registered()),
+    }
+    return {"version": __version__.partition("+")[0], "flags": dict(sorted(flags.items())), "parsers": parsers}
 
 
 def _kind(action: Action) -> Kind:

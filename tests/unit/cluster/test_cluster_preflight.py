@@ -14,6 +14,8 @@ GOOD = [
     ["--limit-mm-per-prompt", '{"image": 8}', "--hf-overrides.a.b", "c", "--mm-processor-kwargs.x=1"],
     ["--dtype=auto", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5"],
     ["--served-model-name", "one", "two", "--max-log-len", "None"],
+    ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser=qwen3"],
+    ["--tool-call-parser", "mine", "--tool-parser-plugin", "mine.py"],
     ["--tensor-parallel", "2"],  # argparse takes abbreviations
     ["--chat-template", "-", "-O3", "--seed", "-1"],
 ]
@@ -34,6 +36,9 @@ BAD = {
     "--max-num-seqs needs a value": ["--max-num-seqs", "--enforce-eager"],
     "--dtype needs a value": ["--dtype"],
     "--ssl-keyfile /nowhere/key.pem: there is no such file": ["--ssl-keyfile", "/nowhere/key.pem"],
+    "--enable-auto-tool-choice needs --tool-call-parser": ["--enable-auto-tool-choice"],
+    "--tool-call-parser nobodys: must be one of": ["--enable-auto-tool-choice", "--tool-call-parser", "nobodys"],
+    "--reasoning-parser nobodys: must be one of": ["--reasoning-parser=nobodys"],
     "--uds is not for vLLM here: the gateway listens": ["--uds", "/tmp/x"],
     "--model is not for vLLM here": ["--model=x"],
     "--port is not for vLLM here": ["--port", "80"],
