@@ -61,9 +61,14 @@ def error_headers(error: MedialaneError) -> dict[str, str]:
     return {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
 
 
+def error_body(error: MedialaneError, form: ErrorForm | None = None) -> bytes:
+    """The body of an answer, in OpenAI's form where no other is asked for."""
+    return json.dumps((form or _OPENAI).document(error)).encode()
+
+
 async def send_error(send: Send, error: MedialaneError, form: ErrorForm) -> None:
     """Answer with `error`."""
-    body = json.dumps(form.document(error)).encode()
+    body = error_body(error, form)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
