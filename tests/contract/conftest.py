@@ -1,4 +1,5 @@
-"""vLLM with the tiny model, shared by the contract tests of this session: its renderer alone, and a whole engine."""
+"""vLLM with the tiny model, shared by the contract tests of this session: its renderer alone, its app, and a whole
+engine."""
 
 import pytest
 import pytest_asyncio
@@ -22,6 +23,25 @@ def renderer(tiny_model):
     renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
     yield renderer
     renderer.shutdown()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def session_server(tiny_model):
+    from app_server import Server
+
+    server = await Server.start(str(tiny_model))
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+def server(session_server, monkeypatch):
+    """vLLM's app over a fake story that has forgotten the tests before."""
+    from medialane.vllm_bridge.renderer_hook import CONNECTOR
+
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
+    session_server.story.reset()
+    return session_server
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

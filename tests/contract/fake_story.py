@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from medialane.core.errors import UnknownMediaUuid
+from medialane.core.errors import InvalidRequest, PromptRejected, UnknownMediaUuid
 from medialane.core.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta
@@ -30,6 +30,15 @@ class FakeStory:
         self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
         self.num_ended = 0
         self.known = {}
+
+    def fail(self, error):
+        current_scope().fail(error)
+
+    def page(self, query):
+        """A page of ours, as `Frontend.app` takes it."""
+        if "limit" not in query:
+            raise InvalidRequest("limit must be a whole number from 1", param="limit")
+        return b'{"decisions":[]}'
 
     def resolve(self, url):
         ref = current_scope().resolve(url)
@@ -67,6 +76,8 @@ class FakeStory:
 
     def _fail_at(self, place):
         if self.error_at == place:
+            if isinstance(self.error, PromptRejected):
+                current_scope().fail(self.error, app_answers=True)
             raise self.error
 
     def _expand(self, prompt):

@@ -6,14 +6,10 @@ import inspect
 import io
 import json
 
-import httpx
 import numpy as np
 import pytest
-import pytest_asyncio
-from fake_story import NUM_EMBEDS, FakeStory
-from prometheus_client import CollectorRegistry
-from starlette.middleware import Middleware
-from starlette.responses import Response
+from app_server import BASE64, DATA, DATA_URL, image
+from fake_story import NUM_EMBEDS
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
@@ -31,19 +27,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
-from medialane.gateway import (
-    GatewayConfig,
-    IntakeMiddleware,
-    ScopeMiddleware,
-    Turns,
-    current_scope,
-    error_body,
-    error_headers,
-    open_scope,
-)
-from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
-from medialane.vllm_bridge.app import Frontend
+from medialane.gateway import open_scope
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.renderer_hook import CONNECTOR
 
@@ -53,78 +37,6 @@ pytestmark = [
     # Of vLLM's own making: it reads the field whether a request has it or not.
     pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
 ]
-
-VLLM_ARGS = [
-    "--max-model-len=8192",
-    "--enforce-eager",
-    "--skip-mm-profiling",
-    '--limit-mm-per-prompt={"image":8,"video":1}',
-    "--trust-request-mm-kwargs",
-    "--api-key=secret",
-    "--enable-mm-embeds",
-]
-
-DATA = b"what a client sent, base64 on its way " * 50
-DATA_URL = "data:image/png;base64," + base64.b64encode(DATA).decode()
-KEY = {"authorization": "Bearer secret"}
-
-
-def _answer(error):
-    current_scope().fail(error)
-    return Response(error_body(error), error.status, error_headers(error), "application/json")
-
-
-class Server:
-    def __init__(self, app, story, registry, model):
-        self.app, self.story, self.registry, self.model = app, story, registry, model
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=KEY)
-
-    def body(self, *parts, **options):
-        content = [{"type": "text", "text": "look"}, *parts]
-        return {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": 8} | options
-
-    async def chat(self, *parts, **options):
-        return await self.client.post("/v1/chat/completions", json=self.body(*parts, **options))
-
-    def num_errors(self, code):
-        return self.registry.get_sample_value("medialane_request_errors_total", {"code": code}) or 0
-
-
-def image(url=DATA_URL, **more):
-    return {"type": "image_url", "image_url": {"url": url}, **more}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def module_server(tiny_model):
-    frontend = Frontend(str(tiny_model), VLLM_ARGS)
-    story = FakeStory(frontend.config.model_config.hf_config.image_token_id)
-    registry = CollectorRegistry()
-    turns = Turns()
-    app = await frontend.app(
-        story,
-        outer=Middleware(ScopeMiddleware, metrics=Metrics(registry)),
-        inner=Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), turns=turns),
-        answer=_answer,
-    )
-
-    @app.get("/unforeseen")
-    async def unforeseen():
-        raise ZeroDivisionError
-
-    server = Server(app, story, registry, str(tiny_model))
-    server.frontend = frontend
-    yield server
-    await server.client.aclose()
-    turns.close()
-    frontend.renderer.shutdown()
-
-
-@pytest.fixture
-def server(module_server, monkeypatch):
-    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
-    module_server.story.reset()
-    return module_server
 
 
 async def test_image_reaches_the_gateway_as_the_reference_that_intake_made(server):
@@ -161,7 +73,7 @@ async def test_option_that_a_request_may_not_set_is_named(server, modality, key,
 
 
 async def test_images_of_anthropics_messages_reach_the_gateway(server):
-    base64_source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(DATA).decode()}
+    base64_source = {"type": "base64", "media_type": "image/png", "data": BASE64}
     link = {"type": "image", "source": {"type": "url", "url": "http://host.example/b.png"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": base64_source}]}
     call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
@@ -291,7 +203,7 @@ async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(ser
     embeddings = {n for n in public if "_embedding" in n}
     for name in embeddings:
         refuse = getattr(connector, name)
-        with pytest.raises(InvalidRequest, match="embeddings"):
+        with open_scope(), pytest.raises(InvalidRequest, match="embeddings"):
             await refuse("AAAA") if inspect.iscoroutinefunction(refuse) else refuse("AAAA")
     opened = {f"{name}_async" for name in closed}
     assert public - embeddings == {*closed, *opened, "load_from_url", "load_from_url_async"}
@@ -442,6 +354,7 @@ async def test_options_of_a_request_are_bounded(server, field, value):
 
 async def test_error_while_preparing_is_answered_as_openai_does(server):
     server.story.error, server.story.error_at = InvalidImage("broken", param="messages[0].content[1]"), "prepare"
+    before = server.num_errors("invalid_image")
     response = await server.chat(image())
     assert response.status_code == 400
     assert response.json() == {
@@ -453,15 +366,16 @@ async def test_error_while_preparing_is_answered_as_openai_does(server):
         }
     }
     assert "total;dur=" in response.headers["server-timing"]
-    assert server.num_errors("invalid_image") == 1
+    assert server.num_errors("invalid_image") == before + 1
 
 
 async def test_error_while_generating_keeps_status_and_retry_after(server):
     server.story.error, server.story.error_at = ArenaFull("no room", retry_after_s=7), "generate"
+    before = server.num_errors("arena_full")
     response = await server.chat(image())
     assert (response.status_code, response.headers["retry-after"]) == (503, "7")
     assert response.json()["error"]["code"] == "arena_full"
-    assert server.num_errors("arena_full") == 1
+    assert server.num_errors("arena_full") == before + 1
 
 
 async def test_error_within_a_stream_is_its_last_event(server):
@@ -469,7 +383,8 @@ async def test_error_within_a_stream_is_its_last_event(server):
     response = await server.chat(stream=True)
     assert response.status_code == 200
     events = [line for line in response.text.splitlines() if line]
-    assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == "the worker was lost"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == ("the worker was lost", "worker_lost")
     assert events[-1] == "data: [DONE]"
 
 

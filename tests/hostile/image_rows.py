@@ -81,6 +81,14 @@ _INVALID = {
     "+ AVIF whose box ends behind its end": lambda: m.box(b"ftyp", b"avif\0\0\0\0") + b"\x7f\xff\xff\xffmeta",
 }
 
+#: No magic bytes of any kind of file: an image, as far as anybody knows, that is damaged.
+_NO_FILE = {
+    "+ TGA": bytes(2) + b"\x02" + bytes(100),
+    "+ one byte": b"\xff",
+    "+ text": b"this is a picture",
+    "+ JPEG without its beginning": bytes(3) + m.picture(48)[3:],
+}
+
 _UNSUPPORTED = {
     "56 SVG": b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href="http://127.0.0.1/"/></svg>',
     "56 SVG without a prologue": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
@@ -98,7 +106,6 @@ _UNSUPPORTED = {
     "+ WMF": b"\xd7\xcd\xc6\x9a" + bytes(100),
     "+ HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
     "+ DDS": b"DDS " + bytes(124),
-    "+ TGA": bytes(2) + b"\x02" + bytes(100),
     "+ PPM": b"P6 10000 10000 255\n",
     "+ pickle": b"\x80\x04\x95" + bytes(100),
     "+ ZIP": b"PK\3\4" + bytes(100),
@@ -106,7 +113,6 @@ _UNSUPPORTED = {
     "+ MP4": m.box(b"ftyp", b"isom\0\0\0\0isommp42") + bytes(100),
     "+ WAV": b"RIFF\x24\0\0\0WAVEfmt " + bytes(100),
     "57 HTML as JPEG": b"<html><body>not found</body></html>",
-    "+ one byte": b"\xff",
     "+ ZIP before a JPEG": b"PK\3\4" + m.picture(31),
     "+ byte order mark before a JPEG": b"\xef\xbb\xbf" + m.picture(31),
 }
@@ -171,5 +177,6 @@ IMAGE_ROWS = (
     *_rows(_COMPLEX, 400, "image_too_complex"),
     *_rows(_INVALID, 400, "invalid_image"),
     *_rows({name: lambda data=data: data for name, data in _UNSUPPORTED.items()}, 415, "unsupported_media_type"),
+    *_rows({name: lambda data=data: data for name, data in _NO_FILE.items()}, 400, "invalid_image"),
     *_rows(_GOOD, 200, None),
 )

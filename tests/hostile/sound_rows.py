@@ -99,7 +99,6 @@ _TOO_LONG = {
 
 _UNSUPPORTED = {
     "+ image as a sound": lambda: m.picture(81),
-    "+ text as a sound": lambda: b"this is named speech.wav",
     "+ AIFF": lambda: b"FORM\0\0\0\0AIFFCOMM" + bytes(100),
     "+ AVI as a sound": lambda: b"RIFF\x24\0\0\0AVI LIST" + bytes(100),
     "+ M4A that refers to a file": _m4a_referring,
@@ -141,6 +140,7 @@ SOUND_ROWS = (
     *_rows(_INVALID, 400, "invalid_audio"),
     *_rows(_TOO_LONG, 413, "audio_too_long", 300.0),
     *_rows(_UNSUPPORTED, 415, "unsupported_media_type"),
+    *_rows({"+ text as a sound": lambda: b"this is named speech.wav"}, 400, "invalid_audio"),
     *_rows(_GOOD, 200, None, 128.0),
     *(
         Row(name.replace("61 ", "+ ") + " as a sound", playlist(text, "audio_url"), 415, "unsupported_media_type", 1.0)

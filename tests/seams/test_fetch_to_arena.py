@@ -17,11 +17,11 @@ from medialane.core.errors import (
     AudioTooLong,
     ImageTooLarge,
     InvalidAudio,
+    InvalidImage,
     InvalidVideo,
     MediaFetchFailed,
     MediaFetchTimeout,
     MediaTooLarge,
-    UnsupportedMediaType,
     VideoTooLong,
 )
 from medialane.core.feature import MediaPrompt
@@ -180,7 +180,7 @@ async def test_file_does_not_pass_through_the_heap(arena, tmp_path):
 async def test_file_that_is_no_image_leaves_nothing(arena, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"no image at all")
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
-        with pytest.raises(UnsupportedMediaType):
+        with pytest.raises(InvalidImage):
             await source.encoded(image(f"file://{tmp_path}/a.txt"), StageTimeline())
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
@@ -240,7 +240,7 @@ async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
     origin.routes["/cut"] = cut
     origin.routes["/text"] = answer(200, b"no image at all")
     async with source_of(arena) as source:
-        for path, error in (("/cut", MediaFetchFailed), ("/text", UnsupportedMediaType)):
+        for path, error in (("/cut", MediaFetchFailed), ("/text", InvalidImage)):
             with pytest.raises(error):
                 await source.encoded(image(origin.url(path)), StageTimeline())
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)

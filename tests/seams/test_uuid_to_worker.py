@@ -13,7 +13,7 @@ import pytest
 from gateway_parts import Parts, eventually, png
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
-from medialane.core.errors import UnknownMediaUuid, UnsupportedMediaType
+from medialane.core.errors import InvalidImage, UnknownMediaUuid
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.request import ExpandedPrompt, SourcePrompt
@@ -149,7 +149,7 @@ async def test_uuid_whose_content_is_gone_is_refused(arena, preparers, worker, s
 
 async def test_content_that_could_not_be_used_gets_no_name(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
-        with pytest.raises(UnsupportedMediaType):
+        with pytest.raises(InvalidImage):
             await ask(parts, image(b"no image", "u"))
         with pytest.raises(UnknownMediaUuid):
             await ask(parts, image(uuid="u"))
@@ -195,7 +195,7 @@ async def test_embeddings_and_images_do_not_pass_for_each_other(arena, preparers
         ((_, ((document,),)),) = seen
         with arena.lookup(content_hash(document), "encoded") as lease:
             assert lease.value.media_type == EMBEDS_TYPE
-        with pytest.raises(UnsupportedMediaType):
+        with pytest.raises(InvalidImage):
             await ask(parts, image(document))
         with pytest.raises(UnknownMediaUuid):
             await ask(parts, image(uuid="u"))

@@ -18,12 +18,11 @@ from typing import Literal
 import msgspec
 import uvloop
 from starlette.middleware import Middleware
-from starlette.responses import Response
 
 from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import EssentialTasks
 from medialane.config import Config
-from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.gateway import (
     Aliases,
@@ -36,9 +35,6 @@ from medialane.gateway import (
     Turns,
     WorkerLink,
     WorkerPool,
-    current_scope,
-    error_body,
-    error_headers,
     health_of,
 )
 from medialane.gateway.http_protocol import http_protocol
@@ -149,7 +145,6 @@ async def _serve(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
             inner=Middleware(IntakeMiddleware, media=config.media, config=config.gateway, turns=turns),
-            answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
             health=lambda: health_of(links, [pool.impairment]).answer(),
         )
@@ -265,8 +260,3 @@ def _gateway(
         router=Router(config.routing),
         metrics=metrics,
     )
-
-
-def _answer(error: MedialaneError) -> Response:
-    current_scope().fail(error)
-    return Response(error_body(error), error.status, error_headers(error), "application/json")

@@ -6,6 +6,7 @@ import argparse
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
+from medialane.cluster.preflight import check_start
 from medialane.config import RoomName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
@@ -54,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     for address in args.workers:
         _check_worker(address)
+    environ = process_environ()
+    check_start(args.model, args.vllm_args, environ)
     print(installed_kinds().line(), flush=True)
-    on_gpu = bool(find_hardware(process_environ()).gpus)
+    on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     config = local.with_port(load_config(given_settings(args), file=args.config, rooms=ROOMS))
     configure(config.logging)
     environ = process_environ()
-    local.check(config, args.model, args.vllm_args)
+    local.check(config, args.model, args.vllm_args, environ)
     reap(config.arena.directory)
     hardware = find_hardware(environ)
     print(installed_kinds().line(), flush=True)

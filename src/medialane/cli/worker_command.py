@@ -6,6 +6,7 @@ import argparse
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
+from medialane.cluster.preflight import check_start
 from medialane.config import Config, RoomName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
@@ -45,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "simulated":
         return _run_simulated(config, args)
     _check_listen(args.listen)
-    enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(process_environ()).gpus))
+    environ = process_environ()
+    check_start(args.model, args.vllm_args, environ)
+    enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
     from medialane.cli import worker  # vllm reads its environment when it is imported
 
     return worker.run(config, args.model, args.vllm_args, args.listen)

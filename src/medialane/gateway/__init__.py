@@ -7,7 +7,7 @@ from medialane.gateway.features import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
-from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
+from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes, RoutingStats
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
 from medialane.gateway.turns import Turns
@@ -30,8 +30,6 @@ __all__ = [
     "WorkerLink",
     "WorkerPool",
     "current_scope",
-    "error_body",
-    "error_headers",
     "health_of",
     "open_scope",
 ]

@@ -18,6 +18,7 @@ from medialane.core.errors import (
     InvalidRequest,
     MedialaneError,
     NoWorkerReady,
+    PromptRejected,
     PromptTooLong,
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
@@ -75,6 +76,10 @@ class Gateway:
         self._sender = secrets.token_hex(4)
         self._admission = Admission(config.max_requests)
 
+    def fail(self, error: MedialaneError) -> None:
+        """Remember that the current request is answered with `error`."""
+        current_scope().fail(error)
+
     def resolve(self, url: str) -> MediaRef:
         return self._features.known(current_scope().resolve(url))
 
@@ -125,7 +130,8 @@ class Gateway:
                 async for delta in deltas:
                     yield delta
         except MedialaneError as error:
-            scope.fail(error)  # a stream that has begun ends with an error that no status tells
+            # What a worker's vLLM has refused, the app answers as if its own had.
+            scope.fail(error, app_answers=isinstance(error, PromptRejected))
             raise
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from medialane.core.errors import HeaderTooLarge, InvalidBody, MedialaneError, SentTooSlowly, TooManyConnections
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.middleware import error_body, error_headers
+from medialane.gateway.error_answers import error_body, error_headers
 from medialane.observability.logging import RareWarning
 
 logger = logging.getLogger(__name__)

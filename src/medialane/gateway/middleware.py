@@ -6,7 +6,6 @@ is the innermost, behind vLLM's authentication and CORS: a body is read for nobo
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 from medialane.core.errors import BodyTooLarge, MedialaneError
 from medialane.gateway.bodies import Body, Budget, Buffers, Charge, Incoming, Message, Receive
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.error_answers import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Intake, lift
 from medialane.gateway.intake.edits import Buffer
 from medialane.gateway.report import ReportSender
@@ -67,8 +67,8 @@ class ScopeMiddleware:
 class IntakeMiddleware:
     """Gives the app JSON bodies without their media. Every body is read within its bound.
 
-    Being the innermost, it is also where a report is put into the answer of who asked for one: before anything else
-    may compress it.
+    Being the innermost, it is also where the app's answers to our errors are replaced, and where a report is put into
+    the answer of who asked for one: before anything else may compress it.
 
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
@@ -87,7 +87,7 @@ class IntakeMiddleware:
             return
         is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_form(scope)
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
-        request = current_scope()
+        request, form = current_scope(), error_form(scope)
         request.take(charge := Charge(self._budget))
         try:
             declared = _check_declared(scope, limit)
@@ -96,13 +96,21 @@ class IntakeMiddleware:
             body = await self._lift(incoming, declared, charge) if is_read_here else None
         except MedialaneError as error:
             request.fail(error)
-            await send_error(send, error)
+            await send_error(send, error, form)
             return
         if not is_read_here:
-            await self._app(scope, incoming, send)
-        elif body is not None:
+            receive = incoming
+        elif body is None:
+            return
+        else:
             send = ReportSender(send, request.report) if request.wants_report else send
-            await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
+            scope, receive = _with_length(scope, len(body)), _replay(body, receive)
+        answer = ErrorSender(send, request, form)
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:  # the app cannot put our error into its answer; we do, and raise all others
+            if not await answer.break_off(error):
+                raise
 
     async def _lift(self, receive: Receive, declared: int, charge: Charge) -> bytes | None:
         """The body without its media, which the request's scope holds now. None if the client has left."""
@@ -121,25 +129,6 @@ class IntakeMiddleware:
     def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:
         with request.timeline.measure("lift"):
             return lift(buffer, self._media, self._config, size=size)
-
-
-async def send_error(send: Send, error: MedialaneError) -> None:
-    """Answer with the error as OpenAI's APIs spell it."""
-    body = error_body(error)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def error_body(error: MedialaneError) -> bytes:
-    return json.dumps(
-        {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
-    ).encode()
-
-
-def error_headers(error: MedialaneError) -> dict[str, str]:
-    return {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
 
 
 def _is_form(scope: Scope) -> bool:

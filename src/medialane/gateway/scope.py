@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from medialane.arena import Lease
-from medialane.core.errors import InvalidBody, InvalidMediaUrl, MedialaneError
+from medialane.core.errors import ErrorReport, InvalidBody, InvalidMediaUrl, MedialaneError, to_report
 from medialane.core.feature import Feature
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import RoutingDecision
@@ -36,9 +36,9 @@ class RequestScope:
 
     `refs` are the media that intake lifted from the body, `unread` is why it could not look for any.
     `features` are the leases that it took on features, by mm_hash, `entries` what it has found for stages `decoded` and
-    `url`, by stage and number of the item; they are among the resources. `error_code` tells
-    which error the request was answered with, if any. `items` are what the answer's report tells of the media, noted
-    only if `wants_report`.
+    `url`, by stage and number of the item; they are among the resources. `failure` is the error that the request is
+    answered with, if any: a report of it, since an exception would keep what its frames hold; with `app_answers`,
+    vLLM's app words the answer. `items` are what the answer's report tells of the media, noted only if `wants_report`.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,8 @@ class RequestScope:
         self.unread: str | None = None
         self.features: dict[str, Lease[Feature]] = {}
         self.entries: dict[tuple[SourceStage, int], SourceEntry] = {}
-        self.error_code: str | None = None
+        self.failure: ErrorReport | None = None
+        self.app_answers = False
         self.wants_report = False
         self.items: list[MediaReport] = []
         self._way: tuple[str, str | None] | None = None
@@ -55,6 +56,10 @@ class RequestScope:
         self._engine_cached_tokens: int | None = None
         self._stack = ExitStack()
         self._closed = False
+
+    @property
+    def error_code(self) -> str | None:
+        return None if self.failure is None else self.failure.code
 
     def take(self, resource: Releasable) -> None:
         """Own `resource` until the scope closes. A resource that comes too late is released at once."""
@@ -135,9 +140,10 @@ class RequestScope:
             )
         )
 
-    def fail(self, error: MedialaneError) -> None:
+    def fail(self, error: MedialaneError, *, app_answers: bool = False) -> None:
         """Remember that the request is answered with `error`. The first one counts: others follow from it."""
-        self.error_code = self.error_code or error.code
+        if self.failure is None:
+            self.failure, self.app_answers = to_report(error), app_answers
 
     def close(self) -> None:
         """Release everything. Idempotent. Media that came inside the request are let go of: whatever still runs in

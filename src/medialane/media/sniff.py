@@ -7,9 +7,11 @@ the libraries that decode it (`decode`, `probe`).
 
 from __future__ import annotations
 
+from medialane.core.errors import UnsupportedMediaType
 from medialane.core.media import Modality
 from medialane.media.config import MediaConfig
 from medialane.media.container_type import sniff_audio, sniff_video
+from medialane.media.foreign_types import HEAD_BYTES, invalid, is_foreign
 from medialane.media.image_header import sniff_image
 from medialane.media.kinds import check_modality, check_type
 
@@ -25,7 +27,12 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
     Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, and of images InvalidImage, ImageTooLarge, ImageTooComplex.
     """
     check_modality(modality)
-    media_type = _sniff(data, modality, config)
+    try:
+        media_type = _sniff(data, modality, config)
+    except UnsupportedMediaType as error:
+        if is_foreign(bytes(data[:HEAD_BYTES]), modality):
+            raise
+        raise invalid(modality, f"{error.message}, or it is damaged") from error
     check_type(modality, media_type)
     return media_type
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
@@ -29,7 +27,8 @@ from medialane.prepare.processor import AssembledPrompt, Assembler
 from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
-from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
+from medialane.vllm_bridge.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.http_server import check_http, serve_http
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.settings import processor_settings
@@ -55,6 +54,7 @@ class Frontend:
         Raises StartupFailed.
         """
         self.args: Namespace = parse_vllm_args(model, vllm_args)
+        check_http(self.args)
         _import_plugins(self.args)
         try:
             self.config: VllmConfig = create_frontend_config(self.args)
@@ -91,29 +91,25 @@ class Frontend:
         *,
         outer: Middleware,
         inner: Middleware,
-        answer: Callable[[MedialaneError], Response],
         pages: Mapping[str, Page] | None = None,
         health: Probe | None = None,
     ) -> Any:
         """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
-        vLLM's own middleware. `pages` are ours, by path; `health` answers in place of vLLM's `/health`, which knows one
-        engine."""
+        vLLM's own middleware: it answers requests that fail by an error that `story` remembers. `pages` are ours, by
+        path; `health` answers in place of vLLM's `/health`, which knows one engine."""
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
         app = build_app(self.args, TASKS, self.config.model_config)
         app.user_middleware.append(inner)
 
-        async def answer_bridged(_request: Request, error: BridgedError) -> Response:
-            return answer(error.error)
-
         async def answer_ours(_request: Request, error: MedialaneError) -> Response:
-            return answer(error)
+            story.fail(error)
+            return Response(status_code=error.status)  # `inner` gives it the form of its API
 
-        app.add_exception_handler(BridgedError, answer_bridged)
         app.add_exception_handler(MedialaneError, answer_ours)
         for path, page in (pages or {}).items():
-            app.add_route(path, _guarded(self.args, page))
+            app.add_api_route(path, _guarded(self.args, page), **_described(page))
         if health is not None:
             _answer_health(app, health)
         # vLLM's SageMaker bootstrap has built the stack already, without ours.
@@ -126,27 +122,7 @@ class Frontend:
     ) -> None:
         """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `http` is
         uvicorn's setting of that name."""
-        args = self.args
-        config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            http=http,
-            log_level=args.uvicorn_log_level,
-            access_log=not args.disable_uvicorn_access_log,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=args.ssl_cert_reqs,
-            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
-        )
-        server = NoSignalServer(config)
-        app.state.server = server  # vLLM's error handlers look for it
-        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        stopping = asyncio.ensure_future(stop)
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        stopping.cancel()
-        await serving
+        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, http=http)
 
 
 class _NoAssembler:
@@ -182,8 +158,34 @@ def _answer_health(app: Any, probe: Probe) -> None:
     app.router.routes.insert(0, app.router.routes.pop())
 
 
+def _described(page: Page) -> dict[str, Any]:
+    """A page in the app's OpenAPI document."""
+    return {
+        "methods": ["GET"],
+        "summary": (page.__doc__ or "").partition("\n")[0],
+        "tags": ["medialane"],
+        "response_class": JSONResponse,
+        "responses": {400: {"description": "A parameter is wrong"}, 401: {"description": "The API key is missing"}},
+        "openapi_extra": {
+            "parameters": [
+                {
+                    "name": "limit",
+                    "in": "query",
+                    "required": False,
+                    "schema": {"type": "integer", "minimum": 1, "default": 100},
+                }
+            ]
+        },
+    }
+
+
 def _import_plugins(args: Namespace) -> None:
+    """As vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for a parser that nobody knows."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    try:
+        validate_api_server_args(args)
+    except KeyError as error:
+        raise StartupFailed(f"vLLM flags after `--`: {error.args[0]}") from error

@@ -12,6 +12,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.server_flags import check_server_flags
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vllm is not typed
@@ -22,14 +23,17 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vllm is not type
 
 
 def parse_vllm_args(model: str, vllm_args: Sequence[str]) -> Namespace:
-    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message."""
-    args: Namespace = make_arg_parser(_Parser(prog="medialane serve MODEL -- [vLLM flags]")).parse_args(
-        ["--model", model, *vllm_args]
-    )
+    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message, and for flags of its server that have
+    no meaning here."""
+    parser = make_arg_parser(_Parser(prog="medialane serve MODEL -- [vLLM flags]"))
     try:
+        args: Namespace = parser.parse_args(["--model", model, *vllm_args])
         validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:  # --config names no file, or one with other things in it
         raise StartupFailed(f"vLLM flags after `--`: {error}") from error
+    if args.model != model:
+        raise StartupFailed("--model is not for vLLM here: give the model before `--`, right after the command")
+    check_server_flags(args, parser)
     return args
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -22,17 +22,17 @@ from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady,
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.outputs import to_request_output
-from medialane.vllm_bridge.renderer_hook import PREPARED
+from medialane.vllm_bridge.renderer_hook import PREPARED, remembered_errors
 from medialane.vllm_bridge.story import Story
 
 
 class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
-    """An error of ours on its way through vLLM's app: `app.py` answers with it, a running stream ends with it."""
+    """An error of ours on its way through vLLM's app, which ends running streams with it. What the client gets is the
+    error that the story remembers."""
 
     def __init__(self, error: MedialaneError) -> None:
         super().__init__(error.message)
         self.status_code = HTTPStatus(error.status)
-        self.error = error
 
 
 class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not typed
@@ -77,7 +77,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse before a stream has begun: afterwards an error has no status of its own. Raises BridgedError."""
         if not self._story.ready:
-            raise BridgedError(NoWorkerReady("no worker is ready to take requests", retry_after_s=5))
+            with self._bridged():
+                raise NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
 
     async def get_supported_tasks(self) -> Any:
         return self._tasks
@@ -99,30 +100,38 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        request = EngineRequest(
-            request_id=request_id,
-            prompt=ExpandedPrompt(_token_ids(prompt)),
-            sampling_params=self._encode(sampling_params),
-            prompt_text=prompt_text or prompt.get("prompt"),
-            cache_salt=prompt.get("cache_salt"),
-            lora=None if lora_request is None else self._encode(lora_request),
-            lora_name=None if lora_request is None else lora_request.lora_name,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            session_id=session_id,
-            trace_headers=None if trace_headers is None else dict(trace_headers),
-            reasoning_ended=reasoning_ended,
-            reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
-            cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
-        )
-        prompt_token_ids = request.prompt.token_ids
-        try:
+        with self._bridged():
+            request = EngineRequest(
+                request_id=request_id,
+                prompt=ExpandedPrompt(_token_ids(prompt)),
+                sampling_params=self._encode(sampling_params),
+                prompt_text=prompt_text or prompt.get("prompt"),
+                cache_salt=prompt.get("cache_salt"),
+                lora=None if lora_request is None else self._encode(lora_request),
+                lora_name=None if lora_request is None else lora_request.lora_name,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
+                trace_headers=None if trace_headers is None else dict(trace_headers),
+                reasoning_ended=reasoning_ended,
+                reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
+                cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
+            )
+            prompt_token_ids = request.prompt.token_ids
             async with aclosing(self._story.generate(request, _prepared(prompt))) as deltas:
                 async for delta in deltas:
                     prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
                     yield to_request_output(
                         delta, request_id=request_id, prompt=request.prompt_text, prompt_token_ids=prompt_token_ids
                     )
+
+    @contextmanager
+    def _bridged(self) -> Iterator[None]:
+        """Raise vLLM's exceptions in place of ours, which the story remembers. A refusal by a worker's vLLM is none of
+        ours: the app answers it as if its own vLLM had refused."""
+        try:
+            with remembered_errors(self._story):
+                yield
         except PromptRejected as error:
             raise RefusedByEngine(error) from error
         except MedialaneError as error:
@@ -132,7 +141,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         try:
             (encoded,) = self._encoder.encode(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise BridgedError(InvalidRequest("a sampling parameter cannot be sent to a worker")) from error
+            raise InvalidRequest("a sampling parameter cannot be sent to a worker") from error
         return bytes(encoded)
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
@@ -204,9 +213,7 @@ def _not_here(what: str) -> NoReturn:
 
 def _token_ids(prompt: Any) -> list[int]:
     if not isinstance(prompt, dict) or prompt.get("type") not in ("token", "multimodal"):
-        raise BridgedError(
-            InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
-        )
+        raise InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
     return list(prompt["prompt_token_ids"])
 
 

@@ -9,8 +9,9 @@ registry), the second is an attribute of the renderer instance; `tests/contract/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +21,14 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import EmptyMedia, InvalidMediaUrl, InvalidRequest, PromptTooLong, UnknownMediaUuid
+from medialane.core.errors import (
+    EmptyMedia,
+    InvalidMediaUrl,
+    InvalidRequest,
+    MedialaneError,
+    PromptTooLong,
+    UnknownMediaUuid,
+)
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.feature import PlaceholderRange as Placeholder
 from medialane.core.hashing import canonical_options
@@ -59,18 +67,28 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         async def fetch_audio_async(self, audio_url: str) -> Any:
             return self._ref("audio", audio_url)
 
+        def _refuse_embeddings(self, data: str) -> None:
+            """Embeddings that intake has not taken out: vLLM's own connector would unpickle them in this process."""
+            with remembered_errors(story):
+                raise InvalidRequest("this form of embeddings is not supported by this gateway")
+
+        async def _refuse_embeddings_async(self, data: str) -> None:
+            self._refuse_embeddings(data)
+
         fetch_image_embedding = fetch_audio_embedding = fetch_video_embedding = _refuse_embeddings
         fetch_image_embedding_async = fetch_audio_embedding_async = _refuse_embeddings_async
         fetch_video_embedding_async = _refuse_embeddings_async
 
-        def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
-            raise InvalidRequest("this form of media is not supported by this gateway")
+        def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> None:
+            with remembered_errors(story):
+                raise InvalidRequest("this form of media is not supported by this gateway")
 
-        async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+        async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> None:
             self.load_from_url(url)
 
         def _ref(self, modality: Modality, url: str) -> MediaRef:
-            return references.completed(story.resolve(url), modality, self.media_io_kwargs)
+            with remembered_errors(story):
+                return references.completed(story.resolve(url), modality, self.media_io_kwargs)
 
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
 
@@ -83,25 +101,31 @@ def install(renderer: BaseRenderer, story: Story) -> None:
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
-        check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
-        check_processor_options(mm_processor_kwargs)
-        options = canonical_options(mm_processor_kwargs or {})
-        items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
-        try:
-            return engine_input(await story.prepare(MediaPrompt(list(prompt), items, options)))
-        except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
-            raise VLLMValidationError(error.message) from error
+        with remembered_errors(story):
+            check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
+            check_processor_options(mm_processor_kwargs)
+            options = canonical_options(mm_processor_kwargs or {})
+            items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
+            return await _prepared_input(story, MediaPrompt(list(prompt), items, options))
 
     renderer._process_multimodal_async = process
 
 
-def _refuse_embeddings(_connector: MediaConnector, data: str) -> NoReturn:
-    """Embeddings that intake has not taken out: vLLM's own connector would unpickle them in this process."""
-    raise InvalidRequest("this form of embeddings is not supported by this gateway")
+async def _prepared_input(story: Story, prompt: MediaPrompt) -> Any:
+    try:
+        return engine_input(await story.prepare(prompt))
+    except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
+        raise VLLMValidationError(error.message) from error
 
 
-async def _refuse_embeddings_async(connector: MediaConnector, data: str) -> NoReturn:
-    _refuse_embeddings(connector, data)
+@contextmanager
+def remembered_errors(story: Story) -> Iterator[None]:
+    """Errors of ours that leave for vLLM's app are what the request is answered with."""
+    try:
+        yield
+    except MedialaneError as error:
+        story.fail(error)
+        raise
 
 
 def engine_input(prepared: PreparedPrompt) -> Any:

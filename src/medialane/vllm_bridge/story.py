@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
@@ -14,6 +15,11 @@ class Story(Protocol):
     @property
     def ready(self) -> bool:
         """Whether a worker takes requests."""
+        ...
+
+    def fail(self, error: MedialaneError) -> None:
+        """Remember that the current request fails with `error`: it is answered with that, whatever vLLM's app makes of
+        the exception."""
         ...
 
     def resolve(self, url: str) -> MediaRef:

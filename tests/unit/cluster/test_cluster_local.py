@@ -50,28 +50,10 @@ def test_port_0_becomes_a_free_port():
     local.check_port("127.0.0.1", chosen)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-3B-Instruct", "gpt2", "s3://bucket/model", "/models/x.gguf"])
-def test_names_that_vllm_can_look_up_pass(name):
-    local.check_model(name)
-
-
-@pytest.mark.parametrize("name", ["/absent/model", "./model", "a/b/c", "../x", "--model"])
-def test_path_without_a_model_is_refused(name):
-    with pytest.raises(StartupFailed, match="there is no model at"):
-        local.check_model(name)
-
-
-def test_folder_without_a_configuration_is_no_model(tmp_path, model):
-    local.check_model(model)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(StartupFailed, match=r"no config\.json"):
-        local.check_model(model)
-
-
-@pytest.mark.parametrize("flag", ["--model", "--port", "--host=1.2.3.4", "--uds"])
-def test_flags_that_are_ours_are_refused_behind_the_dashes(model, flag):
-    with pytest.raises(StartupFailed, match="is not for vLLM here"):
-        local.check(config(port="0"), model, [flag, "x"])
+def test_model_and_flags_are_checked_before_anything_starts(model):
+    local.check(config(port="0"), model, ["--max-model-len=8192"], {})
+    with pytest.raises(StartupFailed, match="--max-model-len"):
+        local.check(config(port="0"), model, ["--max-model-len"], {})
 
 
 def test_url_is_one_that_this_machine_reaches():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image as PILImage
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.core.errors import ArenaFull, MediaTooLarge, UnsupportedMediaType
+from medialane.core.errors import ArenaFull, InvalidImage, MediaTooLarge, UnsupportedMediaType
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.gateway import EncodedStore
@@ -109,7 +109,7 @@ def test_body_that_finds_no_room_leaves_what_it_has_to_be_abandoned(arena, store
 
 def test_content_that_is_no_image_is_not_kept(arena, store):
     body = receive(store, b"no image at all")
-    with pytest.raises(UnsupportedMediaType):
+    with pytest.raises(InvalidImage):
         body.finish(content_hash(b"no image at all"))
     body.abandon()
     assert store.lookup(image(), content_hash(b"no image at all")) is None

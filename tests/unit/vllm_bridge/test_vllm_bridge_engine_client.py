@@ -23,6 +23,10 @@ class Story:
         self.requests, self.prepared = [], []
         self.num_ended = 0
         self._error = error
+        self.failures = []
+
+    def fail(self, error):
+        self.failures.append(error)
 
     async def generate(self, request, prepared):
         self.requests.append(request)
@@ -90,7 +94,7 @@ async def test_our_error_travels_as_one_that_vllm_knows():
     with pytest.raises(BridgedError) as failed:
         await outputs(client(Story(ArenaFull("full"))).generate(tokens_input([1]), SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.SERVICE_UNAVAILABLE
-    assert isinstance(failed.value.error, ArenaFull)
+    assert isinstance(failed.value.__cause__, ArenaFull)
     assert str(failed.value) == "full"
 
 
@@ -147,7 +151,7 @@ async def test_gateway_without_a_worker_is_not_healthy_and_takes_nothing():
         await found.check_health()
     with pytest.raises(BridgedError) as refused:
         found.check_admission()
-    assert refused.value.error.retry_after_s
+    assert refused.value.__cause__.retry_after_s
     assert not found.errored
 
 

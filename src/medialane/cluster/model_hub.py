@@ -1,0 +1,81 @@
+"""Whether a model of a hub can be had: in the local cache, or from the hub within seconds.
+
+vLLM asks the hub for one file after another, each with retries, and names neither model nor hub when it gives up.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+from medialane.core.errors import StartupFailed
+
+#: For name resolution, TLS and both requests. Importing vLLM takes longer.
+DEADLINE_S = 4.0
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CONFIGS = ("config.json", "params.json")
+
+
+def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = False) -> None:
+    """Raises StartupFailed for what no hub can have, and unless `only_name` for a model that cannot be had."""
+    if _HUB_NAME.fullmatch(model) is None or model.startswith((".", "-")):
+        raise StartupFailed(f"there is no model at {model}: no such folder, and no name that a model hub could have")
+    if only_name:
+        return
+    from huggingface_hub import constants, get_token, try_to_load_from_cache  # comes with vLLM; half a second
+
+    if any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in _CONFIGS):
+        return
+    missing = f"model {model} is neither a folder nor in this machine's cache of models"
+    if constants.HF_HUB_OFFLINE:
+        raise StartupFailed(f"{missing}, and HF_HUB_OFFLINE keeps it from the hub")
+    base = f"{constants.ENDPOINT}/{model}/resolve/{revision or 'main'}"
+    why = _within(DEADLINE_S, lambda: _ask(base, get_token()))
+    if why is not None:
+        raise StartupFailed(f"{missing}, and the hub {constants.ENDPOINT} {why}")
+
+
+def _ask(base: str, token: str | None) -> str | None:
+    """Why the hub does not give the model; None if it does."""
+    why = None
+    for name in _CONFIGS:
+        why = _ask_for(f"{base}/{name}", token)
+        if why != _UNKNOWN:
+            return why
+    return why
+
+
+_UNKNOWN = "does not have it (a private one needs HF_TOKEN)"
+
+
+def _ask_for(url: str, token: str | None) -> str | None:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, headers=headers, method="HEAD")  # noqa: S310 - the operator's own hub
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S):  # noqa: S310
+            return None
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 404:
+                return _UNKNOWN
+            if error.code in (401, 403):
+                known = error.headers.get("x-error-code") == "GatedRepo"
+                return "wants an HF_TOKEN that may read it" if known else _UNKNOWN
+            return None if error.code == 429 else f"answers {error.code}"
+    except (OSError, ValueError) as error:
+        return f"cannot be reached: {getattr(error, 'reason', error)}"
+
+
+def _within(seconds: float, work: Callable[[], str | None]) -> str | None:
+    """What `work` gives, in a thread that is left behind where it takes longer: a look-up of a name has no deadline."""
+    done: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=lambda: done.put(work()), name="model hub", daemon=True).start()
+    try:
+        return done.get(timeout=seconds)
+    except queue.Empty:
+        return f"has not answered within {seconds:g} s"

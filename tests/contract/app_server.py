@@ -1,0 +1,75 @@
+"""vLLM's whole app over a fake story, with our middleware, and a client of it."""
+
+import base64
+
+import httpx
+from fake_story import FakeStory
+from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
+
+from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns
+from medialane.media import MediaConfig
+from medialane.observability.metrics import Metrics
+from medialane.vllm_bridge.app import Frontend
+
+VLLM_ARGS = [
+    "--max-model-len=8192",
+    "--enforce-eager",
+    "--skip-mm-profiling",
+    '--limit-mm-per-prompt={"image":8,"video":1}',
+    "--trust-request-mm-kwargs",
+    "--api-key=secret",
+    "--enable-mm-embeds",
+    "--enable-scale-out",
+]
+
+DATA = b"what a client sent, base64 on its way " * 50
+BASE64 = base64.b64encode(DATA).decode()
+DATA_URL = "data:image/png;base64," + BASE64
+KEY = {"authorization": "Bearer secret"}
+
+
+class Server:
+    """Made by `start`, ended by `close`."""
+
+    @classmethod
+    async def start(cls, model):
+        server = cls()
+        server.model = model
+        server.frontend = Frontend(model, VLLM_ARGS)
+        server.story = FakeStory(server.frontend.config.model_config.hf_config.image_token_id)
+        server.registry = CollectorRegistry()
+        server.turns = Turns()
+        server.app = await server.frontend.app(
+            server.story,
+            outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
+            inner=Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), turns=server.turns),
+            pages={"/medialane/decisions": server.story.page},
+        )
+
+        @server.app.get("/unforeseen")
+        async def unforeseen():
+            raise ZeroDivisionError
+
+        transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+        server.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=KEY)
+        return server
+
+    async def close(self):
+        await self.client.aclose()
+        self.turns.close()
+        self.frontend.renderer.shutdown()
+
+    def body(self, *parts, **options):
+        content = [{"type": "text", "text": "look"}, *parts]
+        return {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": 8} | options
+
+    async def chat(self, *parts, **options):
+        return await self.client.post("/v1/chat/completions", json=self.body(*parts, **options))
+
+    def num_errors(self, code):
+        return self.registry.get_sample_value("medialane_request_errors_total", {"code": code}) or 0
+
+
+def image(url=DATA_URL, **more):
+    return {"type": "image_url", "image_url": {"url": url}, **more}

@@ -1,0 +1,184 @@
+"""The flags of vLLM's HTTP server take effect in ours as they do in vLLM's own."""
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+
+import aiohttp
+import pytest
+import trustme
+from starlette.responses import PlainTextResponse
+
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.arguments import parse_vllm_args
+from medialane.vllm_bridge.http_server import check_http, serve_http, uvicorn_config
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class App:
+    def __init__(self):
+        self.state = type("State", (), {})()
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http":
+            await PlainTextResponse("ok")(scope, receive, send)
+        else:
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": message["type"] + ".complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+
+
+def config(*flags):
+    return uvicorn_config(App(), parse_vllm_args("model", flags))
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_put_back():
+    """uvicorn and vLLM configure the process's loggers."""
+    names = ("uvicorn", "uvicorn.access", "uvicorn.error", "vllm")
+    before = {
+        n: (logging.getLogger(n).level, list(logging.getLogger(n).handlers), logging.getLogger(n).propagate)
+        for n in names
+    }
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    filters = list(logging.getLogger("uvicorn.access").filters)
+    yield
+    for name, (old, own, propagate) in before.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(old)
+        logger.handlers, logger.propagate, logger.disabled = own, propagate, False
+    logging.getLogger("uvicorn.access").filters = filters
+    root.setLevel(level)
+    root.handlers = handlers
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A key and a certificate."""
+    certificate = trustme.CA().issue_cert("localhost")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    return [f"--ssl-keyfile={tmp_path}/key.pem", f"--ssl-certfile={tmp_path}/cert.pem"]
+
+
+class Server:
+    """`App` served with these flags, for the time of a `with`."""
+
+    def __init__(self, *flags):
+        self._args = parse_vllm_args("model", flags)
+        self._stop = asyncio.Event()
+
+    async def __aenter__(self):
+        self._sock = socket.socket()
+        self._sock.bind(("127.0.0.1", 0))
+        self.port = self._sock.getsockname()[1]
+        self._app = App()
+        self._task = asyncio.create_task(
+            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1)
+        )
+        while not getattr(getattr(self._app.state, "server", None), "started", False):
+            await asyncio.sleep(0.01)
+            assert not self._task.done(), self._task.exception()
+        return self
+
+    async def __aexit__(self, *_):
+        self._stop.set()
+        await self._task
+        self._sock.close()
+
+    async def status(self, headers=None, **options):
+        scheme = "https" if "ssl" in options else "http"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{scheme}://127.0.0.1:{self.port}/", headers=headers, **options) as response,
+        ):
+            return response.status
+
+
+def test_keep_alive_is_vllms_variable(monkeypatch):
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "77")
+    assert config().timeout_keep_alive == 77
+
+
+def test_log_level_and_access_log_are_the_flags():
+    found = config("--uvicorn-log-level=warning", "--disable-uvicorn-access-log")
+    assert (found.log_level, found.access_log) == ("warning", False)
+
+
+def test_endpoints_are_left_out_of_the_access_log():
+    config("--disable-access-log-for-endpoints=/health,/metrics")
+    logger = logging.getLogger("uvicorn.access")
+    kept = []
+    for path in ("/health", "/v1/models"):
+        record = logger.makeRecord(
+            logger.name, logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', ("c", "GET", path, "1.1", 200), None
+        )
+        passes = all(handler.filter(record) for handler in logger.handlers) and logger.filter(record)
+        kept += [path] if passes else []
+    assert kept == ["/v1/models"]
+
+
+@pytest.mark.filterwarnings("ignore:--log-config-file is deprecated:UserWarning")
+@pytest.mark.parametrize("flag", ["--log-config-file", "--logging-config.pylogging_config_file"])
+def test_log_config_file_configures_logging(tmp_path, flag):
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps({"version": 1, "disable_existing_loggers": False, "loggers": {"a.b": {"level": 37}}}))
+    config(f"{flag}={path}")
+    assert logging.getLogger("a.b").level == 37
+
+
+def test_log_config_that_is_not_there_stops_the_start(tmp_path):
+    with pytest.raises(StartupFailed, match="logging"):
+        config(f"--logging-config.pylogging_config_file={tmp_path}/absent.json")
+
+
+def test_ciphers_are_the_flags(files):
+    context = config(*files, "--ssl-ciphers=ECDHE-RSA-AES256-GCM-SHA384").ssl
+    names = {cipher["name"] for cipher in context.get_ciphers() if not cipher["name"].startswith("TLS_")}
+    assert names == {"ECDHE-RSA-AES256-GCM-SHA384"}
+
+
+@pytest.mark.parametrize("flags", [["--ssl-ciphers=nonsense"], ["--ssl-ca-certs=/nowhere"]])
+def test_tls_that_cannot_be_set_up_stops_the_start(files, flags):
+    with pytest.raises(StartupFailed, match="TLS"):
+        check_http(parse_vllm_args("model", [*files, *flags]))
+
+
+def test_refresh_needs_files_to_watch():
+    with pytest.raises(StartupFailed, match="--enable-ssl-refresh"):
+        check_http(parse_vllm_args("model", ["--enable-ssl-refresh"]))
+
+
+async def test_certificate_that_changes_is_loaded(files, tmp_path):
+    async with Server(*files, "--enable-ssl-refresh") as server:
+
+        def certificate() -> str:
+            return ssl.get_server_certificate(("127.0.0.1", server.port))
+
+        first = await asyncio.to_thread(certificate)
+        await asyncio.sleep(0.5)  # the watcher says nothing of when it has begun
+        other = trustme.CA().issue_cert("localhost")
+        other.private_key_pem.write_to_path(tmp_path / "key.pem")
+        other.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(certificate) == first:  # noqa: ASYNC110 - the watcher is vLLM's
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("flag", "headers"),
+    [
+        ("--h11-max-header-count=10", {f"x-{n}": "a" for n in range(20)}),
+        ("--h11-max-incomplete-event-size=2048", {"x-long": "a" * 4000}),
+    ],
+)
+async def test_header_limits_hold(flag, headers):
+    async with Server(flag) as server:
+        assert await server.status() == 200
+        assert await server.status(headers) == 431
+    async with Server() as server:
+        assert await server.status(headers) == 200

@@ -1,0 +1,104 @@
+"""What is wrong with flags and model is said before anything is imported or started."""
+
+import sys
+import time
+
+import pytest
+
+from medialane.cluster import preflight
+from medialane.cluster.preflight import check_flags, check_model
+from medialane.core.errors import StartupFailed
+
+GOOD = [
+    ["--max-model-len", "8k", "--max_num_seqs=16", "-tp", "2"],
+    ["--limit-mm-per-prompt", '{"image": 8}', "--hf-overrides.a.b", "c", "--mm-processor-kwargs.x=1"],
+    ["--dtype=auto", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5"],
+    ["--served-model-name", "one", "two", "--max-log-len", "None"],
+    ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser=qwen3"],
+    ["--tool-call-parser", "mine", "--tool-parser-plugin", "mine.py"],
+    ["--tensor-parallel", "2"],  # argparse takes abbreviations
+    ["--chat-template", "-", "-O3", "--seed", "-1"],
+]
+
+
+@pytest.mark.parametrize("words", GOOD, ids=" ".join)
+def test_flags_that_vllm_takes_pass(words):
+    check_flags(words)
+
+
+BAD = {
+    "vLLM does not know --no-such-flag": ["--no-such-flag"],
+    "--max-modl-len; did you mean --max-model-len?": ["--max-modl-len", "8"],
+    "--max-num-seqs many: must be a whole number": ["--max-num-seqs", "many"],
+    "--gpu-memory-utilization half: must be a number": ["--gpu-memory-utilization=half"],
+    "--dtype nonsense: must be one of auto, ": ["--dtype", "nonsense"],
+    "--limit-mm-per-prompt image=8: must be JSON": ["--limit-mm-per-prompt", "image=8"],
+    "--max-num-seqs needs a value": ["--max-num-seqs", "--enforce-eager"],
+    "--dtype needs a value": ["--dtype"],
+    "--ssl-keyfile /nowhere/key.pem: there is no such file": ["--ssl-keyfile", "/nowhere/key.pem"],
+    "--enable-auto-tool-choice needs --tool-call-parser": ["--enable-auto-tool-choice"],
+    "--tool-call-parser nobodys: must be one of": ["--enable-auto-tool-choice", "--tool-call-parser", "nobodys"],
+    "--reasoning-parser nobodys: must be one of": ["--reasoning-parser=nobodys"],
+    "--uds is not for vLLM here: the gateway listens": ["--uds", "/tmp/x"],
+    "--model is not for vLLM here": ["--model=x"],
+    "--port is not for vLLM here": ["--port", "80"],
+    "--headless is not for vLLM here": ["--headless"],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_flag_that_vllm_would_refuse_is_named(message):
+    with pytest.raises(StartupFailed) as refused:
+        check_flags(BAD[message])
+    assert message in refused.value.message
+
+
+def test_another_vllm_judges_its_flags_itself(monkeypatch):
+    monkeypatch.setattr(preflight, "installed_version", lambda _name: "0.99.0")
+    check_flags(["--new-in-the-next-version"])
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/model", "/models/x.gguf"])
+def test_what_vllm_finds_by_itself_passes(name):
+    check_model(name, [], {})
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [(["--hf-config-path", "x"], {}), ([], {"VLLM_USE_MODELSCOPE": "True"})],
+    ids=["path", "scope"],
+)
+def test_model_of_another_hub_is_not_looked_for(words, environ, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", None)
+    check_model("org/model", words, environ)
+
+
+@pytest.mark.parametrize("name", ["/absent/model", "./model", "a/b/c", "../x", "--model"])
+def test_path_without_a_model_is_refused(name):
+    with pytest.raises(StartupFailed, match="there is no model at"):
+        check_model(name, [], {})
+
+
+def test_folder_without_a_configuration_is_no_model(tmp_path):
+    with pytest.raises(StartupFailed, match=r"no config\.json"):
+        check_model(str(tmp_path), [], {})
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path), [], {})
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "worker"])
+def test_every_command_says_it_without_loading_vllm(command, tmp_path):
+    """In CPU seconds: the machine may be busy. Importing vLLM's parser takes 10."""
+    import resource
+    import subprocess
+
+    (tmp_path / "config.json").write_text("{}")
+    own = {"serve": [], "gateway": ["--worker", "unix:/tmp/w.sock"], "worker": ["--listen", f"unix:{tmp_path}/w.sock"]}
+    argv = [sys.executable, "-m", "medialane", command, str(tmp_path), *own[command], "--", "--dtype", "nonsense"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.monotonic()
+    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (result.returncode, "--dtype nonsense" in result.stderr) == (2, True), result.stderr
+    cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s < 4, f"{cpu_s:.1f} s of CPU, {time.monotonic() - started:.1f} s in all"

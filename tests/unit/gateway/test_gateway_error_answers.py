@@ -1,0 +1,198 @@
+"""Errors of ours in the form of each API, in place of what an app makes of them."""
+
+import json
+
+import pytest
+
+from medialane.core.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
+from medialane.gateway.error_answers import ErrorSender, error_form
+from medialane.gateway.scope import RequestScope
+
+CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+BUSY = NoWorkerReady("no worker", retry_after_s=5)
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+class Answer:
+    """What a client gets of an app's answer, piece by piece."""
+
+    def __init__(self, path=CHAT, **scope):
+        self.request = RequestScope()
+        self.sent = []
+        self.sender = ErrorSender(self._send, self.request, error_form({"path": path, **scope}))
+
+    async def _send(self, message):
+        self.sent.append(message)
+
+    async def start(self, status=200, headers=()):
+        await self.sender({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def piece(self, body, more=True):
+        await self.sender({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def whole(self, status, body):
+        await self.start(status)
+        await self.piece(body, more=False)
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def headers(self):
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self):
+        return b"".join(message["body"] for message in self.sent[1:])
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+def openai(error):
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+@pytest.mark.parametrize("status", [400, 500, 501])
+async def test_status_code_and_retry_after_are_the_errors_own(status):
+    answer = Answer()
+    answer.request.fail(BUSY)
+    await answer.whole(status, b'{"error": "what the app made of it"}')
+    assert (answer.status, answer.headers[b"retry-after"], answer.json) == (503, b"5", openai(BUSY))
+    assert answer.headers[b"content-length"] == str(len(answer.body)).encode()
+
+
+ANTHROPIC_TYPES = {
+    InvalidImage: "invalid_request_error",
+    UnsupportedMediaType: "invalid_request_error",
+    MediaTooLarge: "request_too_large",
+    NoWorkerReady: "overloaded_error",
+}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+@pytest.mark.parametrize("error", ANTHROPIC_TYPES)
+async def test_error_has_anthropics_form_at_its_endpoints(path, error):
+    answer = Answer(path)
+    answer.request.fail(error("wrong", param="messages[0].content[1]"))
+    await answer.whole(500, b"{}")
+    assert answer.status == error.status
+    assert answer.json["type"] == "error"
+    assert answer.json["error"] == {
+        "type": ANTHROPIC_TYPES[error],
+        "message": "wrong",
+        "code": error.code,
+        "param": "messages[0].content[1]",
+    }
+
+
+async def test_endpoint_is_found_behind_a_root_path():
+    answer = Answer("/vllm/v1/messages", root_path="/vllm/")
+    answer.request.fail(BUSY)
+    await answer.whole(500, b"{}")
+    assert answer.json["type"] == "error"
+
+
+async def test_coheres_endpoint_has_its_form():
+    answer = Answer("/cohere/v2/chat")
+    answer.request.fail(BUSY)
+    await answer.whole(500, b"{}")
+    assert answer.json["message"] == "no worker"
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_answer_of_a_request_that_has_not_failed_is_untouched(status):
+    answer = Answer()
+    await answer.whole(status, b'{"error": "the app\'s own"}')
+    assert (answer.status, answer.body) == (status, b'{"error": "the app\'s own"}')
+
+
+async def test_what_a_worker_refused_is_worded_by_the_app():
+    answer = Answer()
+    answer.request.fail(PromptRejected("too long"), app_answers=True)
+    await answer.whole(400, b'{"error": "as vLLM has it"}')
+    assert answer.body == b'{"error": "as vLLM has it"}'
+
+
+async def test_stream_that_fails_before_its_first_event_has_the_errors_status():
+    answer = Answer()
+    await answer.start(headers=STREAM)
+    assert answer.sent == []
+    answer.request.fail(BUSY)
+    await answer.piece(b'data: {"error": {"code": 503}}\n\n')
+    await answer.piece(b"data: [DONE]\n\n", more=False)
+    assert (answer.status, answer.headers[b"retry-after"], answer.json) == (503, b"5", openai(BUSY))
+    assert len(answer.sent) == 2
+
+
+async def test_answer_that_is_no_stream_begins_at_once():
+    answer = Answer()
+    await answer.start(headers=[(b"content-type", b"application/json")])
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "theirs", "own"),
+    [
+        (CHAT, b'data: {"error": {"code": 503, "message": "m"}}', b"data: " + json.dumps(openai(BUSY)).encode()),
+        (
+            MESSAGES,
+            b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"m"}}',
+            b'event: error\ndata: {"type": "error", "error": {"type": "overloaded_error", "message": "no worker", '
+            b'"code": "no_worker_ready"}}',
+        ),
+        (
+            "/cohere/v2/chat",
+            b'data: {"type": "message-end", "delta": {"error": "m", "finish_reason": "ERROR"}}',
+            b'data: {"type": "message-end", "delta": {"error": "no worker", "finish_reason": "ERROR"}}',
+        ),
+    ],
+)
+async def test_error_event_of_a_stream_is_replaced_and_nothing_else(path, theirs, own):
+    answer = Answer(path)
+    await answer.start(headers=STREAM)
+    first = b'data: {"choices": [{"delta": {"content": "error"}}]}\n\n'
+    await answer.piece(first)
+    answer.request.fail(BUSY)
+    await answer.piece(first + theirs + b"\n\n")
+    await answer.piece(b"data: [DONE]\n\n", more=False)
+    assert answer.status == 200
+    assert answer.body == first + first + own + b"\n\ndata: [DONE]\n\n"
+
+
+async def test_stream_that_the_app_breaks_off_ends_with_the_error():
+    """vLLM's responses do so: it cannot read its own error as one of their events."""
+    answer = Answer(RESPONSES)
+    await answer.start(headers=STREAM)
+    await answer.piece(b'event: a\ndata: {"type":"a","sequence_number":4}\n\n')
+    answer.request.fail(BUSY)
+    assert await answer.sender.break_off(ValueError("broken"))
+    *_, event, _ = answer.body.split(b"\n\n")
+    kind, data = event.split(b"\n")
+    assert kind == b"event: error"
+    assert json.loads(data.removeprefix(b"data: ")) == {
+        "type": "error",
+        "code": "no_worker_ready",
+        "message": "no worker",
+        "param": None,
+        "sequence_number": 5,
+    }
+    assert not answer.sent[-1].get("more_body", False)
+
+
+async def test_app_that_breaks_off_before_it_answers_is_answered_for():
+    answer = Answer()
+    answer.request.fail(BUSY)
+    assert await answer.sender.break_off(ValueError("broken"))
+    assert (answer.status, answer.json) == (503, openai(BUSY))
+
+
+async def test_exception_that_no_error_of_ours_has_caused_is_not_answered_for():
+    answer = Answer()
+    assert not await answer.sender.break_off(ValueError("a bug"))
+    await answer.start(headers=[(b"content-length", b"9")])
+    answer.request.fail(BUSY)
+    assert not await answer.sender.break_off(ValueError("within an answer of known length"))
+    assert len(answer.sent) == 1
