@@ -31,9 +31,11 @@ from medialane.gateway import (
     Handover,
     IntakeMiddleware,
     ScopeMiddleware,
+    ScrapeMiddleware,
     Turns,
     WorkerLink,
     WorkerPool,
+    WorkerScrape,
     current_scope,
     error_body,
     error_headers,
@@ -124,11 +126,16 @@ async def _serve(
         metrics.watch_preparers(pool.stats)
         metrics.watch_workers(links.endpoints)
         metrics.watch_routing(gateway.routes.stats)
+        scrape = WorkerScrape(links)
+        metrics.watch_engines(scrape.mirrors)
         await stack.enter_async_context(_connected(links))
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=Middleware(IntakeMiddleware, config=config.media, turns=turns),
+            inner=[
+                Middleware(ScrapeMiddleware, refresh=scrape.refresh),
+                Middleware(IntakeMiddleware, config=config.media, turns=turns),
+            ],
             answer=_answer,
             pages={"/medialane/decisions": gateway.routes.decisions},
         )

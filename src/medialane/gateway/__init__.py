@@ -9,6 +9,7 @@ from medialane.gateway.handover import Handover
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware, error_body, error_headers
 from medialane.gateway.route import Routes, RoutingStats
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
+from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
@@ -24,9 +25,11 @@ __all__ = [
     "Routes",
     "RoutingStats",
     "ScopeMiddleware",
+    "ScrapeMiddleware",
     "Turns",
     "WorkerLink",
     "WorkerPool",
+    "WorkerScrape",
     "current_scope",
     "error_body",
     "error_headers",

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -87,7 +89,7 @@ class Frontend:
         story: Story,
         *,
         outer: Middleware,
-        inner: Middleware,
+        inner: Sequence[Middleware],
         answer: Callable[[MedialaneError], Response],
         pages: Mapping[str, Page] | None = None,
     ) -> Any:
@@ -96,8 +98,9 @@ class Frontend:
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
-        app = build_app(self.args, TASKS, self.config.model_config)
-        app.user_middleware.append(inner)
+        with _stack_not_built():
+            app = build_app(self.args, TASKS, self.config.model_config)
+        app.user_middleware.extend(inner)
 
         async def answer_bridged(_request: Request, error: BridgedError) -> Response:
             return answer(error.error)
@@ -109,9 +112,9 @@ class Frontend:
         app.add_exception_handler(MedialaneError, answer_ours)
         for path, page in (pages or {}).items():
             app.add_route(path, _guarded(self.args, page))
-        # vLLM's SageMaker bootstrap has built the stack already, without ours.
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
+        client.is_serving = True
         return app
 
     async def serve(self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float) -> None:
@@ -136,6 +139,21 @@ class Frontend:
         server.should_exit = True
         stopping.cancel()
         await serving
+
+
+@contextmanager
+def _stack_not_built() -> Iterator[None]:
+    """vLLM's SageMaker bootstrap builds the middleware stack as soon as vLLM's own middleware is known, before ours.
+
+    Built once more, every middleware would exist twice: the user's, and the one that counts requests, whose second
+    instance counts nothing because the first one's metrics are registered.
+    """
+    build = FastAPI.build_middleware_stack
+    FastAPI.build_middleware_stack = lambda _app: None  # type: ignore[assignment, method-assign, return-value]
+    try:
+        yield
+    finally:
+        FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
 
 
 class _NoAssembler:
