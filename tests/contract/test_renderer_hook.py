@@ -100,7 +100,7 @@ async def module_server(tiny_model):
     app = await frontend.app(
         story,
         outer=Middleware(ScopeMiddleware, metrics=Metrics(registry)),
-        inner=Middleware(IntakeMiddleware, config=MediaConfig(), turns=turns),
+        inner=[Middleware(IntakeMiddleware, config=MediaConfig(), turns=turns)],
         answer=_answer,
     )
 
