@@ -94,5 +94,4 @@ async def test_metrics_of_the_engine_are_carried_whole(vllm_engine, text):
     assert prompt_tokens() == before + len(text.token_ids)
     carried = {family.name for family, _, _ in mirror.samples()}
     assert carried >= {m.name for m in get_metrics_snapshot()}
-    assert len(carried) > 40
     assert all(name.startswith(PREFIX) for name in carried)
