@@ -95,3 +95,19 @@ async def test_metrics_of_the_engine_are_carried_whole(vllm_engine, text):
     carried = {family.name for family, _, _ in mirror.samples()}
     assert carried >= {m.name for m in get_metrics_snapshot()}
     assert all(name.startswith(PREFIX) for name in carried)
+
+
+async def test_statistics_are_logged_as_often_as_by_vllms_server(vllm_engine, monkeypatch):
+    """What nobody logs, vLLM's loggers keep: that of speculative decoding has three numbers for each step."""
+    num_logged = 0
+
+    async def log():
+        nonlocal num_logged
+        num_logged += 1
+
+    monkeypatch.setattr(vllm_engine._llm, "do_log_stats", log)
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.0001")
+    await vllm_engine.ping(10)
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3600")
+    await vllm_engine.ping(10)
+    assert num_logged == 1

@@ -17,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -131,6 +133,7 @@ class VllmEngine:
         self._arena_directory = arena_directory
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
+        self._logged_at = time.monotonic()
         self._closed = False
         self._tied = False
         self._arenas: set[str] = set()
@@ -195,6 +198,7 @@ class VllmEngine:
         if self._llm.errored or self._num_releases_unknown:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
+        await self._log_stats()
         if not self._tied:
             self._tied = True
             await self._tie(timeout_s)
@@ -268,6 +272,13 @@ class VllmEngine:
             if self._llm.errored:
                 raise WorkerLost("the worker's engine has died")
             await asyncio.wait({call}, timeout=ALIVE_CHECK_S)
+
+    async def _log_stats(self) -> None:
+        """As often as vLLM's own server does: some of its loggers keep every step until they have logged it."""
+        now = time.monotonic()
+        if now - self._logged_at >= envs.VLLM_LOG_STATS_INTERVAL:
+            self._logged_at = now
+            await self._llm.do_log_stats()
 
     async def _load_adapter(self, lora: LoRARequest) -> None:
         if self._llm.vllm_config.lora_config is not None:  # else vLLM says what is wrong
