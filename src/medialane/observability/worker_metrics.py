@@ -9,11 +9,12 @@ one incarnation of a worker never go backwards. A new connection begins with eve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import METRIC_TYPES, Metric
 
 from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
 
@@ -28,6 +29,10 @@ MAX_SERIES = 1 << 16
 
 #: Series in one message: a gateway takes them up in a millisecond.
 PIECE_SERIES = 2048
+
+#: What may stand in a page of metrics as it is; values of labels are quoted there.
+_NAME = re.compile(PREFIX + r"[a-zA-Z0-9_:]+", re.ASCII)
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
 _ID = np.dtype("<u4")
 _VALUE = np.dtype("<f8")
@@ -109,8 +114,8 @@ class MetricMirror:
         new = dict(enumerate(changes.series, self._num_told))
         if num_families > self._max_series or len(self._series) + len(new) - len(removed) > self._max_series:
             raise ValueError("more series than a worker may have")
-        if any(not 0 <= found.family < num_families for found in changes.series):
-            raise ValueError("a series of a family that is not known")
+        if not all(map(_is_family, changes.families)) or not all(_is_series(s, num_families) for s in changes.series):
+            raise ValueError("a family or a series that Prometheus does not know")
         if len(ids) != len(values) or any(i not in self._series and i not in new for i in (*ids, *removed)):
             raise ValueError("values that do not fit the series")
         self._families.extend(changes.families)
@@ -154,6 +159,15 @@ def _pieces(
     for start in range(0, len(ids), PIECE_SERIES):
         end = start + PIECE_SERIES
         yield MetricChanges(ids=ids[start:end].tobytes(), values=values[start:end].tobytes())
+
+
+def _is_family(found: MetricFamily) -> bool:
+    return _NAME.fullmatch(found.name) is not None and found.kind in METRIC_TYPES
+
+
+def _is_series(found: MetricSeries, num_families: int) -> bool:
+    names = _NAME.fullmatch(found.name) is not None and all(map(_LABEL.fullmatch, found.labels))
+    return names and 0 <= found.family < num_families
 
 
 def _unpack(data: bytes, kind: np.dtype[np.uint32] | np.dtype[np.float64]) -> list[float]:

@@ -155,6 +155,10 @@ SERIES = MetricSeries(0, "vllm:a", {})
         MetricChanges((A,), (SERIES,), removed=b"\7\0\0\0"),
         MetricChanges((A,), (SERIES,) * 9),
         MetricChanges((A,) * 9),
+        MetricChanges((MetricFamily("vllm:a", "A", "speedometer"),)),
+        MetricChanges((MetricFamily("medialane_arena_bytes", "A", "gauge"),)),
+        MetricChanges((A,), (MetricSeries(0, "vllm:a 1\nup", {}),)),
+        MetricChanges((A,), (MetricSeries(0, "vllm:a", {'a="1"} 1\nup{b': "2"}),)),
     ],
 )
 def test_changes_that_no_reader_sends_change_nothing(changes):
