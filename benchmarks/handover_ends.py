@@ -46,6 +46,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.feature import HandedMedia
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
@@ -262,6 +263,9 @@ class FrontEnd:
 
     async def forget_pages(self) -> None:
         await self._client.call_utility_async("forget_pages")
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        raise NotImplementedError
 
     async def ping(self, timeout_s: float) -> None:
         """Nothing here dies unseen."""

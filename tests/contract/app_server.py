@@ -21,6 +21,7 @@ VLLM_ARGS = [
     "--api-key=secret",
     "--enable-mm-embeds",
     "--enable-scale-out",
+    "--middleware=counted_middleware.CountedMiddleware",
 ]
 
 DATA = b"what a client sent, base64 on its way " * 50
@@ -43,7 +44,7 @@ class Server:
         server.app = await server.frontend.app(
             server.story,
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
-            inner=Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), turns=server.turns),
+            inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), turns=server.turns)],
             pages={"/medialane/decisions": server.story.page},
         )
 

@@ -30,6 +30,7 @@ class FakeStory:
         self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
         self.num_ended = 0
         self.known = {}
+        self.calls, self.admin_result = [], None
 
     def fail(self, error):
         current_scope().fail(error)
@@ -73,6 +74,11 @@ class FakeStory:
                 self._fail_at("stream")
         finally:
             self.num_ended += 1
+
+    async def administer(self, call):
+        self.calls.append(call)
+        self._fail_at("administer")
+        return [self.admin_result]
 
     def _fail_at(self, place):
         if self.error_at == place:

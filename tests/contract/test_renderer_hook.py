@@ -6,13 +6,18 @@ import inspect
 import io
 import json
 
+import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 from app_server import BASE64, DATA, DATA_URL, image
+from counted_middleware import CountedMiddleware
 from fake_story import NUM_EMBEDS
+from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
+from medialane.core import admin
 from medialane.core.embeds import decode_embeds
 from medialane.core.errors import (
     ArenaFull,
@@ -409,6 +414,70 @@ async def test_parameter_that_cannot_be_sent_is_the_clients_error(server):
 async def test_every_answer_tells_its_times(server, path):
     response = await server.client.get(path)
     assert response.headers["server-timing"].count("total;dur=") == 1
+
+
+async def test_requests_are_counted_as_vllm_counts_them(server):
+    labels = {"handler": "/v1/chat/completions", "method": "POST", "status": "2xx"}
+    before = REGISTRY.get_sample_value("http_requests_total", labels) or 0
+    assert (await server.chat()).status_code == 200
+    assert REGISTRY.get_sample_value("http_requests_total", labels) == before + 1
+
+
+async def test_middleware_of_the_user_is_made_once_and_passed_once(server):
+    before = CountedMiddleware.num_passed
+    await server.client.get("/v1/models")
+    assert (CountedMiddleware.num_made, CountedMiddleware.num_passed) == (1, before + 1)
+
+
+@pytest.mark.parametrize("parts", [(), (image(),)], ids=["text", "image"])
+async def test_beam_search_generates_with_the_prompts_media(server, parts):
+    server.story.tokens = [11]
+    response = await server.chat(*parts, use_beam_search=True, n=2, max_tokens=2)
+    assert response.status_code == 200, response.text
+    assert len(server.story.requests) >= 1
+    found = [None if p is None else [f.feature.mm_hash for f in p.features] for p in server.story.prepared]
+    assert found == [[f"{0:064x}"] if parts else None] * len(server.story.requests)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def administered(module_server):
+    """A client of vLLM's routes for administration, which need VLLM_SERVER_DEV_MODE, over the same engine client."""
+    from fastapi import FastAPI
+    from vllm.entrypoints.rl.factories import register_rl_api_routers
+    from vllm.entrypoints.serve import register_vllm_dev_api_routers
+
+    app = FastAPI()
+    register_vllm_dev_api_routers(app)
+    register_rl_api_routers(app)
+    app.state.engine_client = module_server.app.state.engine_client
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        yield client
+
+
+#: vLLM's routes: what the workers are asked, what they answer, what the operator reads.
+ROUTES = [
+    ("POST", "/sleep?level=2&mode=wait", admin.Sleep(2, "wait"), None, {"status": "sleeping", "level": 2}),
+    ("POST", "/wake_up?tags=weights", admin.WakeUp(("weights",)), False, {"status": "sleeping", "tags": ["weights"]}),
+    ("POST", "/wake_up", admin.WakeUp(), True, {"status": "awake", "tags": None}),
+    ("GET", "/is_sleeping", admin.IsSleeping(), True, {"is_sleeping": True}),
+    ("POST", "/release_kv_cache_memory", admin.ReleaseKvCacheMemory(), None, {"status": "kv_cache_released"}),
+    ("POST", "/reset_prefix_cache", admin.ResetPrefixCache(), False, {"success": False}),
+    ("POST", "/reset_prefix_cache?reset_running_requests=1", admin.ResetPrefixCache(True), True, {"success": True}),
+    ("POST", "/reset_mm_cache", admin.ResetMmCache(), None, None),
+    ("POST", "/reset_encoder_cache", admin.ResetEncoderCache(), None, None),
+    ("POST", "/pause?mode=keep", admin.PauseGeneration("keep"), None, {"status": "paused"}),
+    ("POST", "/resume", admin.ResumeGeneration(), None, {"status": "resumed"}),
+    ("GET", "/is_paused", admin.IsPaused(), False, {"is_paused": False}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "call", "result", "answer"), ROUTES, ids=[r[1] for r in ROUTES])
+async def test_vllms_administrative_routes_ask_the_workers(server, administered, method, path, call, result, answer):
+    server.story.admin_result = result
+    response = await administered.request(method, path)
+    assert response.status_code == 200, response.text
+    assert server.story.calls == [call]
+    assert (response.json() if response.content else None) == answer
 
 
 async def test_body_of_an_unauthenticated_client_is_not_read(server):

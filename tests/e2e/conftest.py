@@ -37,7 +37,8 @@ API_KEY = "tested-key"
 @pytest.fixture(scope="session")
 def vllm_environ() -> dict[str, str]:
     """The whole environment of a process that runs vLLM."""
-    return {**TINY_MODEL_ENVIRON, **os.environ}
+    # vLLM has its administrative routes in this mode only, in plain vLLM and in the gateway alike.
+    return {**TINY_MODEL_ENVIRON, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -177,14 +177,14 @@ class MetricsPage:
     """One scrape of /metrics."""
 
     def __init__(self, page: str) -> None:
-        self._samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        self.samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
         """The sum of the samples that have these labels; 0 if there are none."""
-        return sum(s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items())
+        return sum(s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items())
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        return {s.labels[label]: s.value for s in self._samples if s.name == name}
+        return {s.labels[label]: s.value for s in self.samples if s.name == name}
 
 
 def _events(raw: str) -> list[str]:

@@ -27,6 +27,17 @@ async def test_answer_equals_plain_vllms(gateways, plain, way, name):
 
 
 @pytest.mark.parametrize("way", WAYS)
+async def test_beams_equal_plain_vllms(gateways, plain, way):
+    """`usage` is another where the worker expands the prompt."""
+    body = chat(picture(83), ASK, use_beam_search=True, n=3, max_tokens=5)
+    answer, right = await gateways[way].succeed(body), await plain.succeed(body)
+    beams = [
+        [(choice["token_ids"], choice["message"]["content"]) for choice in a.json["choices"]] for a in (answer, right)
+    ]
+    assert beams[0] == beams[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
 async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
     answers = [
         await gateways[way].succeed({**BODIES["one image"], "stream": stream}) for stream in (False, True, False)

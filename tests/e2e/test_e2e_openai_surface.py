@@ -52,6 +52,12 @@ SAME = {
         "/v1/completions",
         {"prompt": ["A photograph", "The quick brown"], "max_tokens": 5, "temperature": 0, "echo": True},
     ),
+    "beam search": (CHAT, chat(*IMAGE, use_beam_search=True, n=3, max_tokens=5, logprobs=True, top_logprobs=2)),
+    "beam search of text": (CHAT, chat(ASK, use_beam_search=True, n=2, max_tokens=5, length_penalty=0.5)),
+    "beam search of a completion": (
+        "/v1/completions",
+        {"prompt": "A photograph shows", "max_tokens": 5, "n": 2, "use_beam_search": True, "temperature": 0},
+    ),
     "tokenize": ("/tokenize", {"prompt": "A photograph shows a harbour."}),
     "tokenize a chat": ("/tokenize", {"messages": [{"role": "user", "content": "A photograph."}]}),
     "detokenize": ("/detokenize", {"tokens": [20, 30, 40]}),

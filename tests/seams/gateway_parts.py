@@ -72,7 +72,8 @@ class FakeWorker:
 
     async def start(self) -> None:
         self.engine = FakeEngine(**self._engine_settings)
-        self._worker = Worker(self.engine, WorkerConfig(), arena_directory=self._directory)
+        self.registry = CollectorRegistry()  # as a new process has one
+        self._worker = Worker(self.engine, WorkerConfig(), arena_directory=self._directory, registry=self.registry)
         self._server = RpcServer(self._worker, RPC)
         await self._server.serve(self.address)
 

@@ -32,9 +32,11 @@ from medialane.gateway import (
     Handover,
     IntakeMiddleware,
     ScopeMiddleware,
+    ScrapeMiddleware,
     Turns,
     WorkerLink,
     WorkerPool,
+    WorkerScrape,
     health_of,
 )
 from medialane.gateway.http_protocol import http_protocol
@@ -141,10 +143,15 @@ async def _serve(
         metrics.watch_routing(gateway.routes.stats)
         await stack.enter_async_context(tasks)
         tasks.start(links.run(), "connecting to workers")
+        scrape = WorkerScrape(links)
+        metrics.watch_engines(scrape.mirrors)
         app = await frontend.app(
             gateway,
             outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=Middleware(IntakeMiddleware, media=config.media, config=config.gateway, turns=turns),
+            inner=[
+                Middleware(ScrapeMiddleware, refresh=scrape.refresh),
+                Middleware(IntakeMiddleware, media=config.media, config=config.gateway, turns=turns),
+            ],
             pages={"/medialane/decisions": gateway.routes.decisions},
             health=lambda: health_of(links, [pool.impairment]).answer(),
         )

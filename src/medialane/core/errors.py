@@ -16,7 +16,8 @@
     |   `-- UnsupportedMediaType (415)
     |-- UpstreamFailed (502)            the media's origin failed
     |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost,
-    |                                   TooManyBodies, TooManyConnections
+    |   |                               TooManyBodies, TooManyConnections
+    |   `-- WorkersNotDone              an administrative call that not all workers have done
     |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
     |-- GenerationFailed (500)          the engine failed this request
     `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, InvalidFeature, StartupFailed
@@ -224,6 +225,12 @@ class NoWorkerReady(Unavailable):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class WorkersNotDone(Unavailable):
+    """For operators: the message names workers by their addresses."""
+
+    code = "workers_not_done"
 
 
 class PreparationFailed(MedialaneError):

@@ -10,6 +10,7 @@ from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes, RoutingStats
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
+from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
@@ -26,9 +27,11 @@ __all__ = [
     "Routes",
     "RoutingStats",
     "ScopeMiddleware",
+    "ScrapeMiddleware",
     "Turns",
     "WorkerLink",
     "WorkerPool",
+    "WorkerScrape",
     "current_scope",
     "health_of",
     "open_scope",

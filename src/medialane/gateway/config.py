@@ -92,6 +92,12 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     reconnect_max_s: Annotated[float, msgspec.Meta(description="longest pause before connecting to a worker again")] = (
         2.0
     )
+    admin_timeout_s: Annotated[
+        float,
+        msgspec.Meta(
+            description="how long a worker may take for an administrative call (sleep, pause, a LoRA adapter, ...)"
+        ),
+    ] = 300.0
     drain_timeout_s: Annotated[
         float, msgspec.Meta(description="at shutdown, how long running requests may take to finish")
     ] = 10.0
@@ -110,5 +116,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             raise StartupFailed("uuid_ttl_s must be positive")
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
+        if self.admin_timeout_s <= 0:
+            raise StartupFailed("admin_timeout_s must be positive")
         if self.drain_timeout_s < 0:
             raise StartupFailed("drain_timeout_s must not be negative")

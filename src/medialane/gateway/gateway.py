@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
@@ -25,6 +26,7 @@ from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta, Prompt
+from medialane.gateway.administration import Administration
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
@@ -70,6 +72,9 @@ class Gateway:
         self._takes_own_options = assembler.takes_own_options
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
+        self._administration = Administration(
+            workers, timeout_s=config.admin_timeout_s, forget_encoder_items=self.routes.forget_encoder_items
+        )
         self._metrics = metrics
         self._num_sent = 0
         # A worker has several gateways, and clients may choose request ids: ours say who sent it, and which attempt.
@@ -133,6 +138,10 @@ class Gateway:
             # What a worker's vLLM has refused, the app answers as if its own had.
             scope.fail(error, app_answers=isinstance(error, PromptRejected))
             raise
+
+    async def administer(self, call: AdminCall) -> list[AdminResult]:
+        """Have every worker's engine do `call`. Raises as `Administration.administer`."""
+        return await self._administration.administer(call)
 
     def close(self) -> None:
         self._assembly.close()

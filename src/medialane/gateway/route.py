@@ -107,6 +107,11 @@ class Routes:
         if change.time_s:
             self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
 
+    def forget_encoder_items(self, link: WorkerLink) -> None:
+        """The worker's engine has emptied its encoder cache."""
+        for slot in self._slots.get(link.address, ()):
+            self._router.clear_encoder(slot)
+
     def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
         """The worker for a request, which the router does not count there yet: see `begin`. Raises NoWorkerReady."""
         known = self._known(request, prepared)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from medialane.core.request import Endpoint
 from medialane.observability.timeline import StageTimeline
+from medialane.observability.worker_metrics import MetricMirror, collect
 
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
@@ -201,6 +202,10 @@ class Metrics:
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Show the workers as `read` tells them at every scrape."""
         self._watch(lambda: _workers(list(read())))
+
+    def watch_engines(self, read: Callable[[], Mapping[str, MetricMirror]]) -> None:
+        """Show vLLM's own metrics of each worker's engine, as `read` tells them at every scrape."""
+        self._watch(lambda: collect(read()))
 
     def close(self) -> None:
         """Take everything out of the registry. Idempotent."""

@@ -111,6 +111,10 @@ class EncoderCaches:
         if model is not None:
             model.clear()
 
+    def clear(self, slot: int) -> None:
+        """The slot's engine holds no item any more."""
+        self._models[slot].clear()
+
     def holders(self, mm_hash: str) -> int:
         return self._holders.get(mm_hash, 0)
 

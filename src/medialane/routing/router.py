@@ -148,6 +148,10 @@ class Router:
         self._predictions.removed(number, removed)
         self._predictions.stored(number, stored)
 
+    def clear_encoder(self, slot: int) -> None:
+        """The worker's encoder cache was emptied."""
+        self._caches.clear(self._slots[slot].number)
+
     def pick(self, request: RoutingRequest) -> Routed:
         """The slot for this request. Its `begin` is owed right after the request was sent. Raises NoWorkerReady."""
         candidates = self._slots.candidates(request)

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
@@ -21,16 +22,21 @@ from medialane.core.errors import (
 )
 from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, ModelCard, WorkerLoad
+from medialane.observability.worker_metrics import MetricMirror
 from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
 from medialane.rpc.block_inbox import BlockInbox
+from medialane.rpc.client_calls import ClientCalls
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.messages import (
     Abort,
+    AdminDone,
+    AdminFailed,
     Failed,
     Hello,
     KvBlocks,
     LoadReport,
+    MetricValues,
     Output,
     Ping,
     Pong,
@@ -68,6 +74,7 @@ class RpcClient:
         self._on_lost: Callable[[], None] | None = None
         self._num_pings = 0
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+        self._calls = ClientCalls(self._connection.send)
         self.load = WorkerLoad()
 
     @classmethod
@@ -162,6 +169,19 @@ class RpcClient:
         self._on_blocks, self._on_load, self._on_lost = on_blocks, on_load, on_lost
         self._give_soon()
 
+    @property
+    def metrics(self) -> MetricMirror:
+        """The worker's metrics, as of the last `read_metrics`."""
+        return self._calls.metrics
+
+    async def administer(self, call: AdminCall, timeout_s: float) -> AdminResult:
+        """See `ClientCalls.administer`."""
+        return await self._calls.administer(call, timeout_s)
+
+    async def read_metrics(self, timeout_s: float) -> bool:
+        """See `ClientCalls.read_metrics`."""
+        return await self._calls.read_metrics(timeout_s)
+
     async def wait_closed(self) -> None:
         await self.closed.wait()
 
@@ -186,11 +206,11 @@ class RpcClient:
             case Failed(request_id, report):
                 self._request(request_id).on_error(from_report(report))
             case LoadReport(load):
-                self.load = load
-                if self._on_load is not None:
-                    self._on_load(load)
+                self._take_load(load)
             case KvBlocks(change):
                 self._take_blocks(change)
+            case AdminDone() | AdminFailed() | MetricValues():
+                self._calls.received(message)
             case Pong():
                 pass  # that it came is what counts
             case Welcome():
@@ -208,6 +228,7 @@ class RpcClient:
         if self._giving is not None:
             self._giving.cancel()
         self._on_blocks = self._on_load = None
+        self._calls.lost(error)
         for outgoing in list(self._outgoing.values()):
             outgoing.cancel()
         requests, self._requests = self._requests, {}
@@ -253,6 +274,11 @@ class RpcClient:
         self._blocks = BlockInbox(num_blocks=welcome.card.num_kv_blocks * self._num_ranks)
         self._welcomed.set_result(welcome)
         self._connection.start_heartbeat()
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        if self._on_load is not None:
+            self._on_load(load)
 
     def _take_blocks(self, change: KvChange) -> None:
         if len(change.stored) % 8 or len(change.removed) % 8:

@@ -6,9 +6,14 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
+from prometheus_client import CollectorRegistry
+
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError
 from medialane.core.kv_events import KvChange
+from medialane.core.metrics import MetricChanges
 from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc.messages import Hello, Welcome
 
 FAKE_CARD = ModelCard(model="fake", max_model_len=4096, block_size=16, mm_limits={"image": 8}, processor={})
@@ -20,7 +25,8 @@ class FakeHandler:
     `delay_s` passes before each token and `release_s` after the last, or after a cancellation, before the generator
     ends. `error` is raised in place of token number `fail_at`; `refusal` by `register`. What happened stands in
     `hellos`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and `num_cancelled`. The KV
-    blocks of its one rank are `blocks`, and `change_blocks` changes them.
+    blocks of its one rank are `blocks`, and `change_blocks` changes them. Administrative calls are
+    recorded in `calls` and answered `admin_result` after `delay_s`; `registry` holds its metrics.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class FakeHandler:
         self.num_tokens = 0
         self.num_active = 0
         self.num_cancelled = 0
+        self.calls: list[AdminCall] = []
+        self.admin_result: AdminResult | Exception = None
+        self.registry = CollectorRegistry()
 
     async def register(self, hello: Hello) -> Welcome:
         self.hellos.append(hello)
@@ -83,6 +92,16 @@ class FakeHandler:
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
         self.block_listeners.append(listener)
         return lambda: self.block_listeners.remove(listener)
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        self.calls.append(call)
+        await asyncio.sleep(self._delay_s)
+        if isinstance(self.admin_result, Exception):
+            raise self.admin_result
+        return self.admin_result
+
+    def metrics(self) -> Callable[[], list[MetricChanges]]:
+        return MetricReader(self.registry).read
 
     def held_blocks(self) -> Mapping[int, Sequence[int]]:
         return {0: list(self.blocks)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.kv_events import KvChange
+from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
 from medialane.rpc.messages import Hello, Welcome
 
@@ -37,6 +39,16 @@ class Handler(Protocol):
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
         """Call `listener` with each change of the engine's KV blocks from now on, until the function that this returns
         is called. Numbers of changes are the caller's affair: `sequence` is 0 here."""
+        ...
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        """Have the engine do `call`. Raises MedialaneError. It is cancelled when the gateway leaves; what has begun may
+        be done all the same."""
+        ...
+
+    def metrics(self) -> Callable[[], list[MetricChanges]]:
+        """A reader of this process's metrics, for one gateway. Each call of it, from any thread and never two at a
+        time, gives what has changed since the last."""
         ...
 
     def held_blocks(self) -> Mapping[int, Sequence[int]]:

@@ -17,6 +17,11 @@ says nothing else. From then on
                             <-      KvBlocks(change)            all blocks after Welcome, then changes, with pauses
     ResyncBlocks            ->                                  answered by all blocks
 
+    Administer(id, call)    ->                                  when and as the worker has time
+                            <-      AdminDone(id, result), or AdminFailed(id, error)
+    ReadMetrics             ->                                  one at a time
+                            <-      MetricValues(changes) ...   what has changed since the last, the last one not `more`
+
     Payload(sizes)          ->                                  the tensors of the next Submit with_payload follow
     DropPayload             ->                                  it does not come; what came of them is dropped
 
@@ -29,12 +34,14 @@ from __future__ import annotations
 
 import msgspec
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.kv_events import KvChange
+from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Both ends must speak the same one; a new version for every change that the other end must know about.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +92,15 @@ class ResyncBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The gateway does not know any more which blocks are held."""
 
 
+class Administer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    call: AdminCall
+
+
+class ReadMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The gateway is being scraped."""
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the worker is. `worker_id` is unique per incarnation of its process; `shm`: it maps the gateway's arena."""
 
@@ -121,6 +137,21 @@ class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     change: KvChange
 
 
+class AdminDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    result: AdminResult
+
+
+class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    error: ErrorReport
+
+
+class MetricValues(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    changes: MetricChanges
+    more: bool = False
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     n: int
 
@@ -135,8 +166,20 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
     with_payload: bool = False
 
 
-ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | ResyncBlocks
-FromWorker = Welcome | Refused | Output | Failed | Released | LoadReport | Pong | KvBlocks
+ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | ResyncBlocks | Administer | ReadMetrics
+FromWorker = (
+    Welcome
+    | Refused
+    | Output
+    | Failed
+    | Released
+    | LoadReport
+    | Pong
+    | KvBlocks
+    | AdminDone
+    | AdminFailed
+    | MetricValues
+)
 
 #: What msgspec raises for bytes that are not the message; RecursionError for an unknown field nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

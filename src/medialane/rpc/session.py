@@ -38,6 +38,7 @@ from medialane.rpc.handler import Handler
 from medialane.rpc.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Administer,
     DropPayload,
     Failed,
     Hello,
@@ -46,6 +47,7 @@ from medialane.rpc.messages import (
     Payload,
     Ping,
     Pong,
+    ReadMetrics,
     Refused,
     Released,
     ResyncBlocks,
@@ -56,6 +58,7 @@ from medialane.rpc.messages import (
     decode_to_worker,
 )
 from medialane.rpc.payload import IncomingPayload, join
+from medialane.rpc.session_calls import SessionCalls
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ class Session:
         self._running: dict[str, _Running] = {}
         self._payload = IncomingPayload(config.max_frame_bytes)
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=config.max_frame_bytes)
+        self._calls = SessionCalls(handler, lambda message: self._connection.send(message), _report)
         self._unwatch: Callable[[], None] | None = None
         self._is_open = False
         self._stopping = False
@@ -126,6 +130,7 @@ class Session:
                 registration = tasks.create_task(self._registration(), name="rpc registration")
                 await self._connection.closed.wait()
                 registration.cancel()
+                self._calls.cancel()
                 for running in self._running.values():
                     running.stop()
         finally:
@@ -171,10 +176,10 @@ class Session:
             case ResyncBlocks() if self._is_open:
                 self._feed.resync()
                 self._tell_blocks()
+            case Administer() | ReadMetrics() if self._is_open:
+                self._calls.start(message, self._tasks)
             case UnreadableSubmit() if self._is_open:
-                if message.with_payload:
-                    self._payload.drop()
-                self._refuse(message.request.request_id, InvalidFeature("the request's content cannot be read"))
+                self._refuse_unreadable(message)
             case Hello() if not self._hello.done():
                 self._hello.set_result(message)
             case _:
@@ -259,6 +264,11 @@ class Session:
         self._connection.send(Failed(request_id, to_report(error)))
         if request_id not in self._running:  # the promise of Released belongs to the one that runs
             self._connection.send(Released(request_id))
+
+    def _refuse_unreadable(self, message: UnreadableSubmit) -> None:
+        if message.with_payload:
+            self._payload.drop()
+        self._refuse(message.request.request_id, InvalidFeature("the request's content cannot be read"))
 
     def _start(self, running: _Running) -> None:
         request_id = running.request.request_id

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -90,7 +92,7 @@ class Frontend:
         story: Story,
         *,
         outer: Middleware,
-        inner: Middleware,
+        inner: Sequence[Middleware],
         pages: Mapping[str, Page] | None = None,
         health: Probe | None = None,
     ) -> Any:
@@ -100,8 +102,9 @@ class Frontend:
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
-        app = build_app(self.args, TASKS, self.config.model_config)
-        app.user_middleware.append(inner)
+        with _stack_not_built():
+            app = build_app(self.args, TASKS, self.config.model_config)
+        app.user_middleware.extend(inner)
 
         async def answer_ours(_request: Request, error: MedialaneError) -> Response:
             story.fail(error)
@@ -112,9 +115,9 @@ class Frontend:
             app.add_api_route(path, _guarded(self.args, page), **_described(page))
         if health is not None:
             _answer_health(app, health)
-        # vLLM's SageMaker bootstrap has built the stack already, without ours.
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
+        client.is_serving = True
         return app
 
     async def serve(
@@ -123,6 +126,21 @@ class Frontend:
         """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `http` is
         uvicorn's setting of that name."""
         await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, http=http)
+
+
+@contextmanager
+def _stack_not_built() -> Iterator[None]:
+    """vLLM's SageMaker bootstrap builds the middleware stack as soon as vLLM's own middleware is known, before ours.
+
+    Built once more, every middleware would exist twice: the user's, and the one that counts requests, whose second
+    instance counts nothing because the first one's metrics are registered.
+    """
+    build = FastAPI.build_middleware_stack
+    FastAPI.build_middleware_stack = lambda _app: None  # type: ignore[assignment, method-assign, return-value]
+    try:
+        yield
+    finally:
+        FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
 
 
 class _NoAssembler:

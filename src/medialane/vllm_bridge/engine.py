@@ -17,11 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -29,14 +32,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
+    MedialaneError,
     StartupFailed,
     WorkerLost,
 )
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
+from medialane.vllm_bridge import administration
+from medialane.vllm_bridge.adapters import KnownAdapters
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
@@ -53,6 +60,9 @@ ALIVE_CHECK_S = 0.2
 
 #: Less than a gateway waits for its registration; an engine that is busy for longer maps the arena next time.
 ATTACH_TIMEOUT_S = 20.0
+
+#: For an adapter that an engine reads from disk, or downloads.
+ADAPTER_TIMEOUT_S = 120.0
 
 
 def build_engine(
@@ -123,12 +133,14 @@ class VllmEngine:
         self._arena_directory = arena_directory
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
+        self._logged_at = time.monotonic()
         self._closed = False
         self._tied = False
         self._arenas: set[str] = set()
         inner = llm.engine_core.encoder
         llm.engine_core.encoder = ArenaEncoder(inner.size_threshold, inner.oob_tensor_consumer)
         self._reader = RequestReader(llm, self._arenas)
+        self._adapters = KnownAdapters(self._load_adapter)
         self.card = _card(llm)
 
     def load(self) -> WorkerLoad:
@@ -167,10 +179,26 @@ class VllmEngine:
                     yield to_delta(output, first=first, expanded_here=expanded_here, placed=placed)
                     first = False
 
+    async def administer(self, call: AdminCall) -> AdminResult:
+        with mapped_errors():
+            doing = asyncio.ensure_future(administration.begin(self._llm, call))
+            try:
+                await self._done_or_dead(doing)
+            finally:
+                doing.cancel()
+            try:
+                result = doing.result()
+            except (*REFUSED, EngineDeadError, MedialaneError):
+                raise
+            except Exception as error:  # vLLM has no narrower type for a failed utility
+                raise GenerationFailed(str(error) or type(error).__name__) from error
+        return None if result is None else bool(result)
+
     async def ping(self, timeout_s: float) -> None:
         if self._llm.errored or self._num_releases_unknown:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
+        await self._log_stats()
         if not self._tied:
             self._tied = True
             await self._tie(timeout_s)
@@ -190,6 +218,7 @@ class VllmEngine:
         params = self._reader.params(request)
         clamp(params, engine_input, self.card.max_model_len)
         arguments = self._reader.arguments(request)
+        await self._adapters.ensure(arguments["lora_request"])
         generating = self._llm.generate(engine_input, params, request.request_id, **arguments)
         cut_short = settled = False
         try:
@@ -243,6 +272,17 @@ class VllmEngine:
             if self._llm.errored:
                 raise WorkerLost("the worker's engine has died")
             await asyncio.wait({call}, timeout=ALIVE_CHECK_S)
+
+    async def _log_stats(self) -> None:
+        """As often as vLLM's own server does: some of its loggers keep every step until they have logged it."""
+        now = time.monotonic()
+        if now - self._logged_at >= envs.VLLM_LOG_STATS_INTERVAL:
+            self._logged_at = now
+            await self._llm.do_log_stats()
+
+    async def _load_adapter(self, lora: LoRARequest) -> None:
+        if self._llm.vllm_config.lora_config is not None:  # else vLLM says what is wrong
+            await self._ask("add_lora", lora, timeout_s=ADAPTER_TIMEOUT_S)
 
     async def _tie(self, timeout_s: float) -> None:
         """Have every EngineCore end when this process does, however it does."""

@@ -16,13 +16,16 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
+from medialane.core import admin
+from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected, WorkersNotDone
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.vllm_bridge.adapters import with_own_id
 from medialane.vllm_bridge.outputs import to_request_output
-from medialane.vllm_bridge.renderer_hook import PREPARED, remembered_errors
+from medialane.vllm_bridge.renderer_hook import PreparedItems, remembered_errors
 from medialane.vllm_bridge.story import Story
 
 
@@ -45,6 +48,14 @@ class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not
         return str(self.args[0])
 
 
+class FrontEndInputs(InputProcessor):  # type: ignore[misc]  # vllm is not typed
+    """What vLLM's app asks of an input processor (beam search does, whether answers are watermarked), without what
+    only an engine needs: to check requests is the worker's."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+
+
 class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typed
     """Drives vLLM's OpenAI app without an engine in this process."""
 
@@ -52,7 +63,9 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer
-        self.input_processor = None
+        self.input_processor = FrontEndInputs(vllm_config)
+        #: Set once the app is made.
+        self.is_serving = False
         self._story = story
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
@@ -107,7 +120,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                 sampling_params=self._encode(sampling_params),
                 prompt_text=prompt_text or prompt.get("prompt"),
                 cache_salt=prompt.get("cache_salt"),
-                lora=None if lora_request is None else self._encode(lora_request),
+                lora=None if lora_request is None else self._encode(with_own_id(lora_request)),
                 lora_name=None if lora_request is None else lora_request.lora_name,
                 priority=priority,
                 data_parallel_rank=data_parallel_rank,
@@ -148,8 +161,9 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         _not_here("pooling")
         yield
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Closing the generator aborts; vLLM's app has no other way to name a request of ours."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Closing a request's generator aborts it, and that is how vLLM's app aborts its own; others it would name."""
+        _not_here("aborting requests by their names")
 
     async def check_health(self) -> None:
         if not self._story.ready:
@@ -164,51 +178,79 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     async def do_log_stats(self) -> None:
         """Workers log their own."""
 
-    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
-        _not_here("profiling")
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        await self._all(admin.StartProfile(profile_prefix, delay_iterations, max_iterations))
 
     async def stop_profile(self) -> None:
-        _not_here("profiling")
+        await self._all(admin.StopProfile())
 
     async def reset_mm_cache(self) -> None:
-        _not_here("resetting the multimodal cache")
+        await self._all(admin.ResetMmCache())
 
     async def reset_encoder_cache(self) -> None:
-        _not_here("resetting the encoder cache")
+        await self._all(admin.ResetEncoderCache())
 
-    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        _not_here("resetting the prefix cache")
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return all(await self._all(admin.ResetPrefixCache(reset_running_requests, reset_connector)))
 
-    async def sleep(self, *args: Any, **kwargs: Any) -> None:
-        _not_here("sleep")
+    async def sleep(self, level: int = 1, mode: admin.PauseMode = "abort") -> None:
+        await self._all(admin.Sleep(level, mode))
 
     async def release_kv_cache_memory(self) -> None:
-        _not_here("releasing KV cache memory")
+        await self._all(admin.ReleaseKvCacheMemory())
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        _not_here("wake-up")
+        return all(await self._all(admin.WakeUp(None if tags is None else tuple(tags))))
 
     async def is_sleeping(self) -> bool:
-        return False
+        return await self._agreed(admin.IsSleeping(), "sleep")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        _not_here("loading LoRA adapters at run time")
+        """Have all workers that are ready load an adapter; others do with the first request that names it. So do all
+        for adapters of the command line: they are loaded when the app is made, before any worker is ready."""
+        if not self.is_serving:
+            return True
+        try:  # vLLM's app words the answer: 404 for an adapter that is not there
+            await self._story.administer(admin.AddLora(self._encode(with_own_id(lora_request))))
+        except MedialaneError as error:
+            raise BridgedError(error) from error
+        return True
 
-    async def pause_generation(self, **kwargs: Any) -> None:
-        _not_here("pausing generation")
+    async def pause_generation(self, *, mode: admin.PauseMode = "abort", clear_cache: bool = True) -> None:
+        await self._all(admin.PauseGeneration(mode, clear_cache))
 
     async def resume_generation(self) -> None:
-        _not_here("resuming generation")
+        await self._all(admin.ResumeGeneration())
 
     async def is_paused(self) -> bool:
-        return False
+        return await self._agreed(admin.IsPaused(), "are paused")
+
+    async def _all(self, call: admin.AdminCall) -> list[admin.AdminResult]:
+        """The answers of all workers. Raises BridgedError, which says who has not done it."""
+        with self._bridged():
+            return await self._story.administer(call)
+
+    async def _agreed(self, call: admin.AdminCall, what: str) -> bool:
+        """What all workers say of themselves. Raises BridgedError where they differ."""
+        with self._bridged():
+            answers = await self._story.administer(call)
+            if len(set(answers)) > 1:
+                num_true = sum(map(bool, answers))
+                raise WorkersNotDone(f"{num_true} of {len(answers)} workers {what}, the others do not")
+            return all(answers)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The gateway's own shutdown closes what it opened."""
 
 
 def _not_here(what: str) -> NoReturn:
-    raise NotImplementedError(f"{what} is a matter of one engine; this gateway has several: ask the worker")
+    raise NotImplementedError(f"{what} is not supported: this gateway has several engines")
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -219,8 +261,12 @@ def _token_ids(prompt: Any) -> list[int]:
 
 def _prepared(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
     """Our half of an engine input, its placeholders as vLLM left them: truncation may have moved them."""
-    prepared: PreparedPrompt | None = prompt.get(PREPARED)
-    if prepared is None or not prepared.features:
+    if prompt["type"] == "token":
+        return None
+    if not isinstance(prompt["mm_kwargs"], PreparedItems):
+        raise InvalidRequest("media given as processed tensors are not supported by this gateway")
+    prepared = prompt["mm_kwargs"].prepared
+    if not prepared.features:
         return prepared
     moved = {m: iter(ranges) for m, ranges in prompt["mm_placeholders"].items()}
     features = []

@@ -43,9 +43,9 @@ class RequestReader:
 
     def arguments(self, request: EngineRequest) -> dict[str, Any]:
         """Keyword arguments of `AsyncLLM.generate`. Raises PromptRejected."""
-        with _readable("LoRA request"):
+        with readable("LoRA request"):
             lora = None if request.lora is None else self._lora.decode(request.lora)
-        with _readable("reasoning arguments"):
+        with readable("reasoning arguments"):
             reasoning = request.reasoning and msgspec.msgpack.decode(request.reasoning, type=dict[str, Any])
         return {
             "lora_request": lora,
@@ -59,7 +59,7 @@ class RequestReader:
 
     def params(self, request: EngineRequest) -> SamplingParams:
         """Raises PromptRejected. Typed: nothing of it is ever unpickled."""
-        with _readable("sampling parameters"):
+        with readable("sampling parameters"):
             params = self._params.decode(request.sampling_params)
         if params.extra_args:
             # "full" has the engine tell of blocks again that it holds already, as if they were copies.
@@ -134,7 +134,8 @@ def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len
 
 
 @contextmanager
-def _readable(what: str) -> Iterator[None]:
+def readable(what: str) -> Iterator[None]:
+    """Raise PromptRejected where a typed decoder raises."""
     try:
         yield
     except _UNREADABLE as error:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import mm_input, tokens_input
+from vllm.inputs import mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
@@ -42,8 +42,17 @@ from medialane.vllm_bridge.story import Story
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
 CONNECTOR = "medialane"
 
-#: Our key in an engine input. vLLM passes the dict on and ignores what it does not know.
-PREPARED = "medialane_prepared"
+
+class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not typed
+    """Our half of an engine input, in the one place that vLLM passes on as it is: beam search makes new inputs with the
+    `mm_kwargs` of the first. vLLM's app does not look into it."""
+
+    def __init__(self, prepared: PreparedPrompt) -> None:
+        found: dict[str, list[None]] = {}
+        for placed in prepared.features:
+            found.setdefault(placed.feature.modality, []).append(None)
+        super().__init__(found)
+        self.prepared = prepared
 
 
 def install(renderer: BaseRenderer, story: Story) -> None:
@@ -129,17 +138,15 @@ def remembered_errors(story: Story) -> Iterator[None]:
 
 
 def engine_input(prepared: PreparedPrompt) -> Any:
-    """vLLM's engine input of a prepared prompt. The features stay behind, by reference under our own key."""
-    if not prepared.features:
-        return {**tokens_input(prepared.token_ids), PREPARED: prepared}
+    """vLLM's engine input of a prepared prompt; without features (stages `decoded` and `url`), none of its items is
+    placed yet."""
     hashes: dict[str, list[str]] = {}
     placeholders: dict[str, list[PlaceholderRange]] = {}
     for placed in prepared.features:
         modality = placed.feature.modality
         hashes.setdefault(modality, []).append(placed.feature.mm_hash)
         placeholders.setdefault(modality, []).append(to_vllm_range(placed.placeholder))
-    kwargs = MultiModalKwargsItems({modality: [None] * len(found) for modality, found in hashes.items()})
-    return {**mm_input(prepared.token_ids, kwargs, hashes, placeholders), PREPARED: prepared}
+    return mm_input(prepared.token_ids, PreparedItems(prepared), hashes, placeholders)
 
 
 def to_vllm_range(placeholder: Placeholder) -> PlaceholderRange:

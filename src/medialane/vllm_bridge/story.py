@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
@@ -31,6 +32,10 @@ class Story(Protocol):
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
         """Features and expanded prompt. Raises MedialaneError."""
+        ...
+
+    async def administer(self, call: AdminCall) -> list[AdminResult]:
+        """Have every worker's engine do `call`; their answers. Raises MedialaneError, which says who has not."""
         ...
 
     def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from medialane.core.block_hash import warm_up
-from medialane.core.kv_events import KvChange, KvEventBatch
+from medialane.core.kv_events import AllBlocksCleared, KvChange, KvEventBatch
 from medialane.core.request import ModelCard
 from medialane.worker.block_table import BlockTable
 
@@ -61,6 +61,18 @@ class BlockReports:
         """The ids that each rank holds; listeners know of all changes before."""
         self._report()
         return {rank: table.held() for rank, table in self._tables.items()}
+
+    def num_clears(self) -> dict[int, int]:
+        """How often each rank has lost all of its blocks."""
+        return {rank: table.num_clears for rank, table in self._tables.items()}
+
+    def clear(self, *, unless_since: Mapping[int, int]) -> None:
+        """The engine holds nothing any more; of ranks that it has told so itself since `num_clears` was as given, the
+        blocks that it has stored afterwards stay."""
+        for rank, table in self._tables.items():
+            if table.num_clears == unless_since[rank]:
+                table.apply([AllBlocksCleared()])
+        self._report()
 
     def close(self) -> None:
         if self._waiting is not None:

@@ -72,6 +72,7 @@ class BlockTable:
         self.num_unknown_parents = 0
         self.num_unreadable = 0
         self.num_dropped = 0
+        self.num_clears = 0
 
     @property
     def num_faults(self) -> int:
@@ -211,6 +212,7 @@ class BlockTable:
             done.add(found)
 
     def _clear(self) -> None:
+        self.num_clears += 1
         for group in self._counting:
             group.ids, group.copies = {}, {}
         self._stored.clear()

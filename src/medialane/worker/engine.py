@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
@@ -42,6 +43,14 @@ class Engine(Protocol):
         core; HandoverFailed when the engine core cannot read the tensors; GenerationFailed when it fails the request,
         WorkerLost when it dies. When the generator has ended, or its `aclose` or its cancellation has come through, the
         engine reads no tensor of the request any more; where the engine does not confirm that, it does not end.
+        """
+        ...
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        """Do what an operator asks of the engine. A cancelled call may be done all the same.
+
+        Raises InvalidRequest or Unavailable when the engine refuses, GenerationFailed when it fails, WorkerLost when it
+        dies.
         """
         ...
 

@@ -7,6 +7,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
+from medialane.core.admin import (
+    AdminCall,
+    AdminResult,
+    IsPaused,
+    IsSleeping,
+    PauseGeneration,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    WakeUp,
+)
 from medialane.core.errors import InvalidFeature, MedialaneError, PromptRejected, WorkerLost
 from medialane.core.hashing import content_hash
 from medialane.core.kv_events import KvEventBatch
@@ -40,8 +51,9 @@ class FakeEngine:
     """Answers with ids that follow from the prompt's ids and the bytes of the features, one delta each.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
-    whose bytes it may read. Prompts stay in its KV cache, `blocks`. `attaches` is what `attach_arena` answers. `die`
-    makes it fail like a lost engine.
+    whose bytes it may read. Prompts stay in its KV cache, `blocks`. `attaches` is what `attach_arena` answers.
+    Administrative calls are recorded in `calls`, and change nothing but what they ask about. `die` makes it fail like a
+    lost engine.
     """
 
     def __init__(self, *, card: ModelCard = FAKE_CARD, attaches: bool = True, release_s: float = 0.0) -> None:
@@ -49,6 +61,9 @@ class FakeEngine:
         self.num_reading = 0
         self.num_pings = 0
         self.arenas: list[str] = []
+        self.calls: list[AdminCall] = []
+        self.is_sleeping = False
+        self.is_paused = False
         self.closed = False
         self.blocks = FakeBlocks(card.block_size)
         self._attaches = attaches
@@ -91,6 +106,23 @@ class FakeEngine:
                 await asyncio.sleep(self._release_s)
             finally:
                 self.num_reading -= 1
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        self._check_alive()
+        self.calls.append(call)
+        match call:
+            case Sleep() | WakeUp():
+                self.is_sleeping = isinstance(call, Sleep)
+                return None if self.is_sleeping else True
+            case PauseGeneration() | ResumeGeneration():
+                self.is_paused = isinstance(call, PauseGeneration)
+            case IsSleeping():
+                return self.is_sleeping
+            case IsPaused():
+                return self.is_paused
+            case ResetPrefixCache():
+                return True
+        return None
 
     async def ping(self, timeout_s: float) -> None:
         self.num_pings += 1

@@ -9,10 +9,15 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
 from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.kv_events import KvChange
+from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, OutputDelta, Prompt, WorkerLoad
 from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import ArenaOffer, Hello, Welcome
 from medialane.transfer import AttachedArenas, InlineReceiver
 from medialane.worker.block_reports import BlockReports
@@ -34,10 +39,18 @@ class Worker:
     Made on the event loop; the owner closes it, after the server and the engine.
     """
 
-    def __init__(self, engine: Engine, config: WorkerConfig, *, arena_directory: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: WorkerConfig,
+        *,
+        arena_directory: str,
+        registry: CollectorRegistry = REGISTRY,  # where vLLM keeps its engine's metrics
+    ) -> None:
         self.worker_id = secrets.token_hex(8)
         self._engine = engine
         self._config = config
+        self._registry = registry
         self._arenas = AttachedArenas(arena_directory)
         self._inline = InlineReceiver()
         self._blocks = BlockReports(engine.card)
@@ -69,6 +82,20 @@ class Worker:
 
     def held_blocks(self) -> Mapping[int, Sequence[int]]:
         return self._blocks.held()
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        """Raises as `Engine.administer`.
+
+        vLLM tells of cleared caches with its next step, which an idle engine does not take: gateways are told now.
+        """
+        before = self._blocks.num_clears()
+        result = await self._engine.administer(call)
+        if clears_kv_cache(call) and result is not False:
+            self._blocks.clear(unless_since=before)
+        return result
+
+    def metrics(self) -> Callable[[], list[MetricChanges]]:
+        return MetricReader(self._registry).read
 
     async def watch(self) -> None:
         """Ping the engine until it is lost: raises WorkerLost then, and never returns.

@@ -3,16 +3,25 @@
 from contextlib import aclosing
 from http import HTTPStatus
 from types import SimpleNamespace
+from typing import get_args
 
+import msgspec
 import pytest
-from vllm.inputs import tokens_input
-from vllm.sampling_params import SamplingParams
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.inputs import mm_input, tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItems
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder
 
-from medialane.core.errors import ArenaFull
+from medialane.core import admin
+from medialane.core.errors import ArenaFull, NoWorkerReady, WorkersNotDone
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import CompletionDelta, OutputDelta
+from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
+from medialane.vllm_bridge.administration import ACTIONS
 from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
 from medialane.vllm_bridge.renderer_hook import engine_input
 
@@ -42,7 +51,11 @@ class Story:
 
 
 def client(story):
-    config = SimpleNamespace(model_config=object(), observability_config=SimpleNamespace(otlp_traces_endpoint=None))
+    config = SimpleNamespace(
+        model_config=object(),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+        _check_supports_watermarking=lambda _params: False,
+    )
     return RoutedEngineClient(config, object(), story, ("generate",))
 
 
@@ -132,11 +145,11 @@ async def test_placeholders_are_where_vllm_left_them():
     assert prepared.features[0].placeholder.offset == 5
 
 
-async def test_prompt_left_to_the_worker_is_a_prompt_of_tokens():
+async def test_prompt_left_to_the_worker_has_no_placed_items():
     prepared = PreparedPrompt([1, 2], (), ("a" * 64,), MediaPrompt([1, 2], (MediaRef("image", "p", data=b"x"),)))
     story = Story()
     prompt = engine_input(prepared)
-    assert prompt["type"] == "token"
+    assert (prompt["prompt_token_ids"], prompt["mm_placeholders"]) == ([1, 2], {})
     await outputs(client(story).generate(prompt, SamplingParams(), "r"))
     assert story.prepared == [prepared]
 
@@ -155,7 +168,166 @@ async def test_gateway_without_a_worker_is_not_healthy_and_takes_nothing():
     assert not found.errored
 
 
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "reset_prefix_cache", "start_profile", "pause_generation"])
-async def test_matters_of_one_engine_say_so(name):
+BEAM = BeamSearchParams(beam_width=2, max_tokens=3)
+
+
+class BeamSearch(BeamSearchOnlineMixin):
+    """vLLM's serving classes, as far as beam search goes."""
+
+    def __init__(self, engine_client):
+        self.engine_client = engine_client
+        tokenizer = SimpleNamespace(eos_token_id=99, decode=lambda ids, **_: " ".join(map(str, ids)))
+        self.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+
+
+class BranchingStory(Story):
+    """Each step has two candidates: tokens 10 (likely) and 11."""
+
+    async def generate(self, request, prepared):
+        self.requests.append(request)
+        self.prepared.append(prepared)
+        candidates = [TokenLogprob(10, -0.1, 1, None), TokenLogprob(11, -1.0, 2, None)]
+        yield OutputDelta("ours#1", [CompletionDelta(0, "", [10], logprobs=[candidates])], True)
+
+
+@pytest.mark.parametrize("placeholders", [(), (PlaceholderRange(5, 3),)], ids=["left to the worker", "expanded"])
+async def test_every_beam_has_the_prompts_media(placeholders):
+    story = BranchingStory()
+    prepared = prepared_prompt(*placeholders)
+    prompt = engine_input(prepared)
+    (answer,) = await outputs(BeamSearch(client(story)).beam_search(prompt, "r", BEAM))
+    assert answer.outputs[0].token_ids == [10, 10, 10]
+    assert len(story.requests) == 1 + 2 + 2
+    assert story.prepared == [prepared] * 5
+    assert {len(request.prompt.token_ids) for request in story.requests} == {20, 21, 22}
+
+
+async def test_beam_search_of_text():
+    story = BranchingStory()
+    (answer,) = await outputs(BeamSearch(client(story)).beam_search(tokens_input([1, 2]), "r", BEAM))
+    assert [beam.token_ids for beam in answer.outputs] == [[10, 10, 10], [10, 10, 11]]
+    assert story.prepared == [None] * 5
+
+
+async def test_media_that_are_tensors_already_are_not_taken_for_text():
+    prompt = mm_input([1, 2], MultiModalKwargsItems({"image": [None]}), {"image": ["a"]}, {"image": []})
+    with pytest.raises(BridgedError) as failed:
+        await outputs(client(Story()).generate(prompt, SamplingParams(), "r"))
+    assert failed.value.status_code is HTTPStatus.BAD_REQUEST
+
+
+LORA = LoRARequest("sql", 1, "/adapters/sql")
+
+#: Each administrative method of vLLM's protocol, as its routes call it; what workers are asked, and what they answer.
+ADMIN = {
+    "start_profile": (
+        lambda c: c.start_profile(profile_prefix="a", max_iterations=3),
+        admin.StartProfile("a", None, 3),
+        None,
+        None,
+    ),
+    "stop_profile": (lambda c: c.stop_profile(), admin.StopProfile(), None, None),
+    "reset_mm_cache": (lambda c: c.reset_mm_cache(), admin.ResetMmCache(), None, None),
+    "reset_encoder_cache": (lambda c: c.reset_encoder_cache(), admin.ResetEncoderCache(), None, None),
+    "reset_prefix_cache": (lambda c: c.reset_prefix_cache(True, False), admin.ResetPrefixCache(True), True, True),
+    "sleep": (lambda c: c.sleep(2, "wait"), admin.Sleep(2, "wait"), None, None),
+    "release_kv_cache_memory": (lambda c: c.release_kv_cache_memory(), admin.ReleaseKvCacheMemory(), None, None),
+    "wake_up": (lambda c: c.wake_up(["weights"]), admin.WakeUp(("weights",)), False, False),
+    "is_sleeping": (lambda c: c.is_sleeping(), admin.IsSleeping(), True, True),
+    "pause_generation": (
+        lambda c: c.pause_generation(mode="keep", clear_cache=False),
+        admin.PauseGeneration("keep", clear_cache=False),
+        None,
+        None,
+    ),
+    "resume_generation": (lambda c: c.resume_generation(), admin.ResumeGeneration(), None, None),
+    "is_paused": (lambda c: c.is_paused(), admin.IsPaused(), False, False),
+}
+
+#: Those that are no matter of the engines, or that this gateway says it does not do.
+OTHERS = {
+    "abort",
+    "add_lora",
+    "check_health",
+    "do_log_stats",
+    "encode",
+    "generate",
+    "is_tracing_enabled",
+    "notify_kv_transfer_request_rejected",
+    "shutdown",
+}
+
+
+class AdminStory(Story):
+    def __init__(self, answers=(), error=None):
+        super().__init__()
+        self.calls = []
+        self._answers, self._failure = answers, error
+
+    async def administer(self, call):
+        self.calls.append(call)
+        if self._failure is not None:
+            raise self._failure
+        return list(self._answers)
+
+
+@pytest.mark.parametrize("name", ADMIN)
+async def test_administrative_call_is_every_workers(name):
+    ask, call, answer, result = ADMIN[name]
+    story = AdminStory([answer, answer])
+    assert await ask(client(story)) == result
+    assert story.calls == [call]
+
+
+@pytest.mark.parametrize("name", ADMIN)
+async def test_administrative_call_that_fails_says_who_has_not_done_it(name):
+    with pytest.raises(BridgedError, match="unix:/w1") as failed:
+        await ADMIN[name][0](client(AdminStory(error=WorkersNotDone("1 of 2 have done it; not: unix:/w1"))))
+    assert failed.value.status_code == 503
+
+
+def test_every_administrative_method_of_vllms_protocol_is_known_here():
+    methods = {n for n in EngineClient.__abstractmethods__ if not isinstance(vars(EngineClient)[n], property)}
+    assert methods == set(ADMIN) | OTHERS
+    assert {type(call) for _, call, *_ in ADMIN.values()} | {admin.AddLora} == set(get_args(admin.AdminCall))
+    assert set(ACTIONS) == set(get_args(admin.AdminCall))
+
+
+@pytest.mark.parametrize("name", ["is_sleeping", "is_paused"])
+async def test_workers_that_differ_are_no_yes_and_no_no(name):
+    with pytest.raises(BridgedError, match="1 of 2 workers"):
+        await getattr(client(AdminStory([True, False])), name)()
+
+
+async def test_one_worker_that_could_not_reset_is_no_success():
+    assert await client(AdminStory([True, False])).reset_prefix_cache() is False
+
+
+async def test_adapter_has_the_same_number_in_every_gateway_whenever_it_is_loaded():
+    story = AdminStory([True])
+    found = client(story)
+    found.is_serving = True
+    assert await found.add_lora(LORA)
+    await outputs(found.generate(tokens_input([1]), SamplingParams(), "r", lora_request=LORA))
+    later = msgspec.structs.replace(LORA, lora_int_id=7)
+    other = msgspec.structs.replace(LORA, lora_path="/adapters/sql-2")
+    for one in (later, other):
+        await found.add_lora(one)
+    loaded = [MsgpackDecoder(LoRARequest).decode(call.lora) for call in story.calls]
+    (request,) = story.requests
+    used = MsgpackDecoder(LoRARequest).decode(request.lora)
+    assert (used.lora_name, used.lora_path) == ("sql", "/adapters/sql")
+    assert used.lora_int_id == loaded[0].lora_int_id == loaded[1].lora_int_id != loaded[2].lora_int_id
+    assert all(0 < lora.lora_int_id < 1 << 31 for lora in loaded)
+
+
+async def test_adapters_of_the_command_line_wait_for_no_worker():
+    story = AdminStory(error=NoWorkerReady("no worker is ready"))
+    assert await client(story).add_lora(LORA)
+    assert story.calls == []
+
+
+@pytest.mark.parametrize("name", ["abort", "notify_kv_transfer_request_rejected"])
+async def test_what_is_not_done_is_no_success(name):
     with pytest.raises(NotImplementedError, match="several"):
-        await getattr(client(Story()), name)()
+        await getattr(client(Story()), name)("r")

@@ -4,11 +4,22 @@ from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
+from medialane.core.admin import (
+    IsSleeping,
+    PauseGeneration,
+    ReleaseKvCacheMemory,
+    ResetMmCache,
+    ResetPrefixCache,
+    Sleep,
+)
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, WorkerLost
 from medialane.core.feature import Feature, HandedMedia, PlaceholderRange
+from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
@@ -214,3 +225,77 @@ async def test_watch_unmaps_arenas_that_are_gone(engine):
         async with asyncio.timeout(0.05):
             await worker.watch()
     assert gone.id not in mapped()
+
+
+class Known:
+    """What a gateway knows of rank 0."""
+
+    def __init__(self, worker):
+        self.held = set(worker.held_blocks()[0])
+        self.snapshots = 0
+        self.stop = worker.watch_blocks(self.changed)
+
+    def changed(self, change):
+        stored = set(np.frombuffer(change.stored, "<u8").tolist())
+        removed = set(np.frombuffer(change.removed, "<u8").tolist())
+        self.held = stored if change.snapshot else self.held - removed | stored
+        self.snapshots += change.snapshot
+
+
+@pytest.fixture
+async def known(worker):
+    long = EngineRequest("r", ExpandedPrompt(list(range(64))), msgspec.json.encode(FakeParams(max_tokens=1)))
+    await answer(worker, long)
+    known = Known(worker)
+    assert known.held
+    return known
+
+
+@pytest.mark.parametrize("call", [ResetPrefixCache(), Sleep(), PauseGeneration(), ReleaseKvCacheMemory()])
+async def test_gateways_are_told_of_emptied_caches_before_the_next_step(worker, known, call):
+    await worker.administer(call)
+    assert (known.held, known.snapshots) == (set(), 1)
+
+
+@pytest.mark.parametrize("call", [IsSleeping(), ResetMmCache(), Sleep(0), PauseGeneration("keep")])
+async def test_calls_that_empty_nothing_leave_the_blocks(worker, known, call):
+    held = set(known.held)
+    await worker.administer(call)
+    assert (known.held, known.snapshots) == (held, 0)
+
+
+async def test_cache_that_was_in_use_keeps_its_blocks(worker, engine, known):
+    async def refuses(_call):
+        return False
+
+    engine.administer = refuses
+    assert await worker.administer(ResetPrefixCache()) is False
+    assert known.held
+
+
+async def test_blocks_stored_after_the_engine_has_told_of_the_reset_stay(worker, engine, known):
+    async def tells(_call):
+        engine.blocks.listener(KvEventBatch(0, [AllBlocksCleared()], 0.0))
+        await answer(worker, request(max_tokens=1))
+        long = EngineRequest("r2", ExpandedPrompt(list(range(100, 164))), msgspec.json.encode(FakeParams(max_tokens=1)))
+        await answer(worker, long)
+        return True
+
+    engine.administer = tells
+    await worker.administer(ResetPrefixCache())
+    assert known.held == set(worker.held_blocks()[0]) != set()
+
+
+async def test_error_of_the_engine_is_the_calls(worker, engine):
+    engine.die(GenerationFailed("the engine failed"))
+    with pytest.raises(GenerationFailed):
+        await worker.administer(Sleep())
+
+
+async def test_metrics_are_those_of_the_process():
+    registry = CollectorRegistry()
+    worker = Worker(FakeEngine(), WorkerConfig(), arena_directory="/dev/shm", registry=registry)
+    Counter("vllm:a", "A", registry=registry).inc(3)
+    first, second = worker.metrics(), worker.metrics()
+    assert first() == second() != first()
+    worker.close()

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
-from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerLost
+from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected, WorkerLost
 from medialane.core.feature import HandedMedia
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
@@ -177,6 +178,9 @@ class SimulatedEngine:
         finally:
             del self._answers[sequence]
             self._scheduler.remove(sequence)
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        raise InvalidRequest(f"a simulated engine does not do {type(call).__name__}")
 
     async def ping(self, timeout_s: float) -> None:
         self._check_alive()

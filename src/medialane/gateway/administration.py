@@ -1,0 +1,74 @@
+"""What an operator asks of the engines: each administrative call goes to every worker, and is done when all have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from medialane.core.admin import AddLora, AdminCall, AdminResult, clears_encoder_cache
+from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, WorkersNotDone
+from medialane.gateway.side_by_side import side_by_side
+from medialane.gateway.workers import WorkerLink, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+#: Workers that an error names; the others are in the log.
+MAX_NAMED = 8
+
+
+class Administration:
+    """`forget_encoder_items` is called with each worker whose engine has emptied its encoder cache."""
+
+    def __init__(
+        self, workers: WorkerPool, *, timeout_s: float, forget_encoder_items: Callable[[WorkerLink], None]
+    ) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._forget_encoder_items = forget_encoder_items
+
+    async def administer(self, call: AdminCall) -> list[AdminResult]:
+        """Have every worker do `call`; their answers, in the order in which the workers were named.
+
+        Raises what the workers raise where all refuse it alike, WorkersNotDone with those that have not done it (a lost
+        worker is one of them), NoWorkerReady for an adapter that nobody can load.
+        """
+        links = self._asked(call)
+        found = await side_by_side([self._one(link, call) for link in links])
+        failed = {link: error for link, error in zip(links, found, strict=True) if isinstance(error, MedialaneError)}
+        if failed:
+            for link, error in failed.items():
+                logger.warning("%s at worker %s: %s", type(call).__name__, link.address, error.message)
+            raise _error(failed, links)
+        return [result for result in found if not isinstance(result, MedialaneError)]
+
+    def _asked(self, call: AdminCall) -> Sequence[WorkerLink]:
+        """All workers. A worker that is lost now loads an adapter with the first request that names it."""
+        links = list(self._workers.links.values())
+        if isinstance(call, AddLora):
+            links = [link for link in links if link.client is not None]
+        if not links:
+            raise NoWorkerReady("no worker is ready", retry_after_s=5)
+        return links
+
+    async def _one(self, link: WorkerLink, call: AdminCall) -> AdminResult | MedialaneError:
+        client = link.client
+        if client is None:
+            return NoWorkerReady("not connected")
+        try:
+            result = await client.administer(call, self._timeout_s)
+        except MedialaneError as error:
+            return error
+        if clears_encoder_cache(call):
+            self._forget_encoder_items(link)
+        return result
+
+
+def _error(failed: Mapping[WorkerLink, MedialaneError], asked: Sequence[WorkerLink]) -> MedialaneError:
+    first = next(iter(failed.values()))
+    same = all(type(error) is type(first) and error.message == first.message for error in failed.values())
+    if same and len(failed) == len(asked) and isinstance(first, InvalidRequest):
+        return first
+    named = [f"{link.address} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
+    more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
+    done = len(asked) - len(failed)
+    return WorkersNotDone(f"{done} of {len(asked)} workers have done it; not: {'; '.join(named)}{more}")

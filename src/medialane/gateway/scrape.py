@@ -1,0 +1,67 @@
+"""The workers' metrics, read when somebody scrapes the gateway.
+
+Pulled, not pushed: reading a registry takes a worker some milliseconds, which are spent only where a scraper asks, and
+what it gets is as fresh as from the engine's own server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from medialane.gateway.side_by_side import side_by_side
+from medialane.gateway.workers import WorkerPool
+from medialane.observability.worker_metrics import MetricMirror
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: Where vLLM's app shows metrics; it takes whatever follows, too.
+PATH = "/metrics"
+
+#: A worker that has not answered by then shows its last values: scrapers have deadlines of their own.
+TIMEOUT_S = 1.0
+
+#: Anybody may scrape, as often as they like; workers are asked no more often than this.
+MIN_INTERVAL_S = 0.25
+
+
+class WorkerScrape:
+    """The latest metrics of all connected workers."""
+
+    def __init__(self, workers: WorkerPool, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workers = workers
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._refreshed_at = float("-inf")
+
+    async def refresh(self) -> None:
+        """Ask all workers for what has changed, and wait for their answers, `TIMEOUT_S` at the most."""
+        async with self._lock:
+            if self._clock() - self._refreshed_at < MIN_INTERVAL_S:
+                return
+            clients = [link.client for link in self._workers.links.values()]
+            await side_by_side([client.read_metrics(TIMEOUT_S) for client in clients if client is not None])
+            self._refreshed_at = self._clock()
+
+    def mirrors(self) -> dict[str, MetricMirror]:
+        """By worker. A worker that is gone shows nothing."""
+        clients = {link.address: link.client for link in self._workers.links.values()}
+        return {address: client.metrics for address, client in clients.items() if client is not None}
+
+
+class ScrapeMiddleware:
+    """Refreshes before a scrape is answered."""
+
+    def __init__(self, app: App, refresh: Callable[[], Awaitable[None]]) -> None:
+        self._app = app
+        self._refresh = refresh
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(PATH):
+            await self._refresh()
+        await self._app(scope, receive, send)

@@ -1,0 +1,177 @@
+"""A worker's Prometheus series, read there and shown by its gateways.
+
+Theory of operation. vLLM keeps the metrics of an engine in the registry of the engine's process, the worker. When a
+gateway is scraped, it asks its workers; each reads its registry and sends the samples that have changed since that
+gateway asked last (`MetricReader`, one for each connection), and the gateway keeps the latest values (`MetricMirror`,
+one for each connection as well). Values are absolute, so nothing adds up wrong when an answer is late: the counters of
+one incarnation of a worker never go backwards. A new connection begins with everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import METRIC_TYPES, Metric
+
+from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
+
+#: vLLM's own names. The process's (`process_`, `python_`) would say of the gateway what is true of the worker.
+PREFIX = "vllm:"
+
+#: The label that tells workers apart, as in medialane's own metrics.
+WORKER_LABEL = "worker"
+
+#: Series of one worker. vLLM has some 1300 for each data-parallel rank.
+MAX_SERIES = 1 << 16
+
+#: Series in one message: a gateway takes them up in a millisecond.
+PIECE_SERIES = 2048
+
+#: What may stand in a page of metrics as it is; values of labels are quoted there.
+_NAME = re.compile(PREFIX + r"[a-zA-Z0-9_:]+", re.ASCII)
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
+
+_ID = np.dtype("<u4")
+_VALUE = np.dtype("<f8")
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class MetricReader:
+    """What one gateway has not been sent yet of a registry's `PREFIX` families. Series above `MAX_SERIES` are left out
+    and counted in `num_dropped`."""
+
+    def __init__(self, registry: CollectorRegistry, *, max_series: int = MAX_SERIES) -> None:
+        self._registry = registry
+        self._max_series = max_series
+        self._families: dict[str, int] = {}
+        self._ids: dict[_Key, int] = {}
+        self._values: dict[int, float] = {}
+        self._num_told = 0
+        self.num_dropped = 0
+
+    def read(self) -> list[MetricChanges]:
+        """The changes since the last call, in pieces; takes some milliseconds. Not to be called twice at a time."""
+        families: list[MetricFamily] = []
+        series: list[MetricSeries] = []
+        changed: dict[int, float] = {}
+        left = dict.fromkeys(self._ids)
+        for metric in self._registry.collect():
+            if not metric.name.startswith(PREFIX):
+                continue
+            family = self._family(metric, families)
+            for sample in metric.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                left.pop(key, None)
+                number = self._ids.get(key)
+                if number is None:
+                    if len(self._ids) >= self._max_series:
+                        self.num_dropped += 1
+                        continue
+                    number = self._ids[key] = self._num_told
+                    self._num_told += 1
+                    series.append(MetricSeries(family, sample.name, dict(sample.labels)))
+                if self._values.get(number) != sample.value:
+                    self._values[number] = changed[number] = sample.value
+        return list(_pieces(families, series, changed, self._forget(left)))
+
+    def _family(self, metric: Metric, families: list[MetricFamily]) -> int:
+        number = self._families.get(metric.name)
+        if number is None:
+            number = self._families[metric.name] = len(self._families)
+            families.append(MetricFamily(metric.name, metric.documentation, metric.type))
+        return number
+
+    def _forget(self, keys: Iterable[_Key]) -> list[int]:
+        numbers = [self._ids.pop(key) for key in keys]
+        for number in numbers:
+            self._values.pop(number, None)
+        return numbers
+
+
+class MetricMirror:
+    """The latest known series of one worker. Filled on the event loop, read from any thread."""
+
+    def __init__(self, *, max_series: int = MAX_SERIES) -> None:
+        self._max_series = max_series
+        self._families: list[MetricFamily] = []
+        self._series: dict[int, MetricSeries] = {}
+        self._values: dict[int, float] = {}
+        self._num_told = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def apply(self, changes: MetricChanges) -> None:
+        """Take changes up, in the order in which they were sent. Raises ValueError, having changed nothing, for what no
+        `MetricReader` sends."""
+        ids, values = list(map(int, _unpack(changes.ids, _ID))), _unpack(changes.values, _VALUE)
+        removed = set(map(int, _unpack(changes.removed, _ID)))
+        num_families = len(self._families) + len(changes.families)
+        new = dict(enumerate(changes.series, self._num_told))
+        if num_families > self._max_series or len(self._series) + len(new) - len(removed) > self._max_series:
+            raise ValueError("more series than a worker may have")
+        if not all(map(_is_family, changes.families)) or not all(_is_series(s, num_families) for s in changes.series):
+            raise ValueError("a family or a series that Prometheus does not know")
+        if len(ids) != len(values) or any(i not in self._series and i not in new for i in (*ids, *removed)):
+            raise ValueError("values that do not fit the series")
+        self._families.extend(changes.families)
+        self._series.update(new)
+        self._num_told += len(new)
+        self._values.update(zip(ids, values, strict=True))
+        for number in removed:
+            self._series.pop(number, None)
+            self._values.pop(number, None)
+
+    def samples(self) -> Iterator[tuple[MetricFamily, MetricSeries, float]]:
+        """All series that have a value, in the order in which they were sent."""
+        for number, value in sorted(self._values.items()):  # a copy, made at once: the loop may change it meanwhile
+            series = self._series.get(number)
+            if series is not None:
+                yield self._families[series.family], series, value
+
+
+def collect(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
+    """The families of all workers, each once, with the worker's name as a label."""
+    found: dict[str, Metric] = {}
+    for worker, mirror in mirrors.items():
+        for family, series, value in mirror.samples():
+            metric = found.get(family.name)
+            if metric is None:
+                metric = found[family.name] = Metric(family.name, family.documentation, family.kind)
+            metric.add_sample(series.name, {**series.labels, WORKER_LABEL: worker}, value)
+    yield from found.values()
+
+
+def _pieces(
+    families: list[MetricFamily], series: list[MetricSeries], changed: dict[int, float], removed: list[int]
+) -> Iterator[MetricChanges]:
+    """New families go with the first piece, and values after their series."""
+    ids = np.fromiter(changed, _ID, len(changed))
+    values = np.fromiter(changed.values(), _VALUE, len(changed))
+    for start in range(0, max(1, len(series)), PIECE_SERIES):
+        new = tuple(series[start : start + PIECE_SERIES])
+        gone = b"" if start else np.array(removed, _ID).tobytes()
+        yield MetricChanges(() if start else tuple(families), new, removed=gone)
+    for start in range(0, len(ids), PIECE_SERIES):
+        end = start + PIECE_SERIES
+        yield MetricChanges(ids=ids[start:end].tobytes(), values=values[start:end].tobytes())
+
+
+def _is_family(found: MetricFamily) -> bool:
+    return _NAME.fullmatch(found.name) is not None and found.kind in METRIC_TYPES
+
+
+def _is_series(found: MetricSeries, num_families: int) -> bool:
+    names = _NAME.fullmatch(found.name) is not None and all(map(_LABEL.fullmatch, found.labels))
+    return names and 0 <= found.family < num_families
+
+
+def _unpack(data: bytes, kind: np.dtype[np.uint32] | np.dtype[np.float64]) -> list[float]:
+    if len(data) % kind.itemsize:
+        raise ValueError("a part of a number")
+    found: list[float] = np.frombuffer(data, kind).tolist()
+    return found

@@ -1,0 +1,95 @@
+"""What a gateway has asked of a worker beside requests, and waits for; see `session_calls` for the other end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.errors import MedialaneError, ProtocolViolation, Unavailable, WorkerLost, from_report
+from medialane.observability.worker_metrics import MetricMirror
+from medialane.rpc.messages import AdminDone, AdminFailed, Administer, MetricValues, ReadMetrics
+
+
+class ClientCalls:
+    """The calls of one connection. `metrics` are the worker's, as of the last `read_metrics`."""
+
+    def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
+        self._send = send
+        self._waiting: dict[int, asyncio.Future[AdminResult]] = {}
+        self._num_calls = 0
+        self._reading: asyncio.Future[None] | None = None
+        self._lost = False
+        self.metrics = MetricMirror()
+
+    async def administer(self, call: AdminCall, timeout_s: float) -> AdminResult:
+        """Have the worker's engine do `call`. A call that is given up here may yet be done there.
+
+        Raises what the worker reports, WorkerLost when the connection is gone, Unavailable after `timeout_s`.
+        """
+        self._check_connected()
+        self._num_calls += 1
+        call_id = self._num_calls
+        answer: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = answer
+        try:
+            self._send(Administer(call_id, call))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise Unavailable(f"no answer within {timeout_s:g} s") from None
+        finally:
+            del self._waiting[call_id]
+
+    async def read_metrics(self, timeout_s: float) -> bool:
+        """Bring `metrics` up to date. False where the worker has not answered in time: they stay as they are, and the
+        answer is taken up when it comes."""
+        if self._lost:
+            return False
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_future()
+            self._send(ReadMetrics())
+        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
+        return bool(done) and not self._lost
+
+    def received(self, message: AdminDone | AdminFailed | MetricValues) -> None:
+        """Raises ProtocolViolation for an answer to what was not asked."""
+        if isinstance(message, MetricValues):
+            self._take(message)
+            return
+        if not 0 < message.call_id <= self._num_calls:
+            raise ProtocolViolation("an answer to an administrative call that was not made")
+        answer = self._waiting.get(message.call_id)
+        if answer is None or answer.done():
+            return  # nobody waits any more
+        if isinstance(message, AdminFailed):
+            answer.set_exception(from_report(message.error))
+        else:
+            answer.set_result(message.result)
+
+    def lost(self, error: MedialaneError) -> None:
+        """The connection is gone."""
+        self._lost = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost("the worker was lost before it had answered"))
+        if self._reading is not None:
+            self._reading.set_result(None)
+            self._reading = None
+
+    def _take(self, message: MetricValues) -> None:
+        if self._reading is None:
+            raise ProtocolViolation("metrics that were not asked for")
+        try:
+            self.metrics.apply(message.changes)
+        except ValueError as error:
+            raise ProtocolViolation(f"metrics that make no sense: {error}") from error
+        if not message.more:
+            self._reading.set_result(None)
+            self._reading = None
+
+    def _check_connected(self) -> None:
+        if self._lost:
+            raise WorkerLost("the worker is not connected")

@@ -1,0 +1,58 @@
+"""Administrative calls, done by vLLM's AsyncLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from medialane.core import admin
+from medialane.core.admin import AdminCall
+from medialane.vllm_bridge.engine_request import readable
+
+_LORA = MsgpackDecoder(LoRARequest)
+
+
+def _reset_prefix_cache(llm: AsyncLLM, call: admin.ResetPrefixCache) -> Awaitable[bool]:
+    found: Awaitable[bool] = llm.reset_prefix_cache(call.reset_running_requests, call.reset_connector)
+    return found
+
+
+def _start_profile(llm: AsyncLLM, call: admin.StartProfile) -> Awaitable[None]:
+    found: Awaitable[None] = llm.start_profile(
+        call.profile_prefix, delay_iterations=call.delay_iterations, max_iterations=call.max_iterations
+    )
+    return found
+
+
+def _add_lora(llm: AsyncLLM, call: admin.AddLora) -> Awaitable[bool]:
+    with readable("LoRA request"):
+        lora = _LORA.decode(call.lora)
+    found: Awaitable[bool] = llm.add_lora(lora)
+    return found
+
+
+#: How each call is done. What is not here is not done.
+ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]] = {
+    admin.ResetPrefixCache: _reset_prefix_cache,
+    admin.ResetMmCache: lambda llm, _: llm.reset_mm_cache(),
+    admin.ResetEncoderCache: lambda llm, _: llm.reset_encoder_cache(),
+    admin.Sleep: lambda llm, call: llm.sleep(call.level, call.mode),
+    admin.ReleaseKvCacheMemory: lambda llm, _: llm.release_kv_cache_memory(),
+    admin.WakeUp: lambda llm, call: llm.wake_up(None if call.tags is None else list(call.tags)),
+    admin.IsSleeping: lambda llm, _: llm.is_sleeping(),
+    admin.PauseGeneration: lambda llm, call: llm.pause_generation(mode=call.mode, clear_cache=call.clear_cache),
+    admin.ResumeGeneration: lambda llm, _: llm.resume_generation(),
+    admin.IsPaused: lambda llm, _: llm.is_paused(),
+    admin.StartProfile: _start_profile,
+    admin.StopProfile: lambda llm, _: llm.stop_profile(),
+    admin.AddLora: _add_lora,
+}
+
+
+def begin(llm: AsyncLLM, call: AdminCall) -> Awaitable[bool | None]:
+    """Have the engine do `call`. The result fails with whatever vLLM raises; PromptRejected for what cannot be read."""
+    return ACTIONS[type(call)](llm, call)

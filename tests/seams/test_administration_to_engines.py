@@ -1,0 +1,110 @@
+"""From an operator to every worker's engine, and from engines' metrics to a scraper: over real sockets."""
+
+import tempfile
+
+import pytest
+from gateway_parts import FakeWorker, Parts, eventually, request
+from prometheus_client import Counter, generate_latest
+
+from medialane.core.admin import IsSleeping, ResetPrefixCache, Sleep
+from medialane.core.errors import GenerationFailed, WorkersNotDone
+from medialane.gateway import WorkerScrape, open_scope
+from medialane.gateway.scrape import MIN_INTERVAL_S
+
+
+@pytest.fixture
+async def workers(arena):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        workers = [FakeWorker(f"{folder}/{n}.sock", directory=str(arena.path.parent)) for n in range(2)]
+        for worker in workers:
+            await worker.start()
+        yield workers
+        for worker in workers:
+            await worker.close()
+
+
+@pytest.fixture
+async def parts(arena, workers):
+    async with Parts(arena, None, workers) as parts:
+        yield parts
+
+
+async def test_every_engine_does_what_the_operator_asks(parts, workers):
+    assert await parts.gateway.administer(Sleep(1, "wait")) == [None, None]
+    assert [worker.engine.calls for worker in workers] == [[Sleep(1, "wait")]] * 2
+    assert await parts.gateway.administer(IsSleeping()) == [True, True]
+
+
+async def test_operator_is_told_which_worker_has_not_done_it(parts, workers):
+    workers[1].engine.die(GenerationFailed("out of memory"))
+    with pytest.raises(WorkersNotDone) as failed:
+        await parts.gateway.administer(Sleep())
+    assert f"1 of 2 workers have done it; not: {workers[1].address} (out of memory)" in failed.value.message
+    await workers[0].close()
+    await eventually(lambda: parts.links.num_ready == 1)
+    with pytest.raises(WorkersNotDone, match="0 of 2"):
+        await parts.gateway.administer(Sleep())
+
+
+async def test_router_expects_nothing_of_a_cache_that_was_reset(parts):
+    stats = parts.gateway.routes.stats
+    with open_scope():
+        await parts.generate(request("r", list(range(100)), max_tokens=1), None)
+    await eventually(lambda: stats().num_blocks > 0)
+    await parts.gateway.administer(ResetPrefixCache())
+    await eventually(lambda: stats().num_blocks == 0)
+
+
+class Scraper:
+    def __init__(self, parts):
+        self.now = 0.0
+        self._scrape = WorkerScrape(parts.links, clock=lambda: self.now)
+        self._registry = parts.registry
+        parts.metrics.watch_engines(self._scrape.mirrors)
+
+    async def value(self, worker):
+        """The worker's `vllm:prompt_tokens_total` at the gateway; None where it shows none."""
+        self.now += MIN_INTERVAL_S
+        await self._scrape.refresh()
+        generate_latest(self._registry)
+        labels = {"engine": "0", "worker": worker.address}
+        return self._registry.get_sample_value("vllm:prompt_tokens_total", labels)
+
+
+def counter(worker):
+    return Counter("vllm:prompt_tokens", "Tokens", ["engine"], registry=worker.registry).labels("0")
+
+
+async def test_scrape_shows_every_workers_metrics_as_they_are_now(parts, workers):
+    scraper, (one, other) = Scraper(parts), map(counter, workers)
+    one.inc(3)
+    other.inc(5)
+    assert [await scraper.value(worker) for worker in workers] == [3, 5]
+    one.inc()
+    assert [await scraper.value(worker) for worker in workers] == [4, 5]
+
+
+async def test_counter_goes_on_after_a_broken_connection(parts, workers):
+    scraper = Scraper(parts)
+    counted = counter(workers[0])
+    counted.inc(3)
+    assert await scraper.value(workers[0]) == 3
+    lost = parts.links.links[workers[0].address].client
+    workers[0].drop_connections()
+    await eventually(lambda: parts.links.links[workers[0].address].client not in (None, lost))
+    counted.inc()
+    assert await scraper.value(workers[0]) == 4
+
+
+async def test_worker_that_is_gone_shows_no_series_and_a_new_one_its_own(parts, workers):
+    scraper, counted = Scraper(parts), [counter(worker) for worker in workers]
+    for one in counted:
+        one.inc(9)
+    assert await scraper.value(workers[0]) == 9
+    await workers[0].close()
+    await eventually(lambda: parts.links.num_ready == 1)
+    assert [await scraper.value(worker) for worker in workers] == [None, 9]
+    await workers[0].start()
+    counter(workers[0]).inc()
+    await eventually(lambda: parts.links.num_ready == 2)
+    assert await scraper.value(workers[0]) == 1

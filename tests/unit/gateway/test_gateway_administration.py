@@ -1,0 +1,114 @@
+"""Administrative calls go to every worker, and are done when all have done them."""
+
+import asyncio
+
+import pytest
+
+from medialane.core.admin import (
+    AddLora,
+    IsSleeping,
+    PauseGeneration,
+    ReleaseKvCacheMemory,
+    ResetEncoderCache,
+    ResetPrefixCache,
+    Sleep,
+)
+from medialane.core.errors import GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost, WorkersNotDone
+from medialane.gateway import WorkerPool
+from medialane.gateway.administration import MAX_NAMED, Administration
+
+
+class Client:
+    def __init__(self, answer):
+        self.answer = answer
+        self.calls = []
+
+    async def administer(self, call, timeout_s):
+        assert timeout_s == 7
+        self.calls.append(call)
+        await asyncio.sleep(0)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Link:
+    """A worker that answers `answer`; None is one that is lost."""
+
+    def __init__(self, number, answer, *, lost=False):
+        self.address = f"unix:/w{number}"
+        self.client = None if lost else Client(answer)
+
+
+LOST = object()
+
+
+class Workers:
+    def __init__(self, *answers):
+        self.links = [Link(n, answer, lost=answer is LOST) for n, answer in enumerate(answers)]
+        self.forgotten = []
+        self.administration = Administration(
+            WorkerPool(self.links), timeout_s=7, forget_encoder_items=lambda link: self.forgotten.append(link.address)
+        )
+
+    async def do(self, call):
+        return await self.administration.administer(call)
+
+    @property
+    def calls(self):
+        return [link.client.calls for link in self.links if link.client is not None]
+
+
+async def test_every_worker_is_asked_and_answers_in_order():
+    workers = Workers(True, False, True)
+    assert await workers.do(ResetPrefixCache()) == [True, False, True]
+    assert workers.calls == [[ResetPrefixCache()]] * 3
+
+
+@pytest.mark.parametrize("failure", [GenerationFailed("out of memory"), WorkerLost("gone"), LOST])
+async def test_error_says_which_workers_have_not_done_it(failure):
+    workers = Workers(None, failure, None)
+    with pytest.raises(WorkersNotDone, match=r"2 of 3 workers have done it; not: unix:/w1 \(.+\)") as failed:
+        await workers.do(Sleep())
+    assert "w0" not in failed.value.message
+    assert failed.value.status == 503
+    assert all(calls == [Sleep()] for calls in workers.calls)  # one that fails keeps nobody else from it
+
+
+async def test_what_all_refuse_alike_is_the_clients_error():
+    refusal = InvalidRequest("no such profile")
+    with pytest.raises(InvalidRequest, match="no such profile"):
+        await Workers(refusal, InvalidRequest("no such profile")).do(Sleep())
+    with pytest.raises(WorkersNotDone):
+        await Workers(refusal, None).do(Sleep())
+
+
+async def test_error_about_many_workers_stays_short():
+    workers = Workers(*[GenerationFailed("failed")] * (MAX_NAMED + 5))
+    with pytest.raises(WorkersNotDone, match=f"unix:/w{MAX_NAMED - 1} .* and 5 more") as failed:
+        await workers.do(Sleep())
+    assert f"w{MAX_NAMED} " not in failed.value.message
+
+
+async def test_adapter_is_loaded_where_a_worker_is_ready():
+    workers = Workers(True, LOST)
+    assert await workers.do(AddLora(b"x")) == [True]
+    with pytest.raises(NoWorkerReady):
+        await Workers(LOST, LOST).do(AddLora(b"x"))
+
+
+async def test_adapter_that_one_worker_cannot_load_is_no_success():
+    with pytest.raises(WorkersNotDone, match="No adapter found"):
+        await Workers(True, GenerationFailed("No adapter found for /a")).do(AddLora(b"x"))
+
+
+EMPTIES = [ResetEncoderCache(), Sleep(1), Sleep(2), PauseGeneration(), PauseGeneration("wait"), ReleaseKvCacheMemory()]
+KEEPS = [ResetPrefixCache(), Sleep(0), PauseGeneration("keep"), PauseGeneration(clear_cache=False), IsSleeping()]
+
+
+@pytest.mark.parametrize(("call", "empties"), [*((c, True) for c in EMPTIES), *((c, False) for c in KEEPS)])
+async def test_emptied_encoder_caches_are_forgotten_where_it_was_done(call, empties):
+    workers = Workers(True, GenerationFailed("failed"))
+    with pytest.raises(WorkersNotDone):
+        await workers.do(call)
+    assert workers.forgotten == (["unix:/w0"] if empties else [])

@@ -1,0 +1,100 @@
+"""Scrapes of the gateway ask its workers."""
+
+import asyncio
+
+import pytest
+
+from medialane.gateway import ScrapeMiddleware, WorkerPool, WorkerScrape
+from medialane.gateway.scrape import MIN_INTERVAL_S
+
+
+class Client:
+    def __init__(self):
+        self.metrics = object()
+        self.num_reads = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def read_metrics(self, timeout_s):
+        self.num_reads += 1
+        await self.answers.wait()
+        return True
+
+
+class Link:
+    def __init__(self, address, client):
+        self.address, self.client = address, client
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def links():
+    return [Link("unix:/w0", Client()), Link("unix:/w1", Client()), Link("unix:/lost", None)]
+
+
+@pytest.fixture
+def scrape(links, clock):
+    return WorkerScrape(WorkerPool(links), clock=clock)
+
+
+def num_reads(links):
+    return [link.client.num_reads for link in links if link.client is not None]
+
+
+async def test_every_connected_worker_is_asked(scrape, links):
+    await scrape.refresh()
+    assert num_reads(links) == [1, 1]
+    assert scrape.mirrors() == {link.address: link.client.metrics for link in links[:2]}
+
+
+async def test_worker_that_is_gone_is_shown_no_more(scrape, links):
+    await scrape.refresh()
+    links[0].client = None
+    assert list(scrape.mirrors()) == ["unix:/w1"]
+
+
+async def test_many_scrapes_ask_no_more_often_than_the_interval(scrape, links, clock):
+    await asyncio.gather(*(scrape.refresh() for _ in range(20)))
+    assert num_reads(links) == [1, 1]
+    clock.now += MIN_INTERVAL_S
+    await scrape.refresh()
+    assert num_reads(links) == [2, 2]
+
+
+async def test_scrape_that_is_given_up_leaves_the_next_one_whole(scrape, links):
+    links[0].client.answers.clear()
+    given_up = asyncio.create_task(scrape.refresh())
+    while num_reads(links) != [1, 1]:  # noqa: ASYNC110 - the other task runs meanwhile
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    links[0].client.answers.set()
+    await scrape.refresh()
+    assert num_reads(links) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "asks"), [("http", "/metrics", 1), ("http", "/v1/models", 0), ("lifespan", "/metrics", 0)]
+)
+async def test_only_a_scrape_waits_for_the_workers(kind, path, asks):
+    seen = []
+
+    async def refresh():
+        seen.append("refresh")
+
+    async def app(*_):
+        seen.append("app")
+
+    await ScrapeMiddleware(app, refresh)({"type": kind, "path": path}, None, None)
+    assert seen == ["refresh"] * asks + ["app"]

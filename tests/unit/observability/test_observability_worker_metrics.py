@@ -1,0 +1,170 @@
+import math
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
+from medialane.observability.metrics import Metrics
+from medialane.observability.worker_metrics import PIECE_SERIES, MetricMirror, MetricReader
+
+
+class Pair:
+    """A worker's registry, and what a gateway knows of it."""
+
+    def __init__(self, **limits):
+        self.registry = CollectorRegistry()
+        self.reader, self.mirror = MetricReader(self.registry, **limits), MetricMirror(**limits)
+
+    def read(self):
+        """Bring the mirror up to date; what travelled."""
+        pieces = [msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=MetricChanges) for p in self.reader.read()]
+        for piece in pieces:
+            self.mirror.apply(piece)
+        return pieces
+
+    def value(self, sample, **labels):
+        found = [v for _, s, v in self.mirror.samples() if (s.name, s.labels) == (sample, labels)]
+        return found[0] if found else None
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+def shown(**mirrors):
+    """What a scraper of the gateway gets."""
+    registry = CollectorRegistry()
+    Metrics(registry).watch_engines(lambda: mirrors)
+    return generate_latest(registry).decode()
+
+
+def families(text):
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_worker_is_shown_as_its_own_server_would_show_it(pair):
+    labels = {"model_name": "m", "engine": "0"}
+    Counter("vllm:prompt_tokens", "Tokens", list(labels), registry=pair.registry).labels(**labels).inc(7)
+    Gauge("vllm:num_requests_running", "Running", list(labels), registry=pair.registry).labels(**labels).set(2)
+    latency = Histogram("vllm:ttft_seconds", "TTFT", list(labels), buckets=(0.1, 1), registry=pair.registry)
+    latency.labels(**labels).observe(0.5)
+    pair.read()
+    theirs = {n: f for n, f in families(generate_latest(pair.registry).decode()).items() if n.startswith("vllm:")}
+    ours = {n: f for n, f in families(shown(w0=pair.mirror)).items() if n.startswith("vllm:")}
+    assert ours.keys() == theirs.keys()
+    for name, family in theirs.items():
+        assert (ours[name].type, ours[name].documentation) == (family.type, family.documentation)
+        with_worker = [(s.name, {**s.labels, "worker": "w0"}, s.value) for s in family.samples]
+        assert [tuple(s[:3]) for s in ours[name].samples] == with_worker
+
+
+def test_families_of_several_workers_are_one_family_each(pair):
+    other = Pair()
+    for number, one in enumerate((pair, other), 1):
+        Counter("vllm:prompt_tokens", "Tokens", registry=one.registry).inc(number)
+        one.read()
+    text = shown(w0=pair.mirror, w1=other.mirror)
+    assert text.count("# TYPE vllm:prompt_tokens_total counter") == 1
+    values = {s.labels["worker"]: s.value for s in families(text)["vllm:prompt_tokens"].samples}
+    assert (values["w0"], values["w1"]) == (1, 2)
+
+
+def test_only_what_has_changed_travels(pair):
+    counter = Counter("vllm:a", "A", ["engine"], registry=pair.registry)
+    counter.labels("0").inc()
+    counter.labels("1").inc()
+    assert len(pair.read()[0].series) == 4
+    assert pair.read() == [MetricChanges()]
+    counter.labels("1").inc(2)
+    (_, values) = pair.read()
+    assert (values.series, len(values.ids), len(values.values)) == ((), 4, 8)
+    assert (pair.value("vllm:a_total", engine="0"), pair.value("vllm:a_total", engine="1")) == (1, 3)
+
+
+def test_series_that_come_later_and_go_again(pair):
+    gauge = Gauge("vllm:lora", "Adapters", ["name"], registry=pair.registry)
+    gauge.labels("a").set(1)
+    pair.read()
+    gauge.remove("a")
+    gauge.labels("b").set(2)
+    Gauge("vllm:later", "Later", registry=pair.registry).set(3)
+    pair.read()
+    assert (pair.value("vllm:lora", name="a"), pair.value("vllm:lora", name="b")) == (None, 2)
+    assert pair.value("vllm:later") == 3
+    gauge.labels("a").set(4)
+    pair.read()
+    assert pair.value("vllm:lora", name="a") == 4
+
+
+def test_only_vllms_own_families_travel(pair):
+    Counter("python_gc", "GC", registry=pair.registry).inc()
+    pair.read()
+    assert len(pair.mirror) == 0
+    assert "python_gc" not in shown(w0=pair.mirror)
+
+
+def test_values_that_are_no_number_are_shown(pair):
+    Gauge("vllm:a", "A", registry=pair.registry).set(math.nan)
+    Gauge("vllm:b", "B", registry=pair.registry).set(math.inf)
+    pair.read()
+    assert math.isnan(pair.value("vllm:a"))
+    assert pair.value("vllm:b") == math.inf
+
+
+def test_many_series_travel_in_pieces(pair):
+    gauge = Gauge("vllm:a", "A", ["n"], registry=pair.registry)
+    for number in range(2 * PIECE_SERIES + 1):
+        gauge.labels(str(number)).set(number)
+    pieces = pair.read()
+    assert max(len(p.series) for p in pieces) == max(len(p.ids) // 4 for p in pieces) == PIECE_SERIES
+    assert pair.value("vllm:a", n=str(2 * PIECE_SERIES)) == 2 * PIECE_SERIES
+
+
+def test_more_series_than_a_worker_may_have_are_left_out():
+    pair = Pair(max_series=3)
+    gauge = Gauge("vllm:a", "A", ["n"], registry=pair.registry)
+    for number in range(5):
+        gauge.labels(str(number)).set(1)
+    pair.read()
+    assert (len(pair.mirror), pair.reader.num_dropped) == (3, 2)
+
+
+def test_reader_of_another_connection_begins_with_everything(pair):
+    Counter("vllm:a", "A", registry=pair.registry).inc(5)
+    pair.read()
+    pair.reader, pair.mirror = MetricReader(pair.registry), MetricMirror()
+    pair.read()
+    assert pair.value("vllm:a_total") == 5
+
+
+A = MetricFamily("vllm:a", "A", "gauge")
+SERIES = MetricSeries(0, "vllm:a", {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MetricChanges(series=(SERIES,)),
+        MetricChanges((A,), (MetricSeries(-1, "vllm:a", {}),)),
+        MetricChanges((A,), (SERIES,), ids=bytes(4)),
+        MetricChanges((A,), (SERIES,), ids=b"\1\0\0\0", values=bytes(8)),
+        MetricChanges((A,), (SERIES,), ids=bytes(3), values=bytes(8)),
+        MetricChanges((A,), (SERIES,), removed=b"\7\0\0\0"),
+        MetricChanges((A,), (SERIES,) * 9),
+        MetricChanges((A,) * 9),
+        MetricChanges((MetricFamily("vllm:a", "A", "speedometer"),)),
+        MetricChanges((MetricFamily("medialane_arena_bytes", "A", "gauge"),)),
+        MetricChanges((A,), (MetricSeries(0, "vllm:a 1\nup", {}),)),
+        MetricChanges((A,), (MetricSeries(0, "vllm:a", {'a="1"} 1\nup{b': "2"}),)),
+    ],
+)
+def test_changes_that_no_reader_sends_change_nothing(changes):
+    mirror = MetricMirror(max_series=8)
+    with pytest.raises(ValueError, match=r".+"):
+        mirror.apply(changes)
+    assert list(mirror.samples()) == []
+    mirror.apply(MetricChanges((A,), (SERIES,), ids=bytes(4), values=bytes(8)))
+    assert len(mirror) == 1

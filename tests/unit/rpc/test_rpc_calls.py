@@ -1,0 +1,209 @@
+"""Administrative calls and metrics over a connection."""
+
+import asyncio
+
+import pytest
+from prometheus_client import Counter
+from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+
+from medialane.core.admin import AddLora, IsSleeping, ResetPrefixCache, Sleep
+from medialane.core.errors import GenerationFailed, InvalidRequest, ProtocolViolation, Unavailable, WorkerLost
+from medialane.core.metrics import MetricChanges
+from medialane.rpc import FakeHandler
+from medialane.rpc.messages import (
+    AdminDone,
+    AdminFailed,
+    Administer,
+    MetricValues,
+    ReadMetrics,
+    decode_from_worker,
+    decode_to_worker,
+)
+from medialane.rpc.session_calls import MAX_CALLS
+
+
+@pytest.fixture
+async def handler(net):
+    handler = FakeHandler()
+    await net.serve(handler)
+    return handler
+
+
+@pytest.mark.parametrize("result", [None, True, False])
+async def test_call_is_done_by_the_handler_and_answered(net, handler, result):
+    handler.admin_result = result
+    client = await net.connect()
+    assert await client.administer(Sleep(2, "wait"), 5) is result
+    assert handler.calls == [Sleep(2, "wait")]
+
+
+@pytest.mark.parametrize("call", [ResetPrefixCache(True, True), AddLora(b"\x93\0\1\2"), IsSleeping()])
+async def test_call_arrives_as_it_was_made(net, handler, call):
+    await (await net.connect()).administer(call, 5)
+    assert handler.calls == [call]
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no such level"), GenerationFailed("it failed")])
+async def test_error_of_the_tree_comes_back_as_it_is(net, handler, error):
+    handler.admin_result = error
+    with pytest.raises(type(error), match=error.message):
+        await (await net.connect()).administer(IsSleeping(), 5)
+
+
+async def test_unforeseen_error_fails_the_call_alone(net, handler):
+    handler.admin_result = ZeroDivisionError("at 0x7f00")
+    client = await net.connect()
+    with pytest.raises(GenerationFailed) as failed:
+        await client.administer(IsSleeping(), 5)
+    assert "0x7f00" not in failed.value.message
+    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+
+
+async def test_call_has_a_deadline_and_a_late_answer_harms_nobody(net):
+    handler = FakeHandler(delay_s=0.2)
+    await net.serve(handler)
+    client = await net.connect()
+    with pytest.raises(Unavailable, match="no answer within"):
+        await client.administer(Sleep(), 0.01)
+    assert await client.administer(IsSleeping(), 5) is None
+    assert handler.calls == [Sleep(), IsSleeping()]
+    assert not client.closed.is_set()
+
+
+async def test_requests_are_answered_while_a_call_takes_its_time(net):
+    handler = FakeHandler()
+    done = asyncio.Event()
+    handler.administer = lambda _call: done.wait()
+    await net.serve(handler)
+    client = await net.connect()
+    call = asyncio.create_task(client.administer(Sleep(), 10))
+    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    assert not call.done()
+    done.set()
+    assert await call is True
+
+
+async def test_call_is_cancelled_when_its_gateway_leaves(net):
+    handler = FakeHandler()
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def administer(_call):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    handler.administer = administer
+    await net.serve(handler)
+    client = await net.connect()
+    call = asyncio.create_task(client.administer(Sleep(), 10))
+    await started.wait()
+    await client.close()
+    with pytest.raises(WorkerLost):
+        await call
+    async with asyncio.timeout(5):
+        await cancelled.wait()
+    await net.connect()  # the next session waits for all of the last one
+    with pytest.raises(WorkerLost):
+        await client.administer(Sleep(), 10)
+
+
+async def test_calls_under_way_are_bounded(net, raw):
+    handler = FakeHandler(delay_s=60)
+    await net.serve(handler)
+    gateway = await raw()
+    for number in range(1, MAX_CALLS + 2):
+        gateway.send(Administer(number, Sleep()))
+    refused = await gateway.next(AdminFailed)
+    assert (refused.call_id, refused.error.code) == (MAX_CALLS + 1, "unavailable")
+    assert len(handler.calls) == MAX_CALLS
+
+
+@pytest.mark.parametrize("call", [["Shutdown"], ["collective_rpc", "eval"], ["Sleep", "now"], ["Sleep", 1, "never"]])
+async def test_what_is_no_administrative_call_ends_the_connection(call, net, handler, raw):
+    with pytest.raises(ProtocolViolation):
+        decode_to_worker(memoryview(raw_frame(["Administer", 1, call])[4:]))
+    gateway = await raw()
+    gateway.write(raw_frame(["Administer", 1, call]))
+    assert await gateway.hung_up()
+    assert handler.calls == []
+
+
+@pytest.mark.parametrize("answer", [["AdminDone", 1, "yes"], ["AdminDone", "1", True], ["MetricValues", None, False]])
+def test_answers_are_typed(answer):
+    with pytest.raises(ProtocolViolation):
+        decode_from_worker(memoryview(raw_frame(answer)[4:]))
+
+
+async def test_metrics_are_those_of_now_at_every_reading(net, handler):
+    counter = Counter("vllm:a", "A", registry=handler.registry)
+    client = await net.connect()
+    for expected in (0, 3):
+        assert await client.read_metrics(5)
+        assert [v for _, s, v in client.metrics.samples() if s.name == "vllm:a_total"] == [expected]
+        counter.inc(3)
+
+
+async def test_readings_at_the_same_time_are_one(net, handler):
+    read = handler.metrics()
+    num_reads = 0
+
+    def counted():
+        nonlocal num_reads
+        num_reads += 1
+        return read()
+
+    handler.metrics = lambda: counted
+    client = await net.connect()
+    assert await asyncio.gather(*(client.read_metrics(5) for _ in range(3))) == [True] * 3
+    assert num_reads == 1
+
+
+async def test_every_connection_begins_with_everything(net, handler):
+    Counter("vllm:a", "A", registry=handler.registry).inc()
+    for gateway in ("g1", "g2"):
+        client = await net.connect(gateway_id=gateway)
+        assert await client.read_metrics(5)
+        assert len(client.metrics) == 2
+
+
+async def test_worker_that_does_not_answer_keeps_its_last_values(net):
+    handler = FakeHandler()
+    await net.serve(handler)
+    Counter("vllm:a", "A", registry=handler.registry).inc()
+    client = await net.connect()
+    assert await client.read_metrics(5)
+    client._calls._send = lambda _message: None
+    assert not await client.read_metrics(0.01)
+    assert len(client.metrics) == 2
+    await client.close()
+    assert not await client.read_metrics(5)
+
+
+async def test_registry_that_cannot_be_read_is_an_answer_without_changes(net, handler):
+    handler.metrics = lambda: lambda: 1 / 0
+    client = await net.connect()
+    assert await client.read_metrics(5)
+    assert len(client.metrics) == 0
+
+
+async def test_metrics_asked_for_twice_at_a_time_end_the_connection(net, handler, raw):
+    gateway = await raw()
+    gateway.send(ReadMetrics())
+    gateway.send(ReadMetrics())
+    assert await gateway.hung_up()
+
+
+@pytest.mark.parametrize("answer", [AdminDone(1, True), MetricValues(MetricChanges())])
+async def test_answer_to_what_was_not_asked_ends_the_connection(net, handler, answer):
+    client = await net.connect()
+    with pytest.raises(ProtocolViolation):
+        client._calls.received(answer)
+
+
+async def test_metrics_that_make_no_sense_end_the_connection(net, handler):
+    handler.metrics = lambda: lambda: [MetricChanges(ids=bytes(4), values=bytes(8))]
+    client = await net.connect()
+    assert not await client.read_metrics(5)
+    await eventually(client.closed.is_set)

@@ -1,0 +1,58 @@
+"""LoRA adapters that a worker has not seen yet."""
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from medialane.core.errors import GenerationFailed, WorkerLost
+from medialane.vllm_bridge.adapters import KnownAdapters
+
+SQL = LoRARequest("sql", 7, "/adapters/sql")
+
+
+class Engine:
+    def __init__(self):
+        self.loaded = []
+        self.error = None
+
+    async def load(self, lora):
+        if self.error is not None:
+            raise self.error
+        self.loaded.append(lora.lora_path)
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def adapters(engine):
+    return KnownAdapters(engine.load)
+
+
+async def test_adapter_is_loaded_before_its_first_request_only(adapters, engine):
+    for _ in range(3):
+        await adapters.ensure(SQL)
+        await adapters.ensure(None)
+    assert engine.loaded == ["/adapters/sql"]
+
+
+async def test_adapter_from_another_place_is_another_adapter(adapters, engine):
+    await adapters.ensure(SQL)
+    await adapters.ensure(LoRARequest("sql", 8, "/adapters/new"))
+    assert engine.loaded == ["/adapters/sql", "/adapters/new"]
+
+
+async def test_adapter_that_cannot_be_loaded_fails_its_requests_and_is_tried_again(adapters, engine):
+    engine.error = GenerationFailed("the engine failed a call of add_lora")
+    with pytest.raises(GenerationFailed, match="'sql' cannot be loaded"):
+        await adapters.ensure(SQL)
+    engine.error = None
+    await adapters.ensure(SQL)
+    assert engine.loaded == ["/adapters/sql"]
+
+
+async def test_engine_that_dies_is_lost(adapters, engine):
+    engine.error = WorkerLost("the worker's engine has died")
+    with pytest.raises(WorkerLost):
+        await adapters.ensure(SQL)
