@@ -12,7 +12,7 @@ says nothing else. From then on
     Abort(request_id)       ->                                  answered by Released, soon
     Ping(n)                 ->                                  every heartbeat interval
                             <-      Pong(n)
-                            <-      LoadReport(load)            every heartbeat interval, and when it changed
+                            <-      LoadReport(loads)           every heartbeat interval, and when it changed
 
                             <-      KvBlocks(change)            all blocks after Welcome, then changes, with pauses
     ResyncBlocks            ->                                  answered by all blocks
@@ -34,7 +34,7 @@ from medialane.core.kv_events import KvChange
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Both ends must speak the same one; a new version for every change that the other end must know about.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +112,9 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    load: WorkerLoad
+    """One for each data-parallel rank of the worker, in their order."""
+
+    loads: tuple[WorkerLoad, ...]
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -59,10 +59,7 @@ class ArenaResolver:
         self._refused: dict[str, None] = {}
 
     def attach(self, arena: str, directory: str, nonce: str) -> bool:
-        """Map an arena; True if it holds the nonce (hex). Arenas whose file is gone are let go: they have no owner."""
-        for gone in [view for view in self._views.values() if not view.exists(directory)]:
-            del self._views[gone.id]
-            gone.close()
+        """Map an arena; True if it holds the nonce (hex)."""
         if arena in self._views:
             return self._views[arena].nonce.hex() == nonce
         try:
@@ -75,6 +72,11 @@ class ArenaResolver:
             return False
         self._views[arena] = view
         return True
+
+    def detach(self, arena: str) -> None:
+        """Unmap an arena. Idempotent. Of items that the engine still has, only their garbage collection unmaps it."""
+        if (view := self._views.pop(arena, None)) is not None:
+            view.close()
 
     def resolve(self, wire: bytes) -> MultiModalKwargsItem | None:
         """The item over views of the arenas; None for whatever is not one. Never raises."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -84,20 +85,27 @@ def build_engine(
 
 
 class LoadRecorder:
-    """The scheduler's latest numbers, which vLLM gives to its stat loggers after every step."""
+    """The latest numbers of each rank's scheduler, which vLLM gives to its stat loggers after every step."""
 
     def __init__(self) -> None:
-        self.stats = SchedulerStats()
+        self._stats: dict[int, SchedulerStats] = {}
 
-    def factory(self, _config: VllmConfig, _engine_index: int = 0) -> StatLoggerBase:
-        recorder = self
+    @property
+    def stats(self) -> list[SchedulerStats]:
+        """Of each data-parallel rank, in their order."""
+        return [self._stats[engine_index] for engine_index in sorted(self._stats)]
+
+    def factory(self, _config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        """vLLM makes one logger for each rank."""
+        latest = self._stats
+        latest[engine_index] = SchedulerStats()
 
         class Logger(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
             def __init__(self) -> None:
                 """Everything is kept by the recorder."""
 
             def record(self, scheduler_stats: SchedulerStats | None, *_args: Any, **_kwargs: Any) -> None:
-                recorder.stats = scheduler_stats or recorder.stats
+                latest[engine_index] = scheduler_stats or latest[engine_index]
 
             def log_engine_initialized(self) -> None:
                 """vLLM's own loggers say it."""
@@ -131,11 +139,9 @@ class VllmEngine:
         self._reader = RequestReader(llm, self._arenas)
         self.card = _card(llm)
 
-    def load(self) -> WorkerLoad:
+    def loads(self) -> list[WorkerLoad]:
         """Requests are counted now, how many of them run as of the last step: an idle engine takes no steps."""
-        total = self._llm.get_num_unfinished_requests()
-        running = min(total, self._recorder.stats.num_running_reqs)
-        return WorkerLoad(running, total - running, self._recorder.stats.kv_cache_usage if total else 0.0)
+        return [_load(total, stats) for total, stats in zip(self._num_unfinished(), self._recorder.stats, strict=True)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         self._events.start(self._llm.get_kv_event_sources(), listener)
@@ -151,6 +157,15 @@ class VllmEngine:
         if all(found):
             self._arenas.add(arena)
         return all(found)
+
+    async def detach_arena(self, arena: str) -> None:
+        if arena not in self._arenas:
+            return
+        self._arenas.discard(arena)
+        try:
+            await self._ask("medialane_detach", arena, timeout_s=ATTACH_TIMEOUT_S)
+        except GenerationFailed as error:
+            logger.warning("EngineCore has not confirmed that it has unmapped an arena: %s", error.message)
 
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
@@ -184,6 +199,14 @@ class VllmEngine:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # else it takes our stop for the engine's death, and says so
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+
+    def _num_unfinished(self) -> list[int]:
+        """Of each rank."""
+        if self.card.data_parallel_size == 1:
+            return [self._llm.get_num_unfinished_requests()]
+        core = self._llm.engine_core
+        found = Counter(core.reqs_in_flight.get(request_id) for request_id in self._llm.output_processor.request_states)
+        return [found[engine] for engine in core.core_engines]
 
     async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's outputs. It ends only when EngineCore has let go of the request."""
@@ -258,6 +281,11 @@ class VllmEngine:
         the items."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
+
+
+def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
+    running = min(num_unfinished, stats.num_running_reqs)
+    return WorkerLoad(running, num_unfinished - running, stats.kv_cache_usage if num_unfinished else 0.0)
 
 
 def _card(llm: AsyncLLM) -> ModelCard:

@@ -35,12 +35,17 @@ def install() -> None:
 
     core.EngineCore.preprocess_add_request = preprocess_add_request
     core.EngineCore.medialane_attach = _attach
+    core.EngineCore.medialane_detach = _detach
     core.EngineCore.medialane_refused = _refused
     core.EngineCore.medialane_die_with = _die_with
 
 
 def _attach(_engine: Any, arena: str, directory: str, nonce: str) -> bool:
     return RESOLVER.attach(arena, directory, nonce)
+
+
+def _detach(_engine: Any, arena: str) -> None:
+    RESOLVER.detach(arena)
 
 
 def _refused(_engine: Any, request_id: str) -> bool:
