@@ -275,7 +275,7 @@ async def test_request_that_the_worker_refuses_as_invalid_is_the_clients_error_a
     seen = spy(worker, [InvalidFeature("image pixel_values: shape (60000, 6) instead of (None, 1176)")])
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope, pytest.raises(InvalidRequest, match="pixel_values") as refused:
-            await parts.answer(prompt(png(), options=b'{"patch_size":1}'))
+            await parts.answer(prompt(png()))
         assert (refused.value.status, refused.value.code) == (400, "invalid_feature")
         assert scope.error_code == "invalid_feature"
         await eventually(lambda: parts.num_held == 0)

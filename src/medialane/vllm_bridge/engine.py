@@ -45,6 +45,7 @@ from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.outputs import to_delta
+from medialane.vllm_bridge.private_folder import PrivateFolder
 from medialane.vllm_bridge.settings import processor_settings
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,10 @@ def build_engine(
     `vllm_args` are vLLM's own flags. `release_timeout_s` bounds the wait until EngineCore has let go of an aborted
     request. Raises StartupFailed. The caller owns the engine and closes it.
     """
-    events = KvEventReader()
+    folder = PrivateFolder()
     try:
+        folder.enter()
+        events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config)
         install()
         recorder = LoadRecorder()
@@ -77,11 +80,13 @@ def build_engine(
             args, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[recorder.factory]
         )
     except BaseException as error:
-        events.remove_folder()
+        folder.remove()
         if isinstance(error, OSError | RuntimeError | ValueError):
             raise StartupFailed(f"vLLM does not start: {error}") from error
         raise
-    return VllmEngine(llm, recorder, events, arena_directory=arena_directory, release_timeout_s=release_timeout_s)
+    return VllmEngine(
+        llm, recorder, events, folder, arena_directory=arena_directory, release_timeout_s=release_timeout_s
+    )
 
 
 class LoadRecorder:
@@ -121,6 +126,7 @@ class VllmEngine:
         llm: AsyncLLM,
         recorder: LoadRecorder,
         events: KvEventReader,
+        folder: PrivateFolder,
         *,
         arena_directory: str,
         release_timeout_s: float,
@@ -128,6 +134,7 @@ class VllmEngine:
         self._llm = llm
         self._recorder = recorder
         self._events = events
+        self._folder = folder
         self._arena_directory = arena_directory
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
@@ -199,6 +206,7 @@ class VllmEngine:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # else it takes our stop for the engine's death, and says so
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+            self._folder.remove()
 
     def _num_unfinished(self) -> list[int]:
         """Of each rank."""

@@ -103,7 +103,7 @@ class SourceRenderer:
         for modality, items in embedded.items():
             self._reader().check(modality, rendered, len(items))
         if self._checker is not None:
-            processed = {modality: data for modality, data in media.items() if modality not in embedded}
+            processed: dict[str, Any] = {m: data for m, data in media.items() if m not in embedded}
             self._checker.check_rendered(rendered, processed, prompt.options)
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.
         return {**rendered, "mm_hashes": hashes} if media else rendered

@@ -241,7 +241,7 @@ async def test_ranks_report_each_its_own_load(net):
     handler.num_active = 3
     await net.serve(handler)
     link = net.link(heard)
-    await eventually(lambda: heard.told[-1] == ("reported", 3, 0))
+    await eventually(lambda: heard.told and heard.told[-1] == ("reported", 3, 0))
     assert [endpoint.load.num_running for endpoint in link.endpoints()] == [3, 0]
     handler.num_active = 0
 
