@@ -22,8 +22,8 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def temporary(monkeypatch):
-    """A short path: sockets lie below it."""
+def temporary(tmp_path, monkeypatch):
+    """A short path, which pytest's own is not: sockets lie below it."""
     path = Path(tempfile.mkdtemp(prefix="ml-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     monkeypatch.setenv("TMPDIR", str(path))
