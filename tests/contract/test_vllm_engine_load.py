@@ -47,6 +47,11 @@ def engine_over(recorder, requests, identities):
     return engine
 
 
+def test_requests_are_counted_where_vllm_keeps_no_statistics():
+    engine = engine_over(LoadRecorder(), {"a": b"0", "b": b"1"}, [b"0", b"1"])
+    assert engine.loads() == [WorkerLoad(0, 1, 0.0), WorkerLoad(0, 1, 0.0)]
+
+
 def test_requests_are_counted_at_the_rank_that_has_them():
     recorder = LoadRecorder()
     logger = logger_of(recorder, [0, 1, 2])

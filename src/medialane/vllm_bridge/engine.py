@@ -148,7 +148,9 @@ class VllmEngine:
 
     def loads(self) -> list[WorkerLoad]:
         """Requests are counted now, how many of them run as of the last step: an idle engine takes no steps."""
-        return [_load(total, stats) for total, stats in zip(self._num_unfinished(), self._recorder.stats, strict=True)]
+        counts = self._num_unfinished()
+        latest = self._recorder.stats or [SchedulerStats()] * len(counts)  # none with --disable-log-stats
+        return [_load(total, stats) for total, stats in zip(counts, latest, strict=True)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         self._events.start(self._llm.get_kv_event_sources(), listener)
