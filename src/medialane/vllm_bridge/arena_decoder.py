@@ -15,6 +15,7 @@ Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -74,9 +75,14 @@ class ArenaResolver:
         return True
 
     def detach(self, arena: str) -> None:
-        """Unmap an arena. Idempotent. Of items that the engine still has, only their garbage collection unmaps it."""
+        """Unmap an arena of which no request reads any more. Idempotent.
+
+        vLLM's requests refer to themselves (their block hasher): those that have ended still hold their items, and so
+        the mapping, until they are collected.
+        """
         if (view := self._views.pop(arena, None)) is not None:
             view.close()
+            gc.collect()
 
     def resolve(self, wire: bytes) -> MultiModalKwargsItem | None:
         """The item over views of the arenas; None for whatever is not one. Never raises."""

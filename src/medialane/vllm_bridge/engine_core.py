@@ -31,7 +31,10 @@ def install() -> None:
         if isinstance(request.mm_features, Unreadable):
             RESOLVER.refuse(request.external_req_id or request.request_id)
             raise InvalidFeature("the features could not be read from the arena")
-        return inner(self, request)
+        found = inner(self, request)
+        # The input thread's frame keeps this message until the next one: not its items, and with them their arena.
+        request.mm_features = None
+        return found
 
     core.EngineCore.preprocess_add_request = preprocess_add_request
     core.EngineCore.medialane_attach = _attach
