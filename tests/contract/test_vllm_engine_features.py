@@ -268,7 +268,6 @@ async def test_engine_core_gives_the_memory_of_a_detached_arena_back(vllm_engine
     assert _free_bytes() < free_before - (60 << 20)
     await vllm_engine.detach_arena(arena.id)
     assert arena.id not in _mapped_by_children()
-    assert "(deleted)" not in "".join(line for line in _mapped_by_children().splitlines() if ".arena" in line)
     assert _free_bytes() > free_before - (16 << 20)
     await vllm_engine.detach_arena(arena.id)
     assert await answer(vllm_engine, maker.inline(pixels(640, 480, 21))) == expected
