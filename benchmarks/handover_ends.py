@@ -228,14 +228,17 @@ class FrontEnd:
         self._client.encoder = ArenaEncoder()
         self.card = CARD
 
-    def load(self) -> WorkerLoad:
-        return WorkerLoad()
+    def loads(self) -> list[WorkerLoad]:
+        return [WorkerLoad()]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         """It has no KV cache."""
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         return bool(await self._client.call_utility_async("medialane_attach", arena, self._directory, nonce.hex()))
+
+    async def detach_arena(self, arena: str) -> None:
+        """The process ends with the run."""
 
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]

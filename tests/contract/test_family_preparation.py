@@ -206,6 +206,18 @@ def test_worker_takes_what_the_halves_made(halves, name, prompt):
     assert len(handed) == len(items_of(prompt))
 
 
+@pytest.mark.parametrize(("name", "prompt"), CASES)
+def test_worker_takes_what_vllm_makes_of_the_whole(halves, name, prompt):
+    """Stages `decoded` and `url`; `{"do_resize":true}` stands for options, which are looked at more closely."""
+    family = halves(name)
+    whole = family.whole(prompt)
+    media = {}
+    for item in items_of(prompt):
+        media.setdefault(modality_of(item), []).append(engine_media(item))
+    for options in (b"{}", b'{"do_resize":true}'):
+        family.checker.check_rendered(whole, media, options)
+
+
 def test_gemma3s_image_before_a_newline_is_refused_as_vllm_refuses_it(halves):
     """The newlines after an image and that of the text become one token, which vLLM does not find again."""
     prompt = ("image", "\nthen.")

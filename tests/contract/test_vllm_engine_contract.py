@@ -89,9 +89,9 @@ async def test_answer_depends_on_the_pixels(case, maker):
 async def test_closing_the_answer_ends_the_request(case, maker):
     deltas = case.start(maker.inline(pixels(100, 100)), max_tokens=2000)
     await anext(deltas)
-    assert case.engine.load().num_running + case.engine.load().num_waiting == 1
+    assert case.engine.loads()[0].num_running + case.engine.loads()[0].num_waiting == 1
     await deltas.aclose()
-    assert case.engine.load().num_running + case.engine.load().num_waiting == 0
+    assert case.engine.loads()[0].num_running + case.engine.loads()[0].num_waiting == 0
 
 
 async def test_cancelling_the_answer_ends_the_request(case, text):
@@ -104,11 +104,11 @@ async def test_cancelling_the_answer_ends_the_request(case, text):
 
     running = asyncio.create_task(read())
     await started.wait()
-    assert case.engine.load().num_running == 1
+    assert case.engine.loads()[0].num_running == 1
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert case.engine.load().num_running + case.engine.load().num_waiting == 0
+    assert case.engine.loads()[0].num_running + case.engine.loads()[0].num_waiting == 0
 
 
 async def test_invalid_feature_is_refused_and_the_next_request_answered(case, maker):

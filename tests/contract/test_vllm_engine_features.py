@@ -255,12 +255,27 @@ async def test_arena_that_is_not_attached_is_copied(vllm_engine, maker):
         arena.close()
 
 
-async def test_engine_core_unmaps_arenas_that_are_gone(vllm_engine):
-    async with attached(vllm_engine, 16 << 20) as (gone, _):
-        assert gone.id in _mapped_by_children()
-    async with attached(vllm_engine, 16 << 20) as (here, _):
-        assert here.id in _mapped_by_children()
-        assert gone.id not in _mapped_by_children()
+async def test_engine_core_gives_the_memory_of_a_detached_arena_back(vllm_engine, maker):
+    """Its gateway was killed, and the next one has unlinked the file: pages that nobody maps are free again."""
+    free_before = _free_bytes()
+    async with attached(vllm_engine, 128 << 20) as (arena, view):
+        prompt, leases = maker.in_arena(arena, pixels(640, 480, 21))
+        expected = await answer(vllm_engine, prompt, views_of(prompt, view))
+        arena.view.memory[-(64 << 20) :] = bytes(64 << 20)  # pages to be given back
+        for lease in leases:
+            lease.release()
+    assert arena.id in _mapped_by_children()
+    assert _free_bytes() < free_before - (60 << 20)
+    await vllm_engine.detach_arena(arena.id)
+    assert arena.id not in _mapped_by_children()
+    assert _free_bytes() > free_before - (16 << 20)
+    await vllm_engine.detach_arena(arena.id)
+    assert await answer(vllm_engine, maker.inline(pixels(640, 480, 21))) == expected
+
+
+def _free_bytes():
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
 
 
 def _mapped_by_children():

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -38,7 +39,7 @@ def arena():
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
     yield arena
     arena.close()
-    arena_decoder.RESOLVER.attach("0" * 32, "/dev/shm", "")  # lets go of arenas whose file is gone
+    arena_decoder.RESOLVER.detach(arena.id)
 
 
 @pytest.fixture
@@ -129,16 +130,23 @@ def test_arena_with_another_nonce_or_none_is_not_attached(engine, arena, entry):
     assert not engine.medialane_attach("../../etc/passwd", "/dev/shm", arena.nonce.hex())
 
 
-def test_arena_whose_file_is_gone_is_unmapped_with_the_next_one(engine, entry, arena):
-    attach(engine, arena)
+def test_detached_arena_is_unmapped_as_soon_as_no_item_of_it_is_left(engine, entry, arena):
     other = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    try:
-        attach(engine, other)
-        assert {arena.id, other.id} <= set(arena_decoder.RESOLVER._views)
-    finally:
-        other.close()
     attach(engine, arena)
-    assert other.id not in arena_decoder.RESOLVER._views
+    attach(engine, other)
+    held = received(sent(entry, arena.view))
+    num_mapped = [count_mapped(each) for each in (arena, other)]
+    for each in (arena, other, other):
+        engine.medialane_detach(each.id)
+    assert [count_mapped(each) for each in (arena, other)] == [num_mapped[0], num_mapped[1] - 1]
+    assert pixel_values(held)[0, 1] == 1.0
+    del held
+    assert count_mapped(arena) == num_mapped[0] - 1
+    other.close()
+
+
+def count_mapped(arena):
+    return Path("/proc/self/maps").read_text().count(arena.id)
 
 
 def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):

@@ -7,12 +7,12 @@ import stat
 import time
 
 import pytest
-import zmq
 from vllm.distributed import kv_events as vllm_events
 
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge import kv_events
 from medialane.vllm_bridge.kv_events import KvEventReader
+from medialane.vllm_bridge.private_folder import PrivateFolder
 
 DEADLINE_S = 10.0
 
@@ -21,7 +21,8 @@ class Ranks:
     """Publishers as EngineCores make them, and what a reader told of them."""
 
     def __init__(self, num_ranks=1, **settings):
-        self.reader = KvEventReader()
+        self._folder = PrivateFolder()
+        self.reader = KvEventReader(self._folder.path)
         config = self.reader.config
         for name, value in settings.items():
             setattr(config, name, value)
@@ -51,6 +52,7 @@ class Ranks:
         await self.reader.close()
         for publisher in self.publishers:
             publisher.shutdown()
+        self._folder.remove()
 
 
 async def eventually(holds):
@@ -61,10 +63,6 @@ async def eventually(holds):
 
 def folder_of(reader):
     return os.path.dirname(reader.config.endpoint.removeprefix("ipc://"))
-
-
-def exists(folder):
-    return os.path.exists(folder)
 
 
 def removed(n):
@@ -141,7 +139,7 @@ async def test_each_rank_is_read_from_an_endpoint_of_its_own(open_ranks):
     assert len({source.endpoint for source in ranks.sources.values()}) == 3
 
 
-async def test_nothing_listens_on_a_port_and_the_folder_is_private_and_goes(open_ranks):
+async def test_nothing_listens_on_a_port_and_the_folder_is_private(open_ranks):
     ranks = open_ranks(2)
     folder = folder_of(ranks.reader)
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
@@ -149,7 +147,6 @@ async def test_nothing_listens_on_a_port_and_the_folder_is_private_and_goes(open
         assert source.endpoint.startswith(f"ipc://{folder}/")
         assert source.replay_endpoint.startswith(f"ipc://{folder}/")
     ranks.start()
-    await eventually(lambda: not exists(folder))
     ranks.publish(1)
     await ranks.until([1])
 
@@ -238,12 +235,5 @@ async def test_many_events_come_in_parts_and_in_order(open_ranks):
     assert max(len(batch.events) for batch in ranks.batches) <= kv_events.MAX_EVENTS_AT_ONCE
 
 
-async def test_unstarted_reader_leaves_no_folder():
-    reader = KvEventReader()
-    await reader.close()
-    assert not exists(folder_of(reader))
-
-
 def test_end_marker_is_vllms():
     assert vllm_events.ZmqEventPublisher.END_SEQ == kv_events.END
-    assert zmq.zmq_version_info() >= (4, 2)  # monitoring of handshakes

@@ -46,6 +46,19 @@ async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
     assert [answer.ids for answer in answers] == [right.ids] * 3
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "apart"])
+@pytest.mark.parametrize("options", [{"patch_size": 1}, {"merge_size": 4}, {"merge_size": 0}], ids=str)
+async def test_options_that_would_end_an_engine_are_the_clients_error_in_every_way(
+    gateways, worker_addresses, serve, way, options
+):
+    workers = [serve.worker_pid(address) for address in worker_addresses]
+    answer = await gateways[way].post(chat(picture(86), ASK, mm_processor_kwargs=options))
+    assert answer.status == 400, answer
+    assert (await gateways[way].metrics()).value("medialane_fallbacks_total") == 0
+    assert (await gateways[way].succeed(chat(picture(86), ASK))).ids
+    assert [serve.worker_pid(address) for address in worker_addresses] == workers
+
+
 async def test_shared_memory_copies_nothing_for_a_known_image(gateways):
     client = gateways["features/shm"]
     await client.succeed(chat(picture(83), ASK))

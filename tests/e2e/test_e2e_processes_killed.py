@@ -12,7 +12,7 @@ import pytest
 from medialane_process import kill, until
 from openai_http import Answer, chat, data_url, image, long_chat, picture, text
 from PIL import Image
-from process_tree import cpu_s, descendants, is_alive
+from process_tree import arenas_of, cpu_s, descendants, is_alive
 
 pytestmark = pytest.mark.vllm
 
@@ -151,6 +151,11 @@ async def test_killed_gateway_comes_back_and_leaves_no_arena(serve, ours, plain)
     kill(old)
     assert await request == "connection lost"
     await until(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
+    await until(
+        lambda: not any(arenas & arenas_of(pid) for pid in descendants(serve.pid)),
+        "workers and their engines unmap its arena: the next one needs the room",
+        30,
+    )
     await serve.answers()
     assert serve.gateway_pid() != old
     assert not any(path.exists() for path in arenas)

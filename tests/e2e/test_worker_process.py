@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -72,8 +73,15 @@ async def running(model, environ, folder):
 
 
 @pytest.fixture
-async def worker(tiny_model, vllm_environ, tmp_path):
-    async with running(tiny_model, vllm_environ, tmp_path) as worker:
+def sockets():
+    """Where vLLM's processes make theirs: a short path."""
+    with tempfile.TemporaryDirectory(prefix="ml-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+async def worker(tiny_model, vllm_environ, tmp_path, sockets):
+    async with running(tiny_model, {**vllm_environ, "VLLM_RPC_BASE_PATH": str(sockets)}, tmp_path) as worker:
         yield worker
 
 
@@ -132,8 +140,9 @@ async def test_killed_worker_leaves_no_process_behind(worker):
     await client.close()
 
 
-async def test_terminated_worker_ends_cleanly_with_a_request_under_way(worker):
+async def test_terminated_worker_ends_cleanly_with_a_request_under_way(worker, sockets):
     client = await worker.connect()
+    assert any(path.is_socket() for path in sockets.rglob("*"))
     remote = await start_long_answer(client)
     family = worker.family()
     worker.process.terminate()
@@ -142,4 +151,5 @@ async def test_terminated_worker_ends_cleanly_with_a_request_under_way(worker):
     async with asyncio.timeout(END_S):
         assert await worker.process.wait() == 0
     await gone(family)
+    assert not list(sockets.iterdir())
     await client.close()

@@ -279,20 +279,32 @@ async def test_request_that_cannot_be_encoded_leaves_no_lease(arena, preparers, 
         assert parts.num_held == 0
 
 
-@pytest.mark.parametrize("error", [HandoverFailed, InvalidFeature])
-async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(arena, preparers, worker, error):
-    seen = spy(worker, [error("the tensors are gone"), error("again")])
+async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(arena, preparers, worker):
+    seen = spy(worker, [HandoverFailed("the tensors are gone"), HandoverFailed("again")])
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope:
             assert await parts.answer(prompt(png()))
         assert scope.error_code is None
         for way in ("features/shm", "features/inline"):
-            assert parts.count("medialane_fallbacks_total", way=way, reason=error.code) == 1
+            assert parts.count("medialane_fallbacks_total", way=way, reason="handover_failed") == 1
         await eventually(lambda: parts.num_held == 0)
     kinds = [type(r.prompt) for r in seen]
     assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]
     assert bytes_of(arena, seen[2].prompt) == png()
     assert len({r.request_id for r in seen}) == 3
+
+
+async def test_request_that_the_worker_refuses_as_invalid_is_the_clients_error_and_goes_no_other_way(
+    arena, preparers, worker
+):
+    seen = spy(worker, [InvalidFeature("image pixel_values: shape (60000, 6) instead of (None, 1176)")])
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope, pytest.raises(InvalidRequest, match="pixel_values") as refused:
+            await parts.answer(prompt(png()))
+        assert (refused.value.status, refused.value.code) == (400, "invalid_feature")
+        assert scope.error_code == "invalid_feature"
+        await eventually(lambda: parts.num_held == 0)
+    assert len(seen) == 1
 
 
 async def test_last_way_that_fails_is_a_failed_generation(arena, preparers, worker):

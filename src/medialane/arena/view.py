@@ -81,10 +81,6 @@ class ArenaView:
             raise HandoverFailed(f"a tensor cannot begin in its entry's header: {descriptor}")
         return self.entry(descriptor.range, writable)[first : first + descriptor.spec.nbytes]
 
-    def exists(self, directory: str) -> bool:
-        """Whether the file still has its name. Its owner takes that away at the end, or the next owner's reaper."""
-        return file_path(directory, self.id).exists()
-
     def close(self) -> None:
         """Drop the mapping. Idempotent. While views of entries live, the memory stays mapped until the last ends."""
         mapping, self._mapping = self._mapping, None

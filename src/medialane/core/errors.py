@@ -8,6 +8,7 @@
     |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
     |   |-- PromptRejected              vLLM refused prompt or parameters
     |   |   `-- PromptTooLong             one item alone has more tokens than a prompt may have
+    |   |-- InvalidFeature              the worker refused the request's processed media
     |   |-- InvalidBody                 not JSON, or not the JSON that we expect
     |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
     |   |                               AudioTooLong
@@ -20,7 +21,7 @@
     |   `-- WorkersNotDone              an administrative call that not all workers have done
     |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
     |-- GenerationFailed (500)          the engine failed this request
-    `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, InvalidFeature, StartupFailed
+    `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, StartupFailed
 
 Every class carries its HTTP status, its stable `code`, and whether the same request may succeed when sent again.
 Messages are written for clients: no library text, no addresses, no paths of this machine.
@@ -143,6 +144,15 @@ class PromptTooLong(PromptRejected):
     code = "prompt_too_long"
 
 
+class InvalidFeature(InvalidRequest):
+    """A feature contradicts itself, its placeholder, the prompt or the model; it must never reach an engine.
+
+    What a client can change are the options with which its media are processed: another stage would apply the same.
+    """
+
+    code = "invalid_feature"
+
+
 class TooLarge(InvalidRequest):
     status = 413
     code = "too_large"
@@ -254,12 +264,6 @@ class HandoverFailed(MedialaneError):
 
     code = "handover_failed"
     retryable = True
-
-
-class InvalidFeature(MedialaneError):
-    """A feature contradicts itself, its placeholder or the prompt; it must never reach an engine."""
-
-    code = "invalid_feature"
 
 
 class ProtocolViolation(MedialaneError):

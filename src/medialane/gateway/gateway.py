@@ -15,7 +15,6 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
-    InvalidFeature,
     InvalidRequest,
     MedialaneError,
     NoWorkerReady,
@@ -161,7 +160,7 @@ class Gateway:
                     async for delta in deltas:
                         started = True
                         yield delta
-            except (HandoverFailed, InvalidFeature) as error:
+            except HandoverFailed as error:
                 logger.warning("handing over to %s by %s failed: %s", route.link.address, way, error.message)
                 if started or way is tries[-1]:
                     raise GenerationFailed("the request's media could not be handed over to a worker") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -96,8 +96,8 @@ class Routes:
         for slot in self._slots.pop(link.address, ()):
             self._router.leave(slot)
 
-    def reported(self, link: WorkerLink, load: WorkerLoad) -> None:
-        for slot in self._slots[link.address]:
+    def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
+        for slot, load in zip(self._slots[link.address], loads, strict=True):
             self._router.report(slot, load)
 
     def changed(self, link: WorkerLink, change: KvChange) -> None:

@@ -15,6 +15,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
@@ -40,7 +42,9 @@ class WorkerListener(Protocol):
 
     def left(self, link: WorkerLink) -> None: ...
 
-    def reported(self, link: WorkerLink, load: WorkerLoad) -> None: ...
+    def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
+        """How busy each rank of the worker is."""
+        ...
 
     def changed(self, link: WorkerLink, change: KvChange) -> None: ...
 
@@ -103,7 +107,7 @@ class WorkerLink:
             self.address,
             self.address,
             ready=True,
-            load=client.load,
+            load=client.loads[rank] if client.loads else WorkerLoad(),
             num_in_flight=client.num_in_flight,
             rank=rank,
             num_ranks=max(1, card.data_parallel_size),
@@ -206,7 +210,7 @@ class WorkerLink:
         listener.joined(self)
         client.watch(
             on_blocks=lambda change: listener.changed(self, change),
-            on_load=lambda load: listener.reported(self, load),
+            on_loads=lambda loads: listener.reported(self, loads),
             on_lost=self._leave,
         )
 
@@ -248,6 +252,12 @@ class WorkerLink:
             self._release(request_id)
 
 
+def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
+    loads = [endpoint.load for endpoint in ranks]
+    usage = sum(load.kv_usage for load in loads) / len(loads)
+    return WorkerLoad(sum(load.num_running for load in loads), sum(load.num_waiting for load in loads), usage)
+
+
 class WorkerPool:
     """All links. `run` keeps them connected; everything else is looked up."""
 
@@ -260,7 +270,9 @@ class WorkerPool:
             link.listener = listener
 
     def endpoints(self) -> list[Endpoint]:
-        return [link.endpoint() for link in self.links.values()]
+        """One for each worker, with the load of all its ranks."""
+        ranks = [link.endpoints() for link in self.links.values()]
+        return [msgspec.structs.replace(found[0], load=_total(found)) for found in ranks]
 
     @property
     def num_ready(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -70,12 +70,12 @@ class RpcClient:
         self._num_ranks = 0
         self._on_blocks: Callable[[KvChange], None] | None = None
         self._giving: asyncio.Handle | None = None
-        self._on_load: Callable[[WorkerLoad], None] | None = None
+        self._on_loads: Callable[[Sequence[WorkerLoad]], None] | None = None
         self._on_lost: Callable[[], None] | None = None
         self._num_pings = 0
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self._calls = ClientCalls(self._connection.send)
-        self.load = WorkerLoad()
+        self.loads: Sequence[WorkerLoad] = ()  # of each rank, as it reported last; empty until then
 
     @classmethod
     async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
@@ -160,13 +160,13 @@ class RpcClient:
         self,
         *,
         on_blocks: Callable[[KvChange], None],
-        on_load: Callable[[WorkerLoad], None],
+        on_loads: Callable[[Sequence[WorkerLoad]], None],
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Call back, from now on until the connection is gone: `on_blocks` with what the worker holds and how that
-        changes, in order, a part in each round of the loop; `on_load` with each report; last `on_lost`, when `closed`
-        is set. What was told before is kept for `on_blocks`. Called once, on a live connection."""
-        self._on_blocks, self._on_load, self._on_lost = on_blocks, on_load, on_lost
+        changes, in order, a part in each round of the loop; `on_loads` with each report; last `on_lost`, when `closed`
+        is set. What was reported before is kept for `on_blocks`. Called once, on a live connection."""
+        self._on_blocks, self._on_loads, self._on_lost = on_blocks, on_loads, on_lost
         self._give_soon()
 
     @property
@@ -205,8 +205,8 @@ class RpcClient:
                 self._requests.pop(request_id).on_release()
             case Failed(request_id, report):
                 self._request(request_id).on_error(from_report(report))
-            case LoadReport(load):
-                self._take_load(load)
+            case LoadReport(loads):
+                self._take_loads(loads)
             case KvBlocks(change):
                 self._take_blocks(change)
             case AdminDone() | AdminFailed() | MetricValues():
@@ -227,7 +227,7 @@ class RpcClient:
             self._welcomed.set_exception(error)
         if self._giving is not None:
             self._giving.cancel()
-        self._on_blocks = self._on_load = None
+        self._on_blocks = self._on_loads = None
         self._calls.lost(error)
         for outgoing in list(self._outgoing.values()):
             outgoing.cancel()
@@ -275,10 +275,12 @@ class RpcClient:
         self._welcomed.set_result(welcome)
         self._connection.start_heartbeat()
 
-    def _take_load(self, load: WorkerLoad) -> None:
-        self.load = load
-        if self._on_load is not None:
-            self._on_load(load)
+    def _take_loads(self, loads: Sequence[WorkerLoad]) -> None:
+        if len(loads) != self._num_ranks:
+            raise ProtocolViolation(f"the load of {len(loads)} ranks where the worker has {self._num_ranks}")
+        self.loads = loads
+        if self._on_loads is not None:
+            self._on_loads(loads)
 
     def _take_blocks(self, change: KvChange) -> None:
         if len(change.stored) % 8 or len(change.removed) % 8:

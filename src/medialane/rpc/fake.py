@@ -24,9 +24,10 @@ class FakeHandler:
 
     `delay_s` passes before each token and `release_s` after the last, or after a cancellation, before the generator
     ends. `error` is raised in place of token number `fail_at`; `refusal` by `register`. What happened stands in
-    `hellos`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and `num_cancelled`. The KV
-    blocks of its one rank are `blocks`, and `change_blocks` changes them. Administrative calls are
-    recorded in `calls` and answered `admin_result` after `delay_s`; `registry` holds its metrics.
+    `hellos`, `left_gateways`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and
+    `num_cancelled`. The KV blocks of its first rank, which runs everything, are `blocks`, and `change_blocks` changes
+    them. Administrative calls are recorded in `calls` and answered `admin_result` after `delay_s`; `registry` holds its
+    metrics.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FakeHandler:
         self._fail_at = fail_at
         self._refusal = refusal
         self.hellos: list[Hello] = []
+        self.left_gateways: list[str] = []
         self.requests: list[EngineRequest] = []
         self.blocks: dict[int, None] = {}
         self.block_listeners: list[Callable[[KvChange], None]] = []
@@ -65,6 +67,9 @@ class FakeHandler:
         if self._refusal is not None:
             raise self._refusal
         return self._welcome
+
+    def left(self, hello: Hello) -> None:
+        self.left_gateways.append(hello.gateway_id)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         self.requests.append(request)
@@ -86,8 +91,9 @@ class FakeHandler:
             finally:
                 self.num_active -= 1
 
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(num_running=self.num_active)
+    def loads(self) -> list[WorkerLoad]:
+        ranks = self._welcome.card.data_parallel_size
+        return [WorkerLoad(num_running=self.num_active)] + [WorkerLoad()] * (ranks - 1)
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
         self.block_listeners.append(listener)

@@ -23,6 +23,11 @@ class Handler(Protocol):
         """
         ...
 
+    def left(self, hello: Hello) -> None:
+        """The connection of a gateway that was registered is gone, and all of its requests have let go. Returns at
+        once; the gateway may register again any time."""
+        ...
+
     def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request; the last delta is `finished`. Raises MedialaneError, before the first delta or later.
 
@@ -32,8 +37,8 @@ class Handler(Protocol):
         """
         ...
 
-    def load(self) -> WorkerLoad:
-        """How busy the worker is. Cheap: called at every change."""
+    def loads(self) -> Sequence[WorkerLoad]:
+        """How busy each of the worker's data-parallel ranks is, in their order. Cheap: called at every change."""
         ...
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:

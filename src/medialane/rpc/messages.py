@@ -12,7 +12,7 @@ says nothing else. From then on
     Abort(request_id)       ->                                  answered by Released, soon
     Ping(n)                 ->                                  every heartbeat interval
                             <-      Pong(n)
-                            <-      LoadReport(load)            every heartbeat interval, and when it changed
+                            <-      LoadReport(loads)           every heartbeat interval, and when it changed
 
                             <-      KvBlocks(change)            all blocks after Welcome, then changes, with pauses
     ResyncBlocks            ->                                  answered by all blocks
@@ -128,7 +128,9 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    load: WorkerLoad
+    """One for each data-parallel rank of the worker, in their order."""
+
+    loads: tuple[WorkerLoad, ...]
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -78,6 +78,10 @@ class Host(Protocol):
         """A connection has come: run the session, or end it."""
         ...
 
+    def recognise(self, session: Session) -> None:
+        """The session's gateway has shown the token: count it. Raises WorkerLost if there are too many."""
+        ...
+
     async def displace(self, session: Session) -> None:
         """End the other sessions of the same gateway and wait until nothing of them is left."""
         ...
@@ -112,10 +116,11 @@ class Session:
         self._unwatch: Callable[[], None] | None = None
         self._is_open = False
         self._stopping = False
-        self._reported: WorkerLoad | None = None
+        self._reported: tuple[WorkerLoad, ...] = ()
         self._reporting: asyncio.TimerHandle | None = None
         self._connection: Connection  # from `opened` on, which comes before everything else
         self._tasks: asyncio.TaskGroup  # from `run` on
+        self._known: Hello | None = None  # of whom the handler has been told
         self.gateway_id: str | None = None
 
     @property
@@ -135,6 +140,8 @@ class Session:
                     running.stop()
         finally:
             self._connection.end(WorkerLost("the session has ended"))
+            if self._known is not None:
+                self._handler.left(self._known)
 
     def stop(self) -> None:
         """The worker shuts down: fail and cancel every request, and hang up when they have let go."""
@@ -186,7 +193,7 @@ class Session:
                 raise ProtocolViolation(f"{type(message).__name__} is out of place")
 
     def beat(self) -> None:
-        self._reported = self._handler.load()
+        self._reported = tuple(self._handler.loads())
         self._connection.send(LoadReport(self._reported))
 
     def lost(self, error: MedialaneError) -> None:
@@ -218,11 +225,13 @@ class Session:
         if not hmac.compare_digest(hello.token.encode(), self._config.token.encode()):
             raise StartupFailed("gateway and worker have different tokens")
         self.gateway_id = hello.gateway_id
+        self._host.recognise(self)
         try:
             async with asyncio.timeout(self._config.release_timeout_s):
                 await self._host.displace(self)
         except TimeoutError:
             raise WorkerLost("requests of the gateway's earlier connection have not let go yet") from None
+        self._known = hello
         return await self._handler.register(hello)
 
     def _open(self, welcome: Welcome) -> None:
@@ -326,7 +335,7 @@ class Session:
 
     def _report_load(self) -> None:
         self._reporting = None
-        if self._handler.load() != self._reported:
+        if tuple(self._handler.loads()) != self._reported:
             self.beat()
 
 

@@ -16,26 +16,27 @@ class AttachedArenas:
         self._views: dict[str, ArenaView] = {}
 
     def attach(self, arena: str, nonce: bytes) -> bool:
-        """Map the arena. True if the nonce stands in it: the gateway's shared memory is ours. Idempotent."""
-        view = self._views.get(arena)
-        if view is None:
-            try:
-                view = ArenaView.open(arena, self._directory)
-            except HandoverFailed:
-                return False
-            self._views[arena] = view
-            self.receiver.add(arena, view)
-        if view.nonce == nonce:
-            return True
-        self._detach(view)
-        return False
+        """Map the arena. True if the nonce stands in it: the gateway's shared memory is ours. Idempotent.
 
-    def forget_gone(self) -> int:
-        """Unmap arenas whose file is gone: nobody will hand over from there again. Return how many there were."""
-        gone = [view for view in self._views.values() if not view.exists(self._directory)]
-        for view in gone:
+        A wrong nonce changes nothing: another gateway may have the arena mapped.
+        """
+        if (view := self._views.get(arena)) is not None:
+            return view.nonce == nonce
+        try:
+            view = ArenaView.open(arena, self._directory)
+        except HandoverFailed:
+            return False
+        if view.nonce != nonce:
+            view.close()
+            return False
+        self._views[arena] = view
+        self.receiver.add(arena, view)
+        return True
+
+    def detach(self, arena: str) -> None:
+        """Unmap the arena: its gateway hands nothing over any more. Idempotent."""
+        if (view := self._views.get(arena)) is not None:
             self._detach(view)
-        return len(gone)
 
     def close(self) -> None:
         """Unmap all. Idempotent. Bytes that requests still hold stay readable until they let go of them."""

@@ -15,6 +15,7 @@ Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -59,10 +60,7 @@ class ArenaResolver:
         self._refused: dict[str, None] = {}
 
     def attach(self, arena: str, directory: str, nonce: str) -> bool:
-        """Map an arena; True if it holds the nonce (hex). Arenas whose file is gone are let go: they have no owner."""
-        for gone in [view for view in self._views.values() if not view.exists(directory)]:
-            del self._views[gone.id]
-            gone.close()
+        """Map an arena; True if it holds the nonce (hex)."""
         if arena in self._views:
             return self._views[arena].nonce.hex() == nonce
         try:
@@ -75,6 +73,16 @@ class ArenaResolver:
             return False
         self._views[arena] = view
         return True
+
+    def detach(self, arena: str) -> None:
+        """Unmap an arena of which no request reads any more. Idempotent.
+
+        vLLM's requests refer to themselves (their block hasher): those that have ended still hold their items, and so
+        the mapping, until they are collected.
+        """
+        if (view := self._views.pop(arena, None)) is not None:
+            view.close()
+            gc.collect()
 
     def resolve(self, wire: bytes) -> MultiModalKwargsItem | None:
         """The item over views of the arenas; None for whatever is not one. Never raises."""

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -51,6 +52,7 @@ from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.outputs import to_delta
+from medialane.vllm_bridge.private_folder import PrivateFolder
 from medialane.vllm_bridge.settings import processor_settings
 
 logger = logging.getLogger(__name__)
@@ -77,8 +79,10 @@ def build_engine(
     `vllm_args` are vLLM's own flags. `release_timeout_s` bounds the wait until EngineCore has let go of an aborted
     request. Raises StartupFailed. The caller owns the engine and closes it.
     """
-    events = KvEventReader()
+    folder = PrivateFolder()
     try:
+        folder.enter()
+        events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config)
         install()
         recorder = LoadRecorder()
@@ -86,28 +90,37 @@ def build_engine(
             args, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[recorder.factory]
         )
     except BaseException as error:
-        events.remove_folder()
+        folder.remove()
         if isinstance(error, OSError | RuntimeError | ValueError):
             raise StartupFailed(f"vLLM does not start: {error}") from error
         raise
-    return VllmEngine(llm, recorder, events, arena_directory=arena_directory, release_timeout_s=release_timeout_s)
+    return VllmEngine(
+        llm, recorder, events, folder, arena_directory=arena_directory, release_timeout_s=release_timeout_s
+    )
 
 
 class LoadRecorder:
-    """The scheduler's latest numbers, which vLLM gives to its stat loggers after every step."""
+    """The latest numbers of each rank's scheduler, which vLLM gives to its stat loggers after every step."""
 
     def __init__(self) -> None:
-        self.stats = SchedulerStats()
+        self._stats: dict[int, SchedulerStats] = {}
 
-    def factory(self, _config: VllmConfig, _engine_index: int = 0) -> StatLoggerBase:
-        recorder = self
+    @property
+    def stats(self) -> list[SchedulerStats]:
+        """Of each data-parallel rank, in their order."""
+        return [self._stats[engine_index] for engine_index in sorted(self._stats)]
+
+    def factory(self, _config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        """vLLM makes one logger for each rank."""
+        latest = self._stats
+        latest[engine_index] = SchedulerStats()
 
         class Logger(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
             def __init__(self) -> None:
                 """Everything is kept by the recorder."""
 
             def record(self, scheduler_stats: SchedulerStats | None, *_args: Any, **_kwargs: Any) -> None:
-                recorder.stats = scheduler_stats or recorder.stats
+                latest[engine_index] = scheduler_stats or latest[engine_index]
 
             def log_engine_initialized(self) -> None:
                 """vLLM's own loggers say it."""
@@ -123,6 +136,7 @@ class VllmEngine:
         llm: AsyncLLM,
         recorder: LoadRecorder,
         events: KvEventReader,
+        folder: PrivateFolder,
         *,
         arena_directory: str,
         release_timeout_s: float,
@@ -130,6 +144,7 @@ class VllmEngine:
         self._llm = llm
         self._recorder = recorder
         self._events = events
+        self._folder = folder
         self._arena_directory = arena_directory
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
@@ -143,11 +158,11 @@ class VllmEngine:
         self._adapters = KnownAdapters(self._load_adapter)
         self.card = _card(llm)
 
-    def load(self) -> WorkerLoad:
+    def loads(self) -> list[WorkerLoad]:
         """Requests are counted now, how many of them run as of the last step: an idle engine takes no steps."""
-        total = self._llm.get_num_unfinished_requests()
-        running = min(total, self._recorder.stats.num_running_reqs)
-        return WorkerLoad(running, total - running, self._recorder.stats.kv_cache_usage if total else 0.0)
+        counts = self._num_unfinished()
+        latest = self._recorder.stats or [SchedulerStats()] * len(counts)  # none with --disable-log-stats
+        return [_load(total, stats) for total, stats in zip(counts, latest, strict=True)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         self._events.start(self._llm.get_kv_event_sources(), listener)
@@ -163,6 +178,15 @@ class VllmEngine:
         if all(found):
             self._arenas.add(arena)
         return all(found)
+
+    async def detach_arena(self, arena: str) -> None:
+        if arena not in self._arenas:
+            return
+        self._arenas.discard(arena)
+        try:
+            await self._ask("medialane_detach", arena, timeout_s=ATTACH_TIMEOUT_S)
+        except GenerationFailed as error:
+            logger.warning("EngineCore has not confirmed that it has unmapped an arena: %s", error.message)
 
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
@@ -212,6 +236,15 @@ class VllmEngine:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # else it takes our stop for the engine's death, and says so
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+            self._folder.remove()
+
+    def _num_unfinished(self) -> list[int]:
+        """Of each rank."""
+        if self.card.data_parallel_size == 1:
+            return [self._llm.get_num_unfinished_requests()]
+        core = self._llm.engine_core
+        found = Counter(core.reqs_in_flight.get(request_id) for request_id in self._llm.output_processor.request_states)
+        return [found[engine] for engine in core.core_engines]
 
     async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's outputs. It ends only when EngineCore has let go of the request."""
@@ -298,6 +331,11 @@ class VllmEngine:
         the items."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
+
+
+def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
+    running = min(num_unfinished, stats.num_running_reqs)
+    return WorkerLoad(running, num_unfinished - running, stats.kv_cache_usage if num_unfinished else 0.0)
 
 
 def _card(llm: AsyncLLM) -> ModelCard:

@@ -31,16 +31,24 @@ def install() -> None:
         if isinstance(request.mm_features, Unreadable):
             RESOLVER.refuse(request.external_req_id or request.request_id)
             raise InvalidFeature("the features could not be read from the arena")
-        return inner(self, request)
+        found = inner(self, request)
+        # The input thread's frame keeps this message until the next one: not its items, and with them their arena.
+        request.mm_features = None
+        return found
 
     core.EngineCore.preprocess_add_request = preprocess_add_request
     core.EngineCore.medialane_attach = _attach
+    core.EngineCore.medialane_detach = _detach
     core.EngineCore.medialane_refused = _refused
     core.EngineCore.medialane_die_with = _die_with
 
 
 def _attach(_engine: Any, arena: str, directory: str, nonce: str) -> bool:
     return RESOLVER.attach(arena, directory, nonce)
+
+
+def _detach(_engine: Any, arena: str) -> None:
+    RESOLVER.detach(arena)
 
 
 def _refused(_engine: Any, request_id: str) -> bool:

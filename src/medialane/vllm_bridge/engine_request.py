@@ -37,7 +37,7 @@ class RequestReader:
         self._arenas = arenas
         takes_media = llm.model_config.supports_multimodal_inputs
         self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
-        self._sources = SourceRenderer(llm.renderer, llm.model_config)
+        self._sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
         self._params = MsgpackDecoder(SamplingParams)
         self._lora = MsgpackDecoder(LoRARequest)
 

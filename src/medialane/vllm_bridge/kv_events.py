@@ -6,7 +6,7 @@ start (a subscription takes effect some time after it was made), at a gap, and w
 batch before a silence is missed by nobody else). What is not in the buffer any more is lost: the rank counts as empty
 then, since a block that is believed held and is not sends requests astray, while the opposite only costs work.
 
-The folder is mode 0700, since the events carry prompts, and is gone as soon as everybody is connected.
+The folder is mode 0700, since the events carry prompts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 from vllm.config import KVEventsConfig
-from zmq.utils.monitor import recv_monitor_message
 
 from medialane.core.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
 from medialane.vllm_bridge.event_sequence import EventSequence, Verdict
-from medialane.vllm_bridge.private_folder import PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +80,12 @@ def events_config(folder: Path) -> KVEventsConfig:
 class KvEventReader:
     """Reads all ranks of one engine. Made before the engine, so that nothing is told before somebody can listen.
 
-    `config` is how vLLM publishes. The owner calls `start` once, on the loop, and `close`; where it
-    never came to a start, `remove_folder` will do.
+    `folder` is private, and stays until the engine has ended. `config` is how vLLM publishes there. The owner calls
+    `start` once, on the loop, and `close`.
     """
 
-    def __init__(self) -> None:
-        self._folder = PrivateFolder()
-        self.config = events_config(self._folder.path)
+    def __init__(self, folder: Path) -> None:
+        self.config = events_config(folder)
         self.ranks: list[RankReader] = []
         self._context: zmq.asyncio.Context | None = None
         self._running: asyncio.Task[None] | None = None
@@ -114,24 +111,16 @@ class KvEventReader:
         if self._context is not None:
             self._context.term()
             self._context = None
-        self.remove_folder()
 
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                connected = [tasks.create_task(rank.connected()) for rank in self.ranks]
                 for rank in self.ranks:
                     tasks.create_task(rank.run(), name=f"kv events of rank {rank.rank}")
-                await asyncio.gather(*connected)
-                self.remove_folder()
         except Exception as error:
             logger.critical("KV events are not read any more: requests are routed without them", exc_info=error)
             for rank in self.ranks:
                 rank.lose("its reader has failed")
-
-    def remove_folder(self) -> None:
-        """For an engine that has not started; else it is removed at the right time."""
-        self._folder.remove()
 
 
 class RankReader:
@@ -147,7 +136,6 @@ class RankReader:
         self._num_unanswered = 0
         self._live: zmq.asyncio.Socket = context.socket(zmq.SUB)
         self._replay: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        self._monitor: zmq.asyncio.Socket = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for socket in (self._live, self._replay):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, MAX_WAITING_BATCHES)
@@ -155,11 +143,6 @@ class RankReader:
         self._live.subscribe(b"")
         self._live.connect(source.endpoint)
         self._replay.connect(source.replay_endpoint)
-
-    async def connected(self) -> None:
-        """Wait until the publisher has taken our subscription's connection."""
-        await recv_monitor_message(self._monitor)
-        self._live.disable_monitor()
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -180,7 +163,7 @@ class RankReader:
         self._listener(KvEventBatch(self.rank, (AllBlocksCleared(),), time.time()))
 
     def close(self) -> None:
-        for socket in (self._live, self._replay, self._monitor):
+        for socket in (self._live, self._replay):
             socket.close(linger=0)
 
     async def _take(self, frames: list[bytes]) -> None:

@@ -62,15 +62,25 @@ class Placings:
         """What is kept, in bytes."""
         return int(self._kept.currsize)
 
-    def find(self, media: Sequence[Described], options: bytes, *, check: Callable[[], None] | None = None) -> Placing:
-        """How these items are placed. `check` is called for items that were not seen together with these options
-        before; what it raises is raised here, and such items are not kept. Raises whatever the processor raises."""
+    def find(
+        self,
+        media: Sequence[Described],
+        options: bytes,
+        *,
+        check: Callable[[], None] | None = None,
+        confirm: Callable[[Placing], None] | None = None,
+    ) -> Placing:
+        """How these items are placed. Where they were not seen together with these options before, `check` is called
+        before the processor is asked and `confirm` with its answer; what they raise is raised here, and such items are
+        not kept. Raises whatever the processor raises."""
         key = (options, tuple([(item.modality, item.header, item.size) for item in media]))
         found = self._kept.get(key)
         if found is None:
             if check is not None:
                 check()
             found = self._ask(media, options)
+            if confirm is not None:
+                confirm(found)
             if found.nbytes <= self._kept.maxsize:
                 self._kept[key] = found
         return found

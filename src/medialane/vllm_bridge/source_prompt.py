@@ -38,9 +38,11 @@ from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, Media
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.embeds import EmbedsReader
 from medialane.vllm_bridge.foreign_errors import public_text
+from medialane.vllm_bridge.item_shape import UNFIT
 from medialane.vllm_bridge.media_options import model_io
 from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.preparation import engine_media
+from medialane.vllm_bridge.validation import FeatureChecker
 
 #: Threads that decode. vLLM's processor, which follows, has one thread: more would only wait for it.
 NUM_DECODERS = 2
@@ -52,7 +54,6 @@ _UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
 }
 
 #: What vLLM's processors raise for items, options and prompts that they do not take.
-_REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 
 _LOADERS: dict[Modality, Callable[..., Any]] = {
     "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
@@ -63,9 +64,13 @@ _LOADERS: dict[Modality, Callable[..., Any]] = {
 class SourceRenderer:
     """Turns source prompts into vLLM's engine inputs. The owner calls `close`."""
 
-    def __init__(self, renderer: BaseRenderer, model_config: ModelConfig) -> None:
+    def __init__(
+        self, renderer: BaseRenderer, model_config: ModelConfig, checker: FeatureChecker | None = None
+    ) -> None:
+        """`checker` is that of the model, None where it takes no media."""
         self._renderer = renderer
         self._model_config = model_config
+        self._checker = checker
         self._model_io = model_io(model_config)
         self._embeds_reader: EmbedsReader | None = None
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
@@ -76,7 +81,8 @@ class SourceRenderer:
         """vLLM's engine input: the prompt expanded, its items processed and known by the mm_hash given.
 
         Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, and InvalidFeature for
-        tensors that are no media. Cancelled, it leaves a decode running to its end.
+        tensors that are no media, or of which the request's options make what the model cannot take. Cancelled, it
+        leaves a decode running to its end.
         """
         media, hashes = await self._media(prompt, tensors)
         embedded = {m: data for m, data in media.items() if any(isinstance(item, dict) for item in data)}
@@ -93,13 +99,16 @@ class SourceRenderer:
             (rendered,) = await self._renderer.render_cmpl_async([tokens])
         except VLLMError:
             raise
-        except _REFUSALS as error:
+        except UNFIT as error:
             # Too many items, options that the processor does not take, a prompt without the items' placeholders. The
             # last two only embeddings cause, which most families' processors do not expect.
             message = public_text(error) if not embedded else "this model cannot take these embeddings"
             raise PromptRejected(message) from error
         for modality, items in embedded.items():
             self._reader().check(modality, rendered, len(items))
+        if self._checker is not None:
+            processed: dict[str, Any] = {m: data for m, data in media.items() if m not in embedded}
+            self._checker.check_rendered(rendered, processed, prompt.options)
         # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.
         return {**rendered, "mm_hashes": hashes} if media else rendered
 

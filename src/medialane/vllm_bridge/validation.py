@@ -4,7 +4,8 @@ Theory of operation. vLLM believes what it is given: a placeholder longer than i
 match a grid, is an exception in EngineCore and the end of all requests; a shorter placeholder is silent garbage. So we
 ask the model's own processor what it would have made of the same items, which costs no pixels:
 
-* which fields an item has, their dtypes and fixed dimensions: learned once from samples (`learn`);
+* which fields an item has, their dtypes and fixed dimensions, and with options of the request also how many embeddings
+  the model makes of it: learned once from samples (`item_shape`);
 * how the rows of flat fields follow from the small fields (a grid): `_get_mm_fields_config` over the item as a batch of
   one gives slices, which must end exactly where the tensor does;
 * which tokens stand for an item and which of them take embeddings: `_get_mm_prompt_updates` over the items and
@@ -13,6 +14,9 @@ ask the model's own processor what it would have made of the same items, which c
 What is asked about is the features' headers, sizes and options, so what the answers were is kept: an image of a size
 that was seen before is only compared with its prompt. That holds since nothing small, which the checks look into, may
 travel outside the header.
+
+What vLLM's own renderer has made in this process (stages `decoded` and `url`) is checked alike (`check_rendered`): a
+request's options have been applied there, too.
 
 The methods of vLLM's processor used here are private; `tests/contract/test_vllm_engine_validation.py` pins them.
 """
@@ -23,7 +27,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from transformers.feature_extraction_utils import BatchFeature
@@ -32,37 +35,22 @@ from vllm.multimodal.inputs import (
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalKwargsItem,
+    MultiModalKwargsItems,
 )
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
 from medialane.core.errors import InvalidFeature, PromptRejected
 from medialane.core.feature import HandedMedia, PlaceholderRange
-from medialane.core.media import Decoded, Modality
+from medialane.core.media import Modality
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.item_shape import UNFIT, learn, num_embeds
 from medialane.vllm_bridge.placing import Placing, Placings, decode_options
-from medialane.vllm_bridge.preparation import VllmProcessor, trial_audio, trial_image, trial_video
-
-#: What fields are learned from: what differs between these may differ between requests.
-SAMPLES: dict[Modality, tuple[Decoded, ...]] = {
-    "image": (trial_image(64, 64), trial_image(448, 224), trial_image(280, 700)),
-    "video": (trial_video(), trial_video(224, 112, 2), trial_video(112, 168, 7)),
-    "audio": (trial_audio(), trial_audio(0.4), trial_audio(2.3)),
-}
 
 #: mm_hash is opaque to us, but it becomes a key in several caches.
 MAX_HASH_CHARS = 256
 
-#: What a family's processor raises over fields that do not belong together.
-_UNFIT = (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, AssertionError)
-
-
-class FieldSpec(msgspec.Struct, frozen=True):
-    """What is the same in a field of every item. `dims` has None where the size varies."""
-
-    dtype: torch.dtype | None
-    dims: tuple[int | None, ...]
-    may_be_negative: bool
+#: The options of a request that has none.
+NO_OPTIONS = b"{}"
 
 
 class FeatureChecker:
@@ -71,7 +59,7 @@ class FeatureChecker:
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
         self._limits = dict(processor.info.allowed_mm_limits)
-        self._fields = learn(processor)
+        self._shapes = learn(processor)
         self._merge = merge_size(processor)
         self._placings = Placings(processor)
 
@@ -97,33 +85,80 @@ class FeatureChecker:
 
     def _placing(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> Placing:
         def check_items() -> None:
-            kwargs = decode_options(prompt.options)
             for feature, item in zip(prompt.features, items, strict=True):
-                self._check_fields(feature.modality, item)
-                self._check_rows(feature.modality, item, kwargs)
+                self._check_item(feature.modality, item, prompt.options)
+
+        def confirm(placing: Placing) -> None:
+            if prompt.options == NO_OPTIONS:
+                return
+            own = self._placings.find(prompt.features, NO_OPTIONS).updates
+            for modality, found in placing.kwargs.items():
+                for item, ours, theirs in zip(found, own[modality], placing.updates[modality], strict=True):
+                    for update in theirs:
+                        self._check_embeds(modality, item, num_embeds(update.content), ours)
 
         try:
-            return self._placings.find(prompt.features, prompt.options, check=check_items)
-        except _UNFIT as error:
+            return self._placings.find(prompt.features, prompt.options, check=check_items, confirm=confirm)
+        except UNFIT as error:
             raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
 
-    def _check_fields(self, modality: str, item: MultiModalKwargsItem) -> None:
-        wanted = self._fields.get(modality)
-        if wanted is None:
+    def check_rendered(self, rendered: Mapping[str, Any], media: Mapping[str, Any], options: bytes) -> None:
+        """Raise InvalidFeature unless what vLLM's renderer made of `media` fits the model and the placeholders.
+
+        Items of modalities that are not in `media` are not looked at.
+        """
+        found: Mapping[str, Any] = rendered["encoder_prompt"] if rendered["type"] == "enc_dec" else rendered
+        token_ids = found.get("encoder_prompt_token_ids", found["prompt_token_ids"])
+        kwargs = {modality: found["mm_kwargs"][modality] for modality in media}
+        places = {modality: [_own_range(p) for p in found["mm_placeholders"][modality]] for modality in media}
+        check_ranges(len(token_ids), [place for of in places.values() for place in of])
+        for modality, items in kwargs.items():
+            if len(items) != len(places[modality]):
+                raise InvalidFeature(f"{modality}: {len(items)} items and {len(places[modality])} placeholders")
+            for item in items:
+                self._check_item(modality, item, options)
+        if options != NO_OPTIONS:
+            self._check_rendered_embeds(kwargs, places, media)
+
+    def _check_rendered_embeds(
+        self,
+        kwargs: Mapping[str, Sequence[MultiModalKwargsItem]],
+        places: Mapping[str, Sequence[PlaceholderRange]],
+        media: Mapping[str, Any],
+    ) -> None:
+        try:
+            data = self._processor.info.parse_mm_data(media)
+            own = self._processor._get_mm_prompt_updates(data, {}, MultiModalKwargsItems(kwargs))
+        except UNFIT as error:
+            raise InvalidFeature("the model's processor cannot place these media in a prompt") from error
+        for modality, items in kwargs.items():
+            for item, place, ours in zip(items, places[modality], own[modality], strict=True):
+                self._check_embeds(modality, item, place.num_embeds, ours)
+
+    def _check_item(self, modality: str, item: MultiModalKwargsItem, options: bytes) -> None:
+        shape = self._shapes.get(modality)
+        if shape is None:
             raise InvalidFeature(f"this worker takes no {modality} features")
-        if item.keys() != wanted.keys():
-            raise InvalidFeature(f"{modality}: fields {sorted(item)} instead of {sorted(wanted)}")
+        shape.check(modality, item, has_options=options != NO_OPTIONS)
         for name, elem in item.items():
-            _check_field(f"{modality} {name}", elem, wanted[name])
             if name.endswith("grid_thw"):
                 _check_grid(f"{modality} {name}", elem.data, self._merge)
+        self._check_rows(modality, item, decode_options(options))
+
+    def _check_embeds(self, modality: str, item: MultiModalKwargsItem, count: int, own: Sequence[Any]) -> None:
+        """`own` is what the processor would put there without the request's options."""
+        takes = self._shapes[modality].takes(item, count)
+        if takes is None:
+            takes = count in [num_embeds(update.content) for update in own]
+        if not takes:
+            raise InvalidFeature(f"{modality}: {count} placeholder tokens are not as many as the model has embeddings")
 
     def _check_rows(self, modality: str, item: MultiModalKwargsItem, kwargs: Mapping[str, object]) -> None:
         """Every flat field must have the length that the item's other fields say."""
         batch = BatchFeature({name: _as_batch(elem) for name, elem in item.items()})
         try:
             configs = self._processor._get_mm_fields_config(batch, kwargs)
-        except _UNFIT as error:
+        except UNFIT as error:
             raise InvalidFeature(f"{modality}: the fields do not describe an item") from error
         for name, elem in item.items():
             field = configs[name].field
@@ -149,24 +184,8 @@ class FeatureChecker:
     def _found_there(self, prompt: ExpandedPrompt, updates: Any) -> bool:
         """Ask the family itself, for those that do not place an update's tokens as they are (Gemma-3's newlines)."""
         found = self._processor._find_mm_placeholders(prompt.token_ids, updates)
-        ranges = {modality: iter([_own_range(p) for p in places]) for modality, places in found.items()}
+        ranges = {modality: iter([_own_range(p.to_range()) for p in places]) for modality, places in found.items()}
         return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
-
-
-def learn(processor: BaseMultiModalProcessor) -> dict[str, dict[str, FieldSpec]]:
-    """What the fields of this model's items look like, by modality, from samples run through its own processor."""
-    heavy = VllmProcessor(processor)
-    return {
-        modality: _learn(heavy, samples)
-        for modality, samples in SAMPLES.items()
-        if modality in processor.info.supported_mm_limits
-    }
-
-
-def _learn(heavy: VllmProcessor, samples: Sequence[Decoded]) -> dict[str, FieldSpec]:
-    made = [heavy.process(sample, b"{}") for sample in samples]
-    items = [decode_item(found.header, found.buffers) for found in made]
-    return {name: _common([item[name] for item in items]) for name in items[0]}
 
 
 def placeholder_of(feature: HandedMedia) -> PlaceholderRange:
@@ -205,37 +224,6 @@ def check_order(modalities: Sequence[Modality], ranges: Sequence[PlaceholderRang
         ends[modality] = found.offset
 
 
-def _common(elems: Sequence[MultiModalFieldElem]) -> FieldSpec:
-    values = [elem.data for elem in elems]
-    if not all(isinstance(v, torch.Tensor) for v in values):
-        return FieldSpec(None, (), True)
-    ranks = {v.ndim for v in values}
-    dims: tuple[int | None, ...] = ()
-    if len(ranks) == 1:
-        dims = tuple(
-            sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(v.shape for v in values), strict=True)
-        )
-    # A batched field of one size in all samples may be of another in the next image (tiles); flat ones repeat rows.
-    if not isinstance(elems[0].field, MultiModalFlatField):
-        dims = tuple(None for _ in dims)
-    is_whole = not values[0].is_floating_point()
-    return FieldSpec(values[0].dtype, dims, not is_whole or any(bool((v < 0).any()) for v in values))
-
-
-def _check_field(name: str, elem: MultiModalFieldElem, wanted: FieldSpec) -> None:
-    if wanted.dtype is None:
-        return
-    data = elem.data
-    if not isinstance(data, torch.Tensor) or data.dtype != wanted.dtype:
-        raise InvalidFeature(f"{name}: {getattr(data, 'dtype', type(data).__name__)} instead of {wanted.dtype}")
-    if data.ndim != len(wanted.dims):
-        raise InvalidFeature(f"{name}: {data.ndim} dimensions instead of {len(wanted.dims)}")
-    if any(size is not None and size != found for size, found in zip(wanted.dims, data.shape, strict=True)):
-        raise InvalidFeature(f"{name}: shape {tuple(data.shape)} instead of {wanted.dims}")
-    if not wanted.may_be_negative and data.nbytes <= _SMALL_BYTES and bool((data < 0).any()):
-        raise InvalidFeature(f"{name}: a negative number")
-
-
 def _check_grid(name: str, grid: torch.Tensor, merge: int) -> None:
     """(frames, rows, columns) of patches, which the Qwen family merges in squares: its encoder fails on others."""
     frames, rows, columns = grid.view(-1).tolist() if grid.numel() == _GRID_NUMBERS else (0, 0, 0)
@@ -250,9 +238,6 @@ def merge_size(processor: BaseMultiModalProcessor) -> int:
 
 
 _GRID_NUMBERS = 3
-
-#: Whole numbers of up to so many bytes (grids, sizes, counts) are looked at; pixels are not.
-_SMALL_BYTES = 4096
 
 
 def _as_batch(elem: MultiModalFieldElem) -> Any:
@@ -279,9 +264,10 @@ def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDe
     return wanted == place.is_embed
 
 
-def _own_range(found: Any) -> PlaceholderRange:
-    marks = None if found.is_embed is None else _marks(found.is_embed)
-    return PlaceholderRange(offset=found.start_idx, length=found.length, is_embed=marks)
+def _own_range(place: Any) -> PlaceholderRange:
+    """vLLM's range as ours."""
+    marks = None if place.is_embed is None else _marks(place.is_embed)
+    return PlaceholderRange(offset=place.offset, length=place.length, is_embed=marks)
 
 
 def _marks(is_embed: torch.Tensor) -> bytes:

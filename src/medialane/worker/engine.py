@@ -16,7 +16,9 @@ class Engine(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def load(self) -> WorkerLoad: ...
+    def loads(self) -> Sequence[WorkerLoad]:
+        """How busy each data-parallel rank is, in their order."""
+        ...
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         """Call `listener`, on the event loop, with every change of the KV cache from the engine's start on.
@@ -31,6 +33,13 @@ class Engine(Protocol):
         """Let the engine's own processes map the arena; True when they read the nonce back from it.
 
         Raises WorkerLost when the engine has died.
+        """
+        ...
+
+    async def detach_arena(self, arena: str) -> None:
+        """Have the engine's own processes unmap the arena, of which they read nothing any more. Idempotent.
+
+        Where they do not do it, it is logged: the arena's memory stays in use.
         """
         ...
 

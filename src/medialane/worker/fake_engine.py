@@ -77,8 +77,8 @@ class FakeEngine:
     def recover(self) -> None:
         self._failure = None
 
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(num_running=self.num_reading)
+    def loads(self) -> list[WorkerLoad]:
+        return [WorkerLoad(num_running=self.num_reading)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         self.blocks.listener = listener
@@ -87,6 +87,10 @@ class FakeEngine:
         self._check_alive()
         self.arenas.append(arena)
         return self._attaches
+
+    async def detach_arena(self, arena: str) -> None:
+        if arena in self.arenas:
+            self.arenas.remove(arena)
 
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]

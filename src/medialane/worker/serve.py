@@ -1,9 +1,9 @@
 """The life of a worker's process: listen, watch, stop.
 
-How it stops decides what gateways may believe. On a signal, requests are failed and cancelled, the engine lets go of
-them, and only then the connections end. When the engine is lost, nobody could let go: its processes are ended first,
-which is a letting go as well, then the connections. In either order, a gateway that finds nobody listening at the
-address may reuse every byte that it handed over.
+How it stops decides what gateways may believe: one that finds nobody listening at the address reuses every byte that
+it handed over. On a signal, requests are failed and cancelled, and the engine releases them; then the engine's
+processes are ended, which releases those that it did not confirm in time. Only then this process stops listening. When
+the engine is lost, nothing could be released: its processes are ended first.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ async def serve_until(
     finally:
         if lost:
             await _close(engine, config.stop_timeout_s)
-        await server.close()
+        await server.stop()
         await _close(engine, config.stop_timeout_s)
+        await server.close()
         worker.close()
     return EXIT_ENGINE_LOST if lost else 0
 

@@ -56,13 +56,24 @@ class Worker:
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
         self._suspicion = asyncio.Event()
+        self._attached: dict[str, str] = {}  # arena -> gateway
+        self._unused: set[str] = set()  # arenas that the engine has not been asked to unmap yet
 
     async def register(self, hello: Hello) -> Welcome:
         """Get to know a gateway, and map its arena if it is on this host."""
-        self._arenas.forget_gone()
         self._compare(hello)
-        shm = hello.arena is not None and await self._attach(hello.arena)
+        shm = hello.arena is not None and await self._attach(hello.gateway_id, hello.arena)
         return Welcome(self.worker_id, os.getpid(), self._engine.card, shm)
+
+    def left(self, hello: Hello) -> None:
+        """Unmap a gateway's arena, here at once and in the engine's processes soon: a gateway that was killed starts
+        again, and finds no room for a new arena as long as anybody has the old one mapped."""
+        if hello.arena is None or self._attached.get(hello.arena.id) != hello.gateway_id:
+            return
+        del self._attached[hello.arena.id]
+        self._arenas.detach(hello.arena.id)
+        self._unused.add(hello.arena.id)
+        self._suspicion.set()  # `watch` does it now
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request. Raises HandoverFailed for tensors that cannot be read, else as `Engine.generate`."""
@@ -74,8 +85,8 @@ class Worker:
             self._suspicion.set()
             raise
 
-    def load(self) -> WorkerLoad:
-        return self._engine.load()
+    def loads(self) -> Sequence[WorkerLoad]:
+        return self._engine.loads()
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
         return self._blocks.watch(listener)
@@ -98,7 +109,8 @@ class Worker:
         return MetricReader(self._registry).read
 
     async def watch(self) -> None:
-        """Ping the engine until it is lost: raises WorkerLost then, and never returns.
+        """Ping the engine until it is lost, and have it unmap arenas that are not used any more. Raises WorkerLost when
+        it is lost, and never returns.
 
         A request that the engine fails is a reason to look at once.
         """
@@ -113,7 +125,8 @@ class Worker:
                 logger.error("%s (%d of %d)", error.message, num_silences, MAX_SILENCES)
                 if num_silences >= MAX_SILENCES:
                     raise WorkerLost("the engine does not answer") from error
-            self._arenas.forget_gone()
+            while self._unused:
+                await self._engine.detach_arena(self._unused.pop())
             await self._pause()
 
     def close(self) -> None:
@@ -129,9 +142,13 @@ class Worker:
                 there, here = theirs.get(name), ours.get(name)
                 logger.warning("gateway %s: %s is %s there and %s here", hello.gateway_id, name, there, here)
 
-    async def _attach(self, offer: ArenaOffer) -> bool:
+    async def _attach(self, gateway_id: str, offer: ArenaOffer) -> bool:
         """Both this process and the engine's must find the very arena: they may have different /dev/shm."""
-        return self._arenas.attach(offer.id, offer.nonce) and await self._engine.attach_arena(offer.id, offer.nonce)
+        if not self._arenas.attach(offer.id, offer.nonce):
+            return False
+        self._attached[offer.id] = gateway_id
+        self._unused.discard(offer.id)
+        return await self._engine.attach_arena(offer.id, offer.nonce)
 
     def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
         return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]

@@ -99,6 +99,19 @@ def test_workers_of_different_block_sizes_are_told_of(make_routes, caplog):
     assert "worker w1 has KV blocks of 32 tokens, others of 16" in caplog.text
 
 
+def test_load_of_a_rank_counts_at_that_rank_alone(make_routes):
+    link = link_to("w0")
+    (endpoint,) = link.endpoints()
+    ranks = [msgspec.structs.replace(endpoint, rank=rank, num_ranks=2) for rank in range(2)]
+    link.endpoints = lambda: ranks
+    routes = make_routes(link)
+    for busy in (0, 1, 0):
+        loads = [WorkerLoad(8, 40, 0.9) if rank == busy else WorkerLoad() for rank in range(2)]
+        routes.reported(link, loads)
+        request, prepared = left_to_worker(busy)
+        assert routes.choose(request, prepared).data_parallel_rank == 1 - busy
+
+
 @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
 def test_limit_of_decisions_that_is_no_number_is_refused_by_name(make_routes, limit):
     with pytest.raises(InvalidRequest) as raised:

@@ -208,9 +208,9 @@ class Heard:
         self.told.append(("left", link.address))
         self.held = None
 
-    def reported(self, link, load):
+    def reported(self, link, loads):
         if self.told[-1][0] != "reported":
-            self.told.append(("reported", load.num_running))
+            self.told.append(("reported", *[load.num_running for load in loads]))
 
     def changed(self, link, change):
         known = set() if change.snapshot else self.held - ids(change.removed)
@@ -233,6 +233,17 @@ async def test_listener_learns_who_joins_what_they_hold_and_who_leaves(net):
     await server.close()
     await eventually(lambda: heard.told[-1] == ("left", net.address))
     assert heard.told == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
+
+
+async def test_ranks_report_each_its_own_load(net):
+    card = msgspec.structs.replace(FAKE_CARD, data_parallel_size=2)
+    handler, heard = FakeHandler(card=card), Heard()
+    handler.num_active = 3
+    await net.serve(handler)
+    link = net.link(heard)
+    await eventually(lambda: heard.told and heard.told[-1] == ("reported", 3, 0))
+    assert [endpoint.load.num_running for endpoint in link.endpoints()] == [3, 0]
+    handler.num_active = 0
 
 
 async def test_worker_that_comes_back_joins_again_and_tells_what_it_holds_then(net):

@@ -25,7 +25,7 @@ class View:
         self.held = set()
         self.changes = []
         self.loads = []
-        client.watch(on_blocks=self.on_blocks, on_load=self.loads.append)
+        client.watch(on_blocks=self.on_blocks, on_loads=self.loads.append)
 
     def on_blocks(self, change):
         self.changes.append(change)
@@ -101,7 +101,7 @@ async def test_many_blocks_let_both_loops_go_in_between(net, handler):
             asyncio.get_running_loop().call_soon(tick)
 
     tick()
-    client.watch(on_blocks=lambda change: seen.append((rounds, len(change.stored) // 8)), on_load=lambda _load: None)
+    client.watch(on_blocks=lambda change: seen.append((rounds, len(change.stored) // 8)), on_loads=lambda _loads: None)
     await eventually(lambda: sum(count for _, count in seen) == len(MANY))
     assert max(count for _, count in seen) == PIECE_BLOCKS
     assert len({when for when, _ in seen}) == len(seen)
@@ -112,7 +112,7 @@ async def test_answers_do_not_wait_behind_many_blocks(net, handler):
     handler.blocks = MANY
     client = await net.connect()
     told = []
-    client.watch(on_blocks=told.append, on_load=lambda _load: None)
+    client.watch(on_blocks=told.append, on_loads=lambda _loads: None)
     assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
     assert len(told) < 60
     await client.close()

@@ -16,10 +16,11 @@ from medialane.core.errors import (
     WorkerLost,
     to_report,
 )
+from medialane.core.request import WorkerLoad
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Welcome
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.framing import append_frame
-from medialane.rpc.messages import Refused, Released
+from medialane.rpc.messages import LoadReport, Refused, Released
 
 HOUR_S = 3600.0
 HELLO = Hello(gateway_id="gateway")
@@ -128,6 +129,14 @@ async def test_worker_that_hangs_up_at_once_is_lost(worker_that_says):
 async def test_listener_that_is_no_worker_is_a_violation(worker_that_says, noise):
     with pytest.raises(ProtocolViolation):
         await RpcClient.connect(await worker_that_says(noise), HELLO, QUICK)
+
+
+async def test_load_of_ranks_that_the_worker_does_not_have_ends_the_connection(worker_that_says, caplog):
+    address = await worker_that_says(frames(WELCOME, LoadReport((WorkerLoad(), WorkerLoad()))))
+    client = await RpcClient.connect(address, HELLO, QUICK)
+    async with asyncio.timeout(5):
+        await client.wait_closed()
+    assert "the load of 2 ranks where the worker has 1" in caplog.text
 
 
 async def test_refusal_is_never_taken_for_a_dead_worker(worker_that_says):

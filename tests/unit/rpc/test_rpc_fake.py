@@ -39,7 +39,7 @@ async def test_cancelled_fake_takes_its_time_to_let_go():
     await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.sleep(0.01)
-    assert (handler.load().num_running, handler.num_cancelled) == (1, 1)
+    assert (handler.loads()[0].num_running, handler.num_cancelled) == (1, 1)
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert handler.load().num_running == 0
+    assert handler.loads()[0].num_running == 0

@@ -52,7 +52,7 @@ def test_gateways_message_survives_the_wire(message):
         Output(OutputDelta("r", [CompletionDelta(0, "a", [1])])),
         Failed("r", REPORT),
         Released("r"),
-        LoadReport(WorkerLoad(1, 2, 0.5)),
+        LoadReport((WorkerLoad(1, 2, 0.5), WorkerLoad(0, 0, 0.0))),
         Pong(7),
     ],
     ids=lambda m: type(m).__name__,

@@ -12,7 +12,7 @@ from medialane.core.errors import (
     StartupFailed,
     WorkerLost,
 )
-from medialane.rpc import FakeHandler, Hello, RpcConfig
+from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, server
 from medialane.rpc.server import MAX_HELLO_BYTES
 
 HOUR_S = 3600.0
@@ -137,6 +137,55 @@ async def test_more_connections_than_allowed_are_refused(net):
     with pytest.raises(WorkerLost):
         await net.connect(gateway_id="b")
     assert not first.closed.is_set()
+
+
+async def test_connections_without_a_token_keep_no_gateway_out(net, raw):
+    await net.serve(FakeHandler(), RpcConfig(max_connections=2, token="secret"))
+    strangers = [await raw(hello=False) for _ in range(4)]
+    for name in ("a", "b"):
+        await net.connect(RpcConfig(token="secret"), gateway_id=name)
+    with pytest.raises(WorkerLost, match="as many gateways"):
+        await net.connect(RpcConfig(token="secret"), gateway_id="c")
+    assert await net.connect(RpcConfig(token="secret"), gateway_id="b")
+    assert len(strangers) == 4
+
+
+async def test_too_many_connections_without_a_token_end_the_oldest(net, raw, monkeypatch):
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    await net.serve(FakeHandler())
+    oldest, _, newest = [await raw(hello=False) for _ in range(3)]
+    assert await oldest.hung_up()
+    await net.connect()
+    newest.send(Hello(gateway_id="late"))
+    assert await newest.next(Welcome)
+
+
+async def test_handler_hears_that_a_gateway_has_left_once_its_requests_have_let_go(net):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.1)
+    await net.serve(handler)
+    client = await net.connect()
+    client.submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    seen = []
+    handler.left = lambda hello: seen.append((hello.gateway_id, handler.num_active))
+    await client.close()
+    await eventually(lambda: seen == [("gateway", 0)])
+
+
+async def test_server_listens_on_and_keeps_the_connection_while_a_request_has_not_let_go(net, caplog):
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
+    server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
+    client = await net.connect()
+    client.submit(engine_request("r"))
+    await eventually(lambda: handler.num_active == 1)
+    await server.stop()
+    assert "1 requests have not let go" in caplog.text
+    with pytest.raises(WorkerLost):
+        await net.connect(gateway_id="late")
+    assert (handler.num_active, handler.num_cancelled, client.closed.is_set()) == (1, 1, False)
+    await server.close()
+    with pytest.raises(NoWorkerReady):
+        await net.connect(gateway_id="late")
 
 
 async def test_close_fails_and_releases_what_is_under_way(net):

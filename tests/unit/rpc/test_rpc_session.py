@@ -240,7 +240,7 @@ async def test_load_is_reported_at_changes_and_by_heartbeat(net):
     await net.serve(handler)
     client = await net.connect()
     client.submit(engine_request("r"))
-    await eventually(lambda: client.load.num_running == 1)
+    await eventually(lambda: sum(load.num_running for load in client.loads) == 1)
     handler.num_active = 5  # a change that no request of this gateway made
-    await eventually(lambda: client.load.num_running == 5)
+    await eventually(lambda: sum(load.num_running for load in client.loads) == 5)
     handler.num_active = 1

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
@@ -61,14 +63,23 @@ def test_arena_with_another_nonce_is_not_attached(arena, attached, tensor):
         attached.receiver.fetch(tensor)
 
 
-def test_arena_whose_file_is_gone_is_forgotten(attached, tensor, arena):
+def test_wrong_nonce_leaves_the_mapping_of_the_arenas_own_gateway(arena, attached, tensor):
+    assert attached.attach(arena.id, arena.nonce)
+    assert not attached.attach(arena.id, b"n" * 16)
+    assert attached.receiver.fetch(tensor)
+    assert attached.attach(arena.id, arena.nonce)
+
+
+def test_detached_arena_is_unmapped_and_others_stay(attached, tensor, arena):
     other = Arena.create(ArenaConfig(size_bytes=16 << 20))
     assert attached.attach(arena.id, arena.nonce)
     assert attached.attach(other.id, other.nonce)
-    assert attached.forget_gone() == 0
-    other.close()
-    assert attached.forget_gone() == 1
+    num_mapped = Path("/proc/self/maps").read_text().count(other.id)
+    for _ in range(2):
+        attached.detach(other.id)
+    assert Path("/proc/self/maps").read_text().count(other.id) == num_mapped - 1
     assert attached.receiver.fetch(tensor)
+    other.close()
 
 
 def test_bytes_that_are_held_outlive_the_mapping(arena, attached, tensor):

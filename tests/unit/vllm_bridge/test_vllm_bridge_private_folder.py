@@ -1,11 +1,15 @@
 import os
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 
 from medialane.vllm_bridge.private_folder import PrivateFolder
 
@@ -19,9 +23,13 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path
+    """A short path, which pytest's own is not: sockets lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="ml-", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    yield path
+    shutil.rmtree(path)
 
 
 def test_folder_is_private_and_goes():
@@ -46,7 +54,7 @@ def test_folder_of_the_living_stays_and_of_the_killed_goes_with_the_next(tempora
 
 
 def test_what_is_not_our_folder_stays(temporary):
-    file, link = temporary / "medialane-kv-file", temporary / "medialane-kv-link"
+    file, link = temporary / "medialane-vllm-file", temporary / "medialane-vllm-link"
     file.write_text("x")
     target = temporary / "target"
     target.mkdir()
@@ -54,3 +62,35 @@ def test_what_is_not_our_folder_stays(temporary):
     PrivateFolder().remove()
     assert file.exists()
     assert link.exists()
+
+
+def test_vllms_sockets_lie_in_the_folder_until_it_is_removed(temporary):
+    folder = PrivateFolder()
+    folder.enter()
+    address = get_open_zmq_ipc_path().removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+    assert os.listdir(folder.path) == [os.path.basename(address)]
+    folder.remove()
+    assert list(temporary.iterdir()) == []
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
+def test_folder_for_sockets_that_the_operator_has_named_holds_ours(temporary, monkeypatch):
+    named = temporary / "named"
+    named.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(named))
+    folder = PrivateFolder()
+    folder.enter()
+    assert folder.path.parent == named
+    folder.remove()
+    assert os.environ["VLLM_RPC_BASE_PATH"] == str(named)
+
+
+def test_folder_whose_path_would_be_too_long_for_sockets_lies_in_tmp(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = PrivateFolder()
+    assert str(folder.path.parent) == "/tmp"
+    folder.remove()

@@ -18,9 +18,9 @@ RPC = RpcConfig(release_timeout_s=2.0)
 class Serving:
     """A worker in this process, and a client of it."""
 
-    def __init__(self, engine, address):
+    def __init__(self, engine, address, rpc=RPC):
         config = WorkerConfig(ping_interval_s=0.02, stop_timeout_s=1.0)
-        serving = serve_worker(config, RPC, engine, address, arena_directory="/dev/shm")
+        serving = serve_worker(config, rpc, engine, address, arena_directory="/dev/shm")
         self.task = asyncio.create_task(serving)
         self._address = address
 
@@ -80,6 +80,30 @@ async def test_lost_engine_ends_the_worker_with_a_status_of_its_own(address):
             pass
     assert await serving.task == EXIT_ENGINE_LOST
     assert engine.closed
+    await client.close()
+
+
+async def test_worker_listens_until_what_did_not_let_go_has_ended_with_its_engine(address):
+    """A gateway that finds nobody listening reuses every byte that it has handed over."""
+
+    class Slow(FakeEngine):
+        async def close(self):
+            if not self.closed:
+                self.was_reading = self.num_reading
+                with pytest.raises(WorkerLost):  # and not NoWorkerReady
+                    await RpcClient.connect(address, HELLO, RPC)
+            await super().close()
+
+    engine = Slow(release_s=3600.0)
+    serving = Serving(engine, address, RpcConfig(release_timeout_s=0.1))
+    client = await serving.connect()
+    remote = client.submit(request(10_000, token_s=0.001))
+    await anext(aiter(remote))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving.task == 0
+    assert (engine.closed, engine.was_reading) == (True, 1)
+    with pytest.raises(NoWorkerReady):
+        await RpcClient.connect(address, HELLO, RPC)
     await client.close()
 
 

@@ -89,11 +89,11 @@ async def test_load_counts_what_runs_and_what_waits():
         await anext(deltas)
         waiting = asyncio.create_task(answer(engine, request(name="s", max_tokens=1)))
         await asyncio.sleep(0.01)
-        load = engine.load()
+        load = engine.loads()[0]
         assert (load.num_running, load.num_waiting) == (1, 1)
         assert load.kv_usage > 0
     await waiting
-    assert engine.load().kv_usage == 0
+    assert engine.loads()[0].kv_usage == 0
     await engine.close()
 
 
@@ -103,7 +103,7 @@ async def test_cancelled_request_frees_its_blocks(engine):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert engine.load().num_running == 0
+    assert engine.loads()[0].num_running == 0
     assert len(await answer(engine, request())) == 4
 
 
@@ -149,4 +149,4 @@ async def test_answer_ends_where_the_model_does(engine):
 async def test_what_it_cannot_answer_is_refused(engine, asked, error):
     with pytest.raises(error):
         await answer(engine, asked)
-    assert engine.load().num_waiting == 0
+    assert engine.loads()[0].num_waiting == 0

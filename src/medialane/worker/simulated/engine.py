@@ -149,15 +149,18 @@ class SimulatedEngine:
         self._failed = self._closed = False
         self.busy_s = 0.0
 
-    def load(self) -> WorkerLoad:
+    def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler
-        return WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+        return [WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         self._listener = listener
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         return True  # there is no other process, and nobody reads
+
+    async def detach_arena(self, arena: str) -> None:
+        """There is nothing to unmap."""
 
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]

@@ -1,0 +1,207 @@
+"""No option of a client makes the model's encoder fail, whatever the family and the stage.
+
+What the gate accepts is given to the model's own encoder, in this process: it must take it, and give as many embeddings
+as the prompt has placeholders. In EngineCore, anything else is the end of all requests.
+"""
+
+import json
+import os
+import tempfile
+from functools import cache
+
+import pytest
+import torch
+from test_family_preparation import FIRST, Halves
+from tiny_families import FAMILIES
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import get_model
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+from medialane.config import vllm_defaults
+from medialane.core.errors import InvalidFeature, MedialaneError
+from medialane.core.feature import Feature, HandedMedia
+from medialane.core.hashing import canonical_options
+from medialane.core.request import ExpandedPrompt
+from medialane.vllm_bridge.arguments import parse_vllm_args
+from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.item_shape import UNFIT
+from medialane.vllm_bridge.preparation import engine_media
+from medialane.vllm_bridge.tiny_model import cache_folder
+
+pytestmark = [
+    pytest.mark.timeout(120),  # the first test of a family makes its checkpoint, its renderer and its model
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+#: Options that change what is computed, or only might: of the families' own processors, and of others'.
+HOSTILE = [
+    {"patch_size": 1},
+    {"patch_size": 28},
+    {"images_kwargs": {"patch_size": 1}},
+    {"videos_kwargs": {"patch_size": 1}},
+    {"merge_size": 0},
+    {"merge_size": 1},
+    {"merge_size": 4},
+    {"temporal_patch_size": 1},
+    {"temporal_patch_size": 4},
+    {"size": 56},
+    {"size": {"height": 0, "width": 0}},
+    {"size": {"height": 56, "width": 56}},
+    {"size": {"shortest_edge": 56}},
+    {"size": {"shortest_edge": 448}},
+    {"size": {"shortest_edge": 3136, "longest_edge": 6272}},
+    {"crop_size": 224},
+    {"crop_size": {"height": 56, "width": 56}},
+    {"do_center_crop": False, "do_resize": False},
+    {"do_resize": False},
+    {"images_kwargs": {"do_resize": False}},
+    {"do_rescale": False},
+    {"do_rescale": False, "do_normalize": False},
+    {"do_pad": False},
+    {"num_crops": 1},
+    {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10, "pan_and_scan_min_ratio_to_activate": 1.0},
+    {"crop_to_patches": False},
+    {"crop_to_patches": True, "min_patches": 2, "max_patches": 4},
+    {"min_patches": 8, "max_patches": 2},
+    {"image_seq_length": 5},
+    {"image_grid_pinpoints": [[56, 56]]},
+    {"vision_feature_select_strategy": "full"},
+    {"min_pixels": 3136, "max_pixels": 6272},
+    {"min_pixels": 1, "max_pixels": 1},
+    {"input_data_format": "channels_first"},
+    {"data_format": "channels_last"},
+    {"return_tensors": "np"},
+    {"image_mean": [0.5], "image_std": [0]},
+    {"do_sample_frames": True, "fps": 0.1},
+    {"fps": 0},
+    {"sampling_rate": 8000},
+    {"feature_size": 10},
+    {"hop_length": 10},
+    {"chunk_length": 5},
+    {"max_length": 10},
+    {"padding": "longest"},
+    {"return_attention_mask": False},
+    {"tokenizer": None, "image_processor": None},
+]
+
+#: Of these, some that make a difference and no harm: the gate is no obstacle.
+HARMLESS = {
+    "qwen2_5_vl": ("image", {"min_pixels": 3136, "max_pixels": 6272}),
+    "qwen3_vl": ("video", {"size": {"shortest_edge": 3136, "longest_edge": 6272}}),
+    "gemma3": (
+        "image",
+        {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10, "pan_and_scan_min_ratio_to_activate": 1.0},
+    ),
+    "internvl": ("image", {"crop_to_patches": True, "min_patches": 2, "max_patches": 4}),
+}
+
+CASES = [
+    pytest.param(name, modality, id=f"{name}: {modality}")
+    for name, family in FAMILIES.items()
+    for modality in family.limits
+]
+
+
+class Model(Halves):
+    """A family's gate and its model."""
+
+    def __init__(self, family, folder):
+        super().__init__(family, folder)
+        args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
+        self._config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        with set_current_vllm_config(self._config):
+            ensure_model_parallel_initialized(1, 1)
+            self._model = get_model(vllm_config=self._config)
+
+    def handed(self, modality, options):
+        """An item of stage `features` that the gate has accepted, and how many embeddings its placeholder takes."""
+        made = self.processor.process(FIRST[modality], options)
+        feature = Feature(modality, "h", made.header, (), made.size)
+        assembled = self.assembler.assemble(self.token_ids((modality,)), (feature,), options)
+        item, (place,) = decode_item(made.header, made.buffers), assembled.placeholders
+        handed = HandedMedia(modality, "h", made.header, (), made.size, place)
+        self.checker.check(ExpandedPrompt(assembled.token_ids, (handed,), options), [item])
+        return item, place.num_embeds
+
+    def rendered(self, modality, options):
+        """The same of the stages in which the worker processes."""
+        media = {modality: [engine_media(FIRST[modality])]}
+        tokens = {
+            "prompt_token_ids": self.token_ids((modality,)),
+            "multi_modal_data": media,
+            "multi_modal_uuids": {modality: ["uuid"]},
+            "mm_processor_kwargs": json.loads(options),
+        }
+        (rendered,) = self.renderer.render_cmpl([tokens])
+        self.checker.check_rendered(rendered, media, options)
+        return rendered["mm_kwargs"][modality][0], rendered["mm_placeholders"][modality][0].get_num_embeds()
+
+    def num_embeds(self, modality, item):
+        """As `GPUModelRunner._execute_mm_encoder` has the model encode it. Raises what would end EngineCore."""
+        with torch.inference_mode(), set_current_vllm_config(self._config), set_forward_context(None, self._config):
+            ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device="cpu")
+            (embeddings,) = self._model.embed_multimodal(**batch)
+        return len(embeddings)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """`Model` by family, each made when it is first asked for."""
+
+    @cache
+    def of(name):
+        made.append(Model(FAMILIES[name], FAMILIES[name].build(cache_folder(os.environ))))
+        return made[-1]
+
+    made = []
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as store:
+        for name, value in vllm_defaults("model", [], on_gpu=False, num_workers=1).items():
+            patch.setenv(name, value)
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does
+        init_distributed_environment(1, 0, f"file://{store}/store", 0, backend="gloo")
+        yield of
+        for each in made:
+            each.renderer.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize(("name", "modality"), CASES)
+@pytest.mark.parametrize("stage", ["features", "source"])
+def test_model_encodes_whatever_the_gate_accepts(models, name, modality, stage):
+    model = models(name)
+    accepted = model.handed if stage == "features" else model.rendered
+    num_accepted = 0
+    for options in ({}, *HOSTILE):
+        try:
+            item, count = accepted(modality, canonical_options(options))
+        except (MedialaneError, *UNFIT):
+            assert options, "without options it is accepted"
+            continue
+        assert model.num_embeds(modality, item) == count, options
+        num_accepted += 1
+    assert num_accepted > 10, "most options are of other families' processors, and mean nothing here"
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_options_that_the_model_can_take_are_honoured_in_every_stage(models, name):
+    modality, options = HARMLESS[name]
+    model = models(name)
+    plain, asked = [model.handed(modality, canonical_options(o))[1] for o in ({}, options)]
+    assert plain != asked
+    assert model.rendered(modality, canonical_options(options))[1] == asked
+
+
+@pytest.mark.parametrize("stage", ["features", "source"])
+@pytest.mark.parametrize("options", [{"patch_size": 1}, {"merge_size": 4}, {"temporal_patch_size": 1}], ids=str)
+def test_options_that_contradict_the_model_are_refused_as_invalid_in_every_stage(models, options, stage):
+    model = models("qwen2_5_vl")
+    accepted = model.handed if stage == "features" else model.rendered
+    with pytest.raises(InvalidFeature):
+        accepted("image", canonical_options(options))

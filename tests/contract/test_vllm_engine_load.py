@@ -1,0 +1,61 @@
+"""Load by data-parallel rank: what vLLM's stat loggers are given, and what becomes of it."""
+
+from types import SimpleNamespace
+
+from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
+from vllm.v1.metrics.stats import SchedulerStats
+
+from medialane.core.request import WorkerLoad
+from medialane.vllm_bridge.engine import LoadRecorder, VllmEngine
+
+
+def logger_of(recorder, engine_indexes):
+    """As vLLM's StatLoggerManager makes it."""
+    return PerEngineStatLoggerAdapter(
+        vllm_config=None, engine_indexes=engine_indexes, per_engine_stat_logger_factory=recorder.factory
+    )
+
+
+def stats(num_running, usage):
+    return SchedulerStats(num_running_reqs=num_running, kv_cache_usage=usage)
+
+
+def test_numbers_of_one_rank_do_not_overwrite_those_of_another():
+    recorder = LoadRecorder()
+    logger = logger_of(recorder, [0, 1])
+    logger.record(stats(3, 0.5), None, engine_idx=0)
+    logger.record(stats(1, 0.25), None, engine_idx=1)
+    logger.record(None, None, engine_idx=1)
+    assert [(found.num_running_reqs, found.kv_cache_usage) for found in recorder.stats] == [(3, 0.5), (1, 0.25)]
+
+
+def test_ranks_that_do_not_begin_with_zero_are_in_their_order():
+    recorder = LoadRecorder()
+    logger = logger_of(recorder, [2, 3])
+    logger.record(stats(3, 0.5), None, engine_idx=3)
+    assert [found.num_running_reqs for found in recorder.stats] == [0, 3]
+
+
+def engine_over(recorder, requests, identities):
+    """An engine of as many ranks as `identities`; `requests` says which of them has which request."""
+    engine = VllmEngine.__new__(VllmEngine)
+    core = SimpleNamespace(core_engines=identities, reqs_in_flight=requests)
+    states = dict.fromkeys([*requests, "not sent yet"])
+    engine._llm = SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
+    engine._recorder = recorder
+    engine.card = SimpleNamespace(data_parallel_size=len(identities))
+    return engine
+
+
+def test_requests_are_counted_where_vllm_keeps_no_statistics():
+    engine = engine_over(LoadRecorder(), {"a": b"0", "b": b"1"}, [b"0", b"1"])
+    assert engine.loads() == [WorkerLoad(0, 1, 0.0), WorkerLoad(0, 1, 0.0)]
+
+
+def test_requests_are_counted_at_the_rank_that_has_them():
+    recorder = LoadRecorder()
+    logger = logger_of(recorder, [0, 1, 2])
+    logger.record(stats(2, 0.5), None, engine_idx=0)
+    logger.record(stats(7, 0.75), None, engine_idx=2)  # of its last step: it has none any more
+    engine = engine_over(recorder, {"a": b"0", "b": b"0", "c": b"0", "d": b"1"}, [b"0", b"1", b"2"])
+    assert engine.loads() == [WorkerLoad(2, 1, 0.5), WorkerLoad(0, 1, 0.0), WorkerLoad()]
