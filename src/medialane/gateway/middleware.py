@@ -99,7 +99,7 @@ class IntakeMiddleware:
             await send_error(send, error, form)
             return
         if not is_read_here:
-            receive = incoming
+            receive = _remembering(incoming, request)
         elif body is None:
             return
         else:
@@ -129,6 +129,19 @@ class IntakeMiddleware:
     def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:
         with request.timeline.measure("lift"):
             return lift(buffer, self._media, self._config, size=size)
+
+
+def _remembering(receive: Receive, request: RequestScope) -> Receive:
+    """Errors of `receive` are raised within the app, which would make a 400 of all of them."""
+
+    async def remembering() -> Message:
+        try:
+            return await receive()
+        except MedialaneError as error:
+            request.fail(error)
+            raise
+
+    return remembering
 
 
 def _is_form(scope: Scope) -> bool:

@@ -86,7 +86,7 @@ async def test_card_with_impossible_sizes_ends_the_connection(worker_that_says, 
 async def test_loss_is_told_as_the_connection_is_closed_and_not_a_turn_of_the_loop_later(worker_that_says):
     client = await RpcClient.connect(await worker_that_says(frames(WELCOME)), HELLO, QUICK)
     told = []
-    client.watch(on_blocks=told.append, on_load=told.append, on_lost=lambda: told.append(client.closed.is_set()))
+    client.watch(on_blocks=told.append, on_loads=told.append, on_lost=lambda: told.append(client.closed.is_set()))
     client.closed.set = lambda real=client.closed.set: (told.append("closing"), real())
     await client.close()
     assert told == ["closing", True]
