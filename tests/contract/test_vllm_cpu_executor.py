@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs v
 
 def executor(model, *flags):
     """The class that vLLM takes for these flags."""
-    return Executor.get_class(engine_args(model, ["--max-model-len=512", *flags]).create_engine_config())
+    return Executor.get_class(engine_args(str(model), ["--max-model-len=512", *flags]).create_engine_config())
 
 
 def test_one_process_computes_the_model_where_one_can(tiny_model):
@@ -44,7 +44,7 @@ def threads(monkeypatch):
 def test_cores_are_those_that_vllm_would_bind_its_process_to(tiny_model, threads, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "3-5")
     monkeypatch.setattr(cpu_executor.UniProcExecutor, "_init_executor", lambda _self: None)
-    config = engine_args(tiny_model, ["--max-model-len=512"]).create_engine_config()
+    config = engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config()
     cpu_executor.CpuExecutor(config)
     assert threads == {"number": 3, "pid": 0, "cores": [3, 4, 5]}
 
@@ -57,5 +57,5 @@ def test_single_thread_may_run_on_every_core(threads):
 def test_threads_are_left_alone_where_binding_is_off(tiny_model, threads, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setattr(cpu_executor.UniProcExecutor, "_init_executor", lambda _self: None)
-    cpu_executor.CpuExecutor(engine_args(tiny_model, ["--max-model-len=512"]).create_engine_config())
+    cpu_executor.CpuExecutor(engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config())
     assert threads == {}

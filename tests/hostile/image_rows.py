@@ -83,8 +83,8 @@ _INVALID = {
 
 #: No magic bytes of any kind of file: an image, as far as anybody knows, that is damaged.
 _NO_FILE = {
-    "+ TGA": bytes(2) + b"\x02" + bytes(100),
     "+ one byte": b"\xff",
+    "+ byte order mark before a JPEG": b"\xef\xbb\xbf" + m.picture(31),
     "+ text": b"this is a picture",
     "+ JPEG without its beginning": bytes(3) + m.picture(48)[3:],
 }
@@ -102,6 +102,7 @@ _UNSUPPORTED = {
     "+ HEIC that says it may be an AVIF": m.box(b"ftyp", b"heic\0\0\0\0avif") + bytes(100),
     "+ JPEG 2000": b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(100),
     "+ JPEG XL": b"\xff\x0a" + bytes(100),
+    "+ TGA": bytes(2) + b"\x02" + bytes(100),
     "+ ICO": b"\0\0\1\0\1\0" + bytes(100),
     "+ WMF": b"\xd7\xcd\xc6\x9a" + bytes(100),
     "+ HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
@@ -114,7 +115,6 @@ _UNSUPPORTED = {
     "+ WAV": b"RIFF\x24\0\0\0WAVEfmt " + bytes(100),
     "57 HTML as JPEG": b"<html><body>not found</body></html>",
     "+ ZIP before a JPEG": b"PK\3\4" + m.picture(31),
-    "+ byte order mark before a JPEG": b"\xef\xbb\xbf" + m.picture(31),
 }
 
 

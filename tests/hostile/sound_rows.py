@@ -9,7 +9,7 @@ from functools import cache
 import media_files as m
 import numpy as np
 from corpus import Row, at, chat, sent
-from video_rows import PLAYLISTS, playlist
+from video_rows import NO_FILES, PLAYLISTS, playlist
 
 from sound_maker import by_ffmpeg, by_libsndfile, hours_of_silence, sound
 from video_clips import clip
@@ -143,8 +143,9 @@ SOUND_ROWS = (
     *_rows({"+ text as a sound": lambda: b"this is named speech.wav"}, 400, "invalid_audio"),
     *_rows(_GOOD, 200, None, 128.0),
     *(
-        Row(name.replace("61 ", "+ ") + " as a sound", playlist(text, "audio_url"), 415, "unsupported_media_type", 1.0)
-        for name, text in PLAYLISTS.items()
+        Row(name.replace("61 ", "+ ") + " as a sound", playlist(text, "audio_url"), status, code, 1.0)
+        for texts, status, code in ((PLAYLISTS, 415, "unsupported_media_type"), (NO_FILES, 400, "invalid_audio"))
+        for name, text in texts.items()
     ),
     *(Row(name, at(url, "audio_url"), status, code) for name, (url, status, code) in _URLS.items()),
     Row("+ input_audio with bad base64", lambda w: chat(w.model, _input_audio("AA*A")), 400, "invalid_base64"),

@@ -50,10 +50,14 @@ PLAYLISTS = {
     "61 ffconcat": "ffconcat version 1.0\nfile http://127.0.0.1:{canary}/a.mp4\n",
     "61 SDP": "v=0\r\no=- 0 0 IN IP4 x\r\ns=x\r\nc=IN IP4 127.0.0.1\r\nt=0 0\r\nm=video {canary} RTP/AVP 96\r\n",
     "61 AVI with a playlist inside": "RIFF\x24\0\0\0AVI LIST\x10\0\0\0hdrlGAB2\0\2\0#EXTM3U\nhttp://127.0.0.1:{canary}/",
+    "+ MPEG-TS": "G\x40\x11\x10" + "\0" * 184 + "G\x40\x11\x10",
+}
+
+#: No magic bytes of any kind of file.
+NO_FILES = {
     "+ URL as a file": "http://127.0.0.1:{canary}/a.mp4",
     "+ subfile": "subfile,,start,0,end,9,,:http://127.0.0.1:{canary}/a.mp4",
     "+ image sequence": "/etc/%d.jpg",
-    "+ MPEG-TS": "G\x40\x11\x10" + "\0" * 184 + "G\x40\x11\x10",
 }
 
 _INVALID = {
@@ -100,6 +104,7 @@ VIDEO_ROWS = (
         "video_too_long",
     ),
     *(Row(name, playlist(text), 415, "unsupported_media_type", 1.0) for name, text in PLAYLISTS.items()),
+    *(Row(name, playlist(text), 400, "invalid_video", 1.0) for name, text in NO_FILES.items()),
     Row(
         "61 MOV that refers to a file",
         sent(lambda: _referring(b"file"), "video_url", "video/mp4"),

@@ -28,6 +28,7 @@ _OTHERS = (
     b"\x89HDF", b"\x80\4\x95", b"8BPS", b"SIMPLE  =", b"\0\0\0\x0cjP", b"\0\0\0\x0cJXL", b"\xff\x0a", b"\0\0\1\0",
     b"\0\0\2\0", b"%PDF", b"%!PS", b"\x93NUMPY", b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!",
     b"FORM", b"#!AMR", b"caff", b"MThd", b".snd", b"FLV\1", b"\0\0\1\xba", b"\0\0\1\xb3", b"\x30\x26\xb2\x75",
+    b"G\x40\0\x10", b"G\x40\x11\x10",  # the first packet of an MPEG transport stream
     b"#EXTM3U", b"ffconcat", b"v=0\r\n", b"v=0\n", b"<",
 )  # fmt: skip
 

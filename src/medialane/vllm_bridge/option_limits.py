@@ -22,29 +22,30 @@ _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
 def check_options(options: object, param: str) -> None:
     """Raise InvalidRequest naming `param` for options that are too large, too deep, or not JSON."""
     num_values = num_bytes = 0
-    todo = [(options, 1)]
+    todo = [(param, options, 1)]
     while todo:
-        value, depth = todo.pop()
+        path, value, depth = todo.pop()
         num_values += 1
-        num_bytes += _bytes_of(value, param)
+        num_bytes += _bytes_of(value, path)
+        num_inside = len(value) if isinstance(value, Mapping | list | tuple) else 0
+        if num_inside and depth > MAX_DEPTH:
+            raise InvalidRequest(f"the options are nested deeper than {MAX_DEPTH} levels", param=param)
+        if num_values + len(todo) + num_inside > MAX_VALUES:
+            raise InvalidRequest(f"the options have more than {MAX_VALUES} values", param=param)
         if isinstance(value, Mapping):
             num_bytes += sum(len(key) for key in value if isinstance(key, str))
-        inside = _inside(value, param)
-        if inside and depth > MAX_DEPTH:
-            raise InvalidRequest(f"the options are nested deeper than {MAX_DEPTH} levels", param=param)
-        if num_values + len(todo) + len(inside) > MAX_VALUES:
-            raise InvalidRequest(f"the options have more than {MAX_VALUES} values", param=param)
         if num_bytes > MAX_BYTES:
             raise InvalidRequest(f"the options are larger than {MAX_BYTES} bytes", param=param)
-        todo += [(found, depth + 1) for found in inside]
+        todo += [(name, found, depth + 1) for name, found in _inside(value, path)]
 
 
-def _inside(value: object, param: str) -> list[object]:
+def _inside(value: object, path: str) -> list[tuple[str, object]]:
+    """What stands in an object or a list, each with its path for an error."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise InvalidRequest("the options' names must be strings", param=param)
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
+            raise InvalidRequest("the options' names must be strings", param=path)
+        return [(f"{path}.{key}", found) for key, found in value.items()]
+    return [(f"{path}[{n}]", found) for n, found in enumerate(value)] if isinstance(value, list | tuple) else []
 
 
 def _bytes_of(value: object, param: str) -> int:

@@ -1,4 +1,5 @@
 import math
+import re
 import time
 
 import pytest
@@ -51,7 +52,8 @@ def test_options_of_any_use_pass(options):
 def test_options_too_large_too_deep_or_not_json_are_refused_by_field(options, message):
     with pytest.raises(InvalidRequest, match=message) as refused:
         check_options(options, "mm_processor_kwargs")
-    assert (refused.value.status, refused.value.param) == (400, "mm_processor_kwargs")
+    assert refused.value.status == 400
+    assert re.fullmatch(r"mm_processor_kwargs([.\[].*)?", refused.value.param)
 
 
 def test_the_check_stops_at_the_limit():

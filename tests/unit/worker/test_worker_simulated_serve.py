@@ -35,7 +35,9 @@ async def test_several_workers_of_a_process_answer_and_agree_with_any_gateway(tm
     for number, client in enumerate(clients):
         card = client.welcome.card
         assert (card.model, card.block_size, card.processor) == ("m", 32, {"dtype": str(number)})
-        asked = EngineRequest("r", ExpandedPrompt([1, 2, 3]), msgspec.msgpack.encode({"max_tokens": 2, "output_kind": 1}))
+        asked = EngineRequest(
+            "r", ExpandedPrompt([1, 2, 3]), msgspec.msgpack.encode({"max_tokens": 2, "output_kind": 1})
+        )
         assert sum([len(delta.completions[0].token_ids) async for delta in client.submit(asked)]) == 2
         await client.close()
     os.kill(os.getpid(), signal.SIGTERM)
