@@ -21,8 +21,8 @@ _HEAD = """\
 
 Made by `python benchmarks/figures.py` from the files in `benchmarks/results/`, which `medialane bench NAME --json FILE`
 wrote (`fit_weights`: `python benchmarks/fit_weights.py`). All with the tiny model of `make demo`, peers in turns in one
-run, on machines that others use at the same time: read ratios. `+changes` means that the measured tree had changes on top
-of the commit.
+run, on machines that others use at the same time: read ratios. `+changes` means that the measured tree had changes on
+top of the commit.
 """
 
 
