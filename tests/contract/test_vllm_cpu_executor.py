@@ -12,7 +12,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from medialane.vllm_bridge import cpu_executor
 from medialane.vllm_bridge.engine_options import engine_args
 
-pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM does so itself")
+pytestmark = [
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM does so itself"),
+    pytest.mark.timeout(120),  # the first test may have to build the model
+]
 
 
 def executor(model, *flags):

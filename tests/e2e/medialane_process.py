@@ -13,7 +13,7 @@ from inspect import isawaitable
 from pathlib import Path
 
 import aiohttp
-from process_tree import arenas_of, command_of, descendants
+from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
 
 START_S = 400
 STOP_S = 90
@@ -88,9 +88,9 @@ class MedialaneProcess:
         return self._only(f"medialane worker {self.model} --listen {address}")
 
     def preparer_pids(self) -> list[int]:
-        """The forked preparers: children of the gateway's fork server."""
-        (forkserver,) = (p for p in _children_running(self.gateway_pid(), "forkserver") if descendants(p))
-        return descendants(forkserver)
+        """The forked preparers: what maps the gateway's arena behind a filter of system calls of its own."""
+        arenas, outer = self.arenas(), num_filters(self.gateway_pid())
+        return [pid for pid in all_pids() if arenas_of(pid) & arenas and num_filters(pid) > outer]
 
     def arenas(self) -> set[Path]:
         return arenas_of(self.gateway_pid())

@@ -32,6 +32,23 @@ def is_alive(pid: int) -> bool:
     return any(found == pid and fields[0] not in "ZX" for found, fields in _stats())
 
 
+def all_pids() -> list[int]:
+    return sorted(pid for pid, _ in _stats())
+
+
+def num_filters(pid: int) -> int:
+    """How many seccomp filters are installed in the process; 0 when it is gone."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("Seccomp_filters:")), 0)
+    return 0
+
+
+def parent_of(pid: int) -> int:
+    """0 when it is gone."""
+    return next((int(fields[1]) for found, fields in _stats() if found == pid), 0)
+
+
 def cpu_s(pid: int) -> float:
     """Processor time that the process has taken itself; 0 when it is gone."""
     return next((sum(map(int, fields[11:13])) / _CLOCK_TICKS for found, fields in _stats() if found == pid), 0.0)

@@ -12,7 +12,7 @@ import pytest
 from medialane_process import kill, until
 from openai_http import Answer, chat, data_url, image, long_chat, picture, text
 from PIL import Image
-from process_tree import arenas_of, cpu_s, descendants, is_alive
+from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
 pytestmark = pytest.mark.vllm
 
@@ -76,7 +76,7 @@ async def test_killed_preparer_fails_its_request_alone_and_is_replaced(serve, ou
 
 async def test_killed_fork_server_is_replaced(serve, ours):
     old = serve.preparer_pids()
-    (forkserver,) = {pid for pid in descendants(serve.gateway_pid()) if set(descendants(pid)) == set(old)}
+    (forkserver,) = set(map(parent_of, old))
     kill(forkserver)
     await until(lambda: not any(map(is_alive, [forkserver, *old])), "its preparers end with it", 30)
     assert (await ours.succeed(chat(STORY))).ids

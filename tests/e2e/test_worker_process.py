@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from process_tree import command_of
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -48,8 +49,7 @@ class WorkerProcess:
         return found
 
     def engine_core(self):
-        """The one that has a child of its own, which runs the model."""
-        (pid,) = [pid for pid in children(self.process.pid) if children(pid)]
+        (pid,) = [pid for pid in children(self.process.pid) if "EngineCore" in command_of(pid)]
         return pid
 
 

@@ -103,7 +103,7 @@ class Gateway:
         try:
             found = await side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
         except PromptTooLong as error:
-            scope.fail(error)  # vLLM's app answers it as its own
+            scope.fail(error, app_answers=True)
             raise
         features = tuple(item.lease.value for item in found)
         with scope.timeline.measure("assemble"):

@@ -57,8 +57,7 @@ class Handover:
         """The same for stages `decoded` and `url`; `token_ids` are the prompt's as vLLM's app left them.
 
         Each item is known by what is sent: a URL may have other content than when it was prepared."""
-        if prepared.features and len(token_ids) != len(prepared.token_ids):
-            raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
+        unexpanded = _unexpanded(token_ids, prepared)
         source = prepared.source
         if any(ref.options != b"{}" for ref in source.items):
             raise HandoverFailed("a worker processes all items of a request with the same options")
@@ -67,7 +66,7 @@ class Handover:
         published = self._publish(way, [entry.tensors for entry in entries], scope)
         media = tuple(entry.handed(tensors) for entry, tensors in zip(entries, published, strict=True))
         pins = _pins(way, [entry.lease for entry in entries])
-        return SourcePrompt(source.token_ids, media, source.options, stage), pins
+        return SourcePrompt(unexpanded, media, source.options, stage), pins
 
     async def entry(self, stage: SourceStage, number: int, source: MediaPrompt, scope: RequestScope) -> SourceEntry:
         """The entry of item `number` in this stage, found or made once for the request, whose scope has the lease."""
@@ -103,6 +102,19 @@ class Handover:
                 )
             scope.timeline.copied_bytes += total
         return [self._transports[way.transport].publish(item) for item in tensors]
+
+
+def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
+    """`token_ids` with the placeholders that the worker expands: vLLM's beam search appends the tokens of a beam.
+
+    Raises HandoverFailed for an expanded prompt that was truncated, which the worker would not know.
+    """
+    if not prepared.features:
+        return token_ids
+    num_expanded = len(prepared.token_ids)
+    if token_ids[:num_expanded] != prepared.token_ids:
+        raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
+    return [*prepared.source.token_ids, *token_ids[num_expanded:]]
 
 
 def _pins(way: Way, leases: _Leases) -> Pins:
