@@ -30,6 +30,7 @@ from medialane.vllm_bridge import renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.fail_fast import failing_fast
 from medialane.vllm_bridge.http_server import check_http, serve_http
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
@@ -102,7 +103,7 @@ class Frontend:
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
-        with _stack_not_built():
+        with _stack_not_built(), failing_fast():
             app = build_app(self.args, TASKS, self.config.model_config)
         app.user_middleware.extend(inner)
 

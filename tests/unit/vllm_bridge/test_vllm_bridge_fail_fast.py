@@ -1,0 +1,93 @@
+from typing import Annotated
+
+import pytest
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from medialane.vllm_bridge.fail_fast import failing_fast
+
+
+class Point(BaseModel):
+    x: int
+    y: int = 0
+
+
+class Line(BaseModel):
+    kind: str = "list"
+
+
+class Drawing(BaseModel):
+    """Its members have names that schemas have, too."""
+
+    type: list[Point | Line | str] = []
+    default: dict[str, int] = {"a": 1}
+    members: set[int] = set()
+    metadata: tuple[int, ...] = ()
+    serialization: list[list[int]] = Field(default_factory=list)
+
+
+MANY = {
+    "type": [{}, *[[]] * 100],
+    "default": {str(i): "no" for i in range(100)},
+    "members": ["no", *map(str, "abc")],
+    "metadata": ["no"] * 100,
+    "serialization": [["no"] * 100] * 100,
+}
+
+
+@pytest.fixture
+def adapter():
+    with failing_fast():
+        return TypeAdapter(Annotated[Drawing, Field()])
+
+
+def errors_of(adapter, value):
+    with pytest.raises(ValidationError) as raised:
+        adapter.validate_python(value)
+    return raised.value.errors(include_url=False)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_the_first_bad_element_ends_a_collection(adapter, name):
+    body = {name: MANY[name]}
+    found = errors_of(adapter, body)
+    elements = {error["loc"][:2] for error in found}
+    assert len(elements) == 1
+    assert found == errors_of(TypeAdapter(Drawing), body)[: len(found)]
+
+
+def test_every_member_of_a_model_is_still_looked_at(adapter):
+    assert {error["loc"][0] for error in errors_of(adapter, MANY)} == MANY.keys()
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"type": [{"x": 1}, {"kind": "dict"}, "x"], "default": {"b": 2}, "members": [1], "metadata": [1, 2]}]
+)
+def test_what_is_accepted_is_read_alike(adapter, value):
+    assert adapter.validate_python(value) == Drawing.model_validate(value)
+
+
+def test_a_model_that_is_validated_by_itself_is_left_alone():
+    with failing_fast():
+        TypeAdapter(Drawing)
+    assert len(errors_of(TypeAdapter(Drawing), {"metadata": ["no"] * 100})) == 100
+
+
+def test_an_adapter_with_a_configuration_is_left_alone():
+    with failing_fast():
+        strict = TypeAdapter(list[int], config={"strict": True})
+    assert len(errors_of(strict, ["1", "2"])) == 2
+
+
+def test_names_of_the_caller_are_found():
+    class Local(BaseModel):
+        x: int
+
+    with failing_fast():
+        adapter = TypeAdapter("list[Local]")
+    assert adapter.validate_python([{"x": 1}]) == [Local(x=1)]
+
+
+def test_adapters_made_later_list_every_error():
+    with failing_fast():
+        pass
+    assert len(errors_of(TypeAdapter(list[int]), ["no"] * 3)) == 3
