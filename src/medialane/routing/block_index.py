@@ -143,7 +143,8 @@ class BlockIndex:
         """
         now = self._clock()
         self._soon.expire(now)
-        self.sweep()
+        if self._retired:
+            self.sweep()
         return self._soon.note(slot, ids, deadline=now + self._ttl_s)
 
     def forget(self, note: Note) -> None:

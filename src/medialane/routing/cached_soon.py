@@ -8,6 +8,7 @@ lengths of another prompt. What it finds is short of the truth by a third at mos
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import islice
 from typing import Final
 
@@ -69,8 +70,10 @@ class CachedSoon:
         noted = self._noted[: native.noted_ids(ids, self._noted)].copy()
         note = Note(slot, noted, deadline)
         self._notes[note] = None
-        self._nothing_until = min(self._nothing_until, deadline)
-        self._holders.widen(slot + 1)
+        if deadline < self._nothing_until:
+            self._nothing_until = deadline
+        if slot >= self._holders.num_bits:
+            self._holders.widen(slot + 1)
         if 4 * (self._num_counts + len(noted)) > 3 * len(self._counts):
             self._grow()
         count = native.count_up(self._counts, noted, _offset(slot), self._changed)
@@ -110,5 +113,6 @@ class CachedSoon:
         self._counts = counts
 
 
+@lru_cache(maxsize=1024)
 def _offset(slot: int) -> np.uint64:
     return np.uint64(_APART * slot & _MASK)

@@ -65,7 +65,8 @@ class Slot:
     @property
     def num_waiting_of_others(self) -> int:
         """Waiting sequences that no request from here accounts for."""
-        return min(self.load.num_waiting, self.num_sequences - self.num_in_flight)
+        waiting = self.load.num_waiting
+        return min(waiting, self.num_sequences - self.num_in_flight) if waiting else 0
 
     def serves(self, model: str | None, *, lora: bool) -> bool:
         if self.card is None:
@@ -192,9 +193,10 @@ class SlotTable:
     def running_ms(self, slot: Slot) -> float:
         """What running sequences take of each step, and the wait for one to end where all seats are taken."""
         config = self._config
+        running_ms = slot.num_running * config.running_ms
         seats = slot.card.max_num_seqs if slot.card is not None else 0
-        above = max(0, slot.num_sequences + 1 - seats) if seats else 0
-        return slot.num_running * config.running_ms + above * config.seat_ms
+        above = slot.num_sequences + 1 - seats
+        return running_ms + above * config.seat_ms if seats and above > 0 else running_ms
 
     def kv_pressure_ms(self, load: WorkerLoad) -> float:
         """Rises in a line from 0 at `kv_pressure_from` to the whole at a full cache, where sequences are preempted."""
