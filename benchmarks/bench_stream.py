@@ -30,7 +30,7 @@ NAME = "stream"
 ABOUT = "answers of 64 and 256 tokens through medialane and through plain vLLM: tokens/s, inter-token time, CPU"
 
 _SIZE = (512, 384)
-_ROUNDS = 5
+_ROUNDS = 3
 _ROUNDS_QUICK = 1
 #: Of each request, in both servers: the model answers to the end of its budget.
 _SAMPLING = {"temperature": 0, "ignore_eos": True}
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def num_requests(self) -> int:
-        """Enough for half a second and more of a turn."""
+        """Half a second and more of a turn."""
         each = {1: 6, 4: 6, 16: 3}[self.concurrency] if self.num_tokens == 64 else {1: 2, 4: 2, 16: 1}[self.concurrency]
         return each * self.concurrency
 
