@@ -10,7 +10,7 @@ import time
 import aiohttp
 import pytest
 from medialane_process import kill, until
-from openai_http import Answer, chat, data_url, image, long_chat, picture, text
+from openai_http import Answer, chat, data_url, long_chat, picture, text
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
@@ -53,7 +53,9 @@ async def test_killed_preparer_fails_its_request_alone_and_is_replaced(serve, ou
     assert len(pids) == 2
     restarts = (await ours.metrics()).value("medialane_preparer_restarts_total")
     before = {pid: cpu_s(pid) for pid in pids}
-    doomed = asyncio.create_task(ours.post(chat(ASK, image(data_url(huge_jpeg(10))))))
+    # Resized after it is decoded: as it is, it would have more tokens than a prompt, and not be decoded at all.
+    part = {"type": "image_url", "image_url": {"url": data_url(huge_jpeg(10)), "max_pixels": 200_704}}
+    doomed = asyncio.create_task(ours.post(chat(ASK, part)))
     victim = await busy_one(pids, before)
     other = asyncio.create_task(ours.succeed(chat(picture(160), ASK)))
     kill(victim)
