@@ -53,8 +53,6 @@ _UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
     "audio": InvalidAudio,
 }
 
-#: What vLLM's processors raise for items, options and prompts that they do not take.
-
 _LOADERS: dict[Modality, Callable[..., Any]] = {
     "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
     "audio": AudioMediaIO,
