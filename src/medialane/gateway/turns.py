@@ -49,7 +49,8 @@ class Turns:
 
     @asynccontextmanager
     async def step(self, num_bytes: int) -> AsyncIterator[None]:
-        """Around work that takes time in proportion to `num_bytes`, and waits for nothing.
+        """Around work that takes time in proportion to `num_bytes`, and waits for nothing but further turns of the
+        loop, in which it goes on piece by piece. It must not take a step itself: the next one waits for this one's end.
 
         May wait before the work; never after it, so that what the work has taken cannot be lost to a cancellation.
         """

@@ -29,10 +29,6 @@ _REFUSALS = (ValueError, AssertionError, ArithmeticError, LookupError, TypeError
 
 #: vLLM's samplers make lists of so many numbers before they cut them to what the video has.
 _MOST = 1_000_000
-_MOST_FPS = 1000.0
-
-#: What `VideoMediaIO` takes where nobody says.
-_NUM_FRAMES = 32
 
 _JPEG_LIST_START = b"/9j/"
 
