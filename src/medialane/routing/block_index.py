@@ -27,8 +27,8 @@ MAX_PROBES: Final = 128
 _SWEPT_PLACES: Final = 1 << 13
 _SWEPT_BLOCKS: Final = 256
 _FIRST_SLOTS: Final = 64
-#: An answer may overtake the events of its own blocks: the worker collects those for 10 ms (`worker.block_reports`), and
-#: loops under load are late. Long enough for that, and short against the time in which a cache is turned over.
+#: An answer may overtake the events of its own blocks: the worker collects those for 10 ms (`worker.block_reports`),
+#: and loops under load are late. Long enough for that, and short against the time in which a cache is turned over.
 _EVENTS_LATE_S: Final = 0.5
 _VIEW_LENGTH: Final = 27
 
@@ -140,8 +140,8 @@ class BlockIndex:
     def note(self, slot: int, ids: BlockIds) -> Note:
         """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
 
-        The note counts until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. Several notes of the same blocks count
-        each by itself: they are cached soon until the last of these is gone.
+        The note counts until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. Several notes
+        of the same blocks count each by itself: they are cached soon until the last of these is gone.
         """
         now = self._clock()
         self._soon.expire(now)
