@@ -19,7 +19,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from medialane.config.settings import ARENA_DIR, PREFIX, Config, RoomName, Setting, settings
+from medialane.config.names import RoomName
+from medialane.config.settings import ARENA_DIR, PREFIX, Config, Setting, settings
 from medialane.core.errors import StartupFailed
 
 _FILE: Final = PREFIX + "CONFIG"

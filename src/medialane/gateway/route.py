@@ -15,6 +15,7 @@ from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
 from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
+from medialane.core.stats import RoutingStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -46,18 +47,6 @@ class Route(NamedTuple):
     routed: Routed
     known: Known
     data_parallel_rank: int | None
-
-
-class RoutingStats(NamedTuple):
-    """The router's figures for whoever scrapes them."""
-
-    num_blocks: int
-    num_entries: int
-    num_encoder_items: int
-    num_unexplained: int
-    num_never_stored: int
-    event_lag_s: Mapping[str, float]
-    num_event_gaps: Mapping[str, int]
 
 
 class Routes:
@@ -165,14 +154,15 @@ class Routes:
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
+        gaps = {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client}
         return RoutingStats(
-            index.num_blocks,
-            index.num_entries,
-            self._router.num_encoder_items,
-            counts.num_unexplained,
-            counts.num_never_stored,
-            dict(self._event_lag_s),
-            {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client},
+            num_blocks=index.num_blocks,
+            num_entries=index.num_entries,
+            num_encoder_items=self._router.num_encoder_items,
+            num_unexplained=counts.num_unexplained,
+            num_never_stored=counts.num_never_stored,
+            event_lag_s=dict(self._event_lag_s),
+            num_event_gaps=gaps,
         )
 
     def _block_ids(self, request: EngineRequest, known: Known) -> BlockIds:
