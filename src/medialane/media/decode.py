@@ -24,6 +24,7 @@ except ImportError as missing:
 def decode(
     data: memoryview,
     modality: Modality,
+    *,
     media_type: str,
     io: bytes,
     config: MediaConfig,

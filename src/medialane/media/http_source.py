@@ -130,7 +130,7 @@ class HttpSource:
             with _mapped_errors():
                 async with self._session.get(target, allow_redirects=False, headers=_conditions(asked)) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._receive(response, target, wanted, asked, redirected)
+                        return await self._receive(response, wanted, asked=asked, target=target, redirected=redirected)
             redirected.append(freshness_of(response.headers))
             target = self._guard.follow(target, response.headers.get("Location"))
         raise TooManyRedirects(f"the media URL redirects more than {self._config.max_redirects} times")
@@ -138,9 +138,10 @@ class HttpSource:
     async def _receive(
         self,
         response: aiohttp.ClientResponse,
-        target: URL,
         wanted: _Wanted,
+        *,
         asked: Validators | None,
+        target: URL,
         redirected: list[Freshness],
     ) -> Received:
         headers = response.headers
