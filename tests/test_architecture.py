@@ -33,7 +33,7 @@ MAY_IMPORT = {
 
 #: Files that define protocols for vllm_bridge to fill.
 PROTOCOLS = {
-    "medialane.media.sampling",
+    "medialane.media.model_choices",
     "medialane.prepare.processor",
     "medialane.worker.engine",
 }
@@ -49,7 +49,7 @@ OWNERS = {
     # Machine code for block ids and the choice of a worker; half a second to import: only who needs them loads it.
     "numba": ("core/compiled.py", "core/native_hash.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": "routing/native_view.py",
-    "av": ("media/video.py", "media/audio.py", "media/kinds.py"),
+    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py"),
 }
 
 FILES = sorted(SRC.rglob("*.py"))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from opentelemetry import trace
 
 from medialane.core.block_hash import prompt_block_ids, warm_up
 from medialane.core.errors import InvalidRequest
@@ -20,7 +21,6 @@ from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.observability.tracing import annotate
 from medialane.routing import DecisionRecord, RoutingRequest
 
 if TYPE_CHECKING:  # it brings machine code, and who only reads settings of this room needs none
@@ -129,14 +129,14 @@ class Routes:
         route.routed.begin()
         decision = route.routed.decision
         logger.debug("%s goes to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
-        annotate(lambda: _attributes(decision))
+        _annotate_span(decision)
 
     def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
         """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
         if num_cached is not None:
-            annotate(lambda: {"medialane.routing.engine_cached_tokens": num_cached})
+            trace.get_current_span().set_attribute("medialane.routing.engine_cached_tokens", num_cached)
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
@@ -199,11 +199,14 @@ def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
 
 
-def _attributes(decision: RoutingDecision) -> dict[str, str | int | float]:
-    """A decision as the attributes of a span."""
+def _annotate_span(decision: RoutingDecision) -> None:
+    """Put a decision into the attributes of the current span, if one records (an instrumented server makes them)."""
+    span = trace.get_current_span()
+    if not span.is_recording():
+        return
     names = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
     told = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
-    return {"medialane.routing.worker": decision.worker_id, **told}
+    span.set_attributes({"medialane.routing.worker": decision.worker_id, **told})
 
 
 def _record(found: DecisionRecord) -> dict[str, object]:

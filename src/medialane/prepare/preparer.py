@@ -178,7 +178,7 @@ def _check_header(item: ProcessedItem) -> None:
 
 
 class _SizeChooser:
-    """Fills `media.jpeg_scale.SizeChooser` for one job."""
+    """Fills `media.model_choices.SizeChooser` for one job."""
 
     def __init__(self, processor: Processor, options: bytes) -> None:
         self._processor = processor
