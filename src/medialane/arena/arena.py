@@ -144,11 +144,6 @@ class Arena:
         self._closed = True
         self._file.close()
 
-    def close_in_child(self) -> None:
-        """Must be the first act of a child made by os.fork(): see `ArenaFile.close_in_child`."""
-        self._closed = True
-        self._file.close_in_child()
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the arena is closed")

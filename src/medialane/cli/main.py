@@ -42,7 +42,7 @@ COMMANDS = {
     "gateway": Command(
         "gateway_command", "a gateway alone, for workers that run elsewhere", f"MODEL --worker ADDRESS [...] {_VLLM}"
     ),
-    "worker": Command("worker", "a vLLM worker alone", f"MODEL --listen ADDRESS {_VLLM}"),
+    "worker": Command("worker_command", "a vLLM worker alone", f"MODEL --listen ADDRESS {_VLLM}"),
     "demo": Command("demo", "photos through the whole system on a tiny model, compared with plain vLLM"),
     "bench": Command("bench", "run a benchmark"),
     "doctor": Command("doctor", "look at this machine and say what is missing"),

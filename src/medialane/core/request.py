@@ -171,7 +171,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     block_size: int
     mm_limits: dict[str, int]
     processor: dict[str, str]
-    supported_tasks: tuple[str, ...] = ("generate",)
     encoder_cache_tokens: int = 0
     num_kv_blocks: int = 0
     max_num_seqs: int = 0

@@ -4,7 +4,7 @@ import pytest
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import ROOMS
-from medialane.cli.worker import ROOMS as WORKER_ROOMS
+from medialane.cli.worker_command import ROOMS as WORKER_ROOMS
 from medialane.config import load_config, settings
 
 
