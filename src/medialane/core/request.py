@@ -7,8 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.feature import HandedMedia
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import HandedMedia, MediaSpan
 
 Stage = Literal["features", "decoded", "url"]
 TransportName = Literal["shm", "inline"]

@@ -12,9 +12,8 @@ from opentelemetry import trace
 
 from medialane.core.block_hash import prompt_block_ids, warm_up
 from medialane.core.errors import InvalidRequest
-from medialane.core.feature import PlacedFeature, PreparedPrompt
+from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
-from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.core.stats import RoutingStats
 from medialane.gateway.expansions import Expansions, Item
