@@ -87,16 +87,18 @@ async def _load(model: str, address: str, url: str, num_requests: int) -> dict[s
         started = time.perf_counter_ns()
         await asyncio.sleep(IDLE_S)
         phases["idle"] = (started, time.perf_counter_ns())
-        await _send_all(session, url, model, encoded, range(-CONCURRENCY, 0))  # everything for the first time
+        await _send_all(
+            session, url, model=model, encoded=encoded, numbers=range(-CONCURRENCY, 0)
+        )  # everything for the first time
         for phase in ("new images", "the same again"):
             started = time.perf_counter_ns()
-            await _send_all(session, url, model, encoded, range(num_requests))
+            await _send_all(session, url, model=model, encoded=encoded, numbers=range(num_requests))
             phases[phase] = (started, time.perf_counter_ns())
     return phases
 
 
 async def _send_all(
-    session: aiohttp.ClientSession, url: str, model: str, encoded: bytes, numbers: Sequence[int]
+    session: aiohttp.ClientSession, url: str, *, model: str, encoded: bytes, numbers: Sequence[int]
 ) -> None:
     todo = iter(numbers)
 

@@ -147,7 +147,10 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         pools = {count: await stack.enter_async_context(_pool(model, arena, count)) for count in _counts()}
         loop_turns = LoopTurns()
         stack.callback(loop_turns.close)
-        gateways = {count: _gateway(arena, pools[count], fetcher, processor, loop_turns) for count in pools}
+        gateways = {
+            count: _gateway(arena, pools[count], fetcher=fetcher, processor=processor, loop_turns=loop_turns)
+            for count in pools
+        }
         ours: dict[str, tuple[int, Prepare]] = {}
         for count, pool in pools.items():
             ours[_name(count)] = (count, partial(_through_pool, arena, pool))
@@ -197,7 +200,7 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
         await pool.close()
 
 
-def _gateway(arena: Arena, pool: PreparerPool, fetcher: Fetcher, processor: Any, loop_turns: LoopTurns) -> Gateway:
+def _gateway(arena: Arena, pool: PreparerPool, *, fetcher: Fetcher, processor: Any, loop_turns: LoopTurns) -> Gateway:
     """The gateway's own parts, but those behind preparation."""
     nothing: Any = None
     features = FeatureSource(

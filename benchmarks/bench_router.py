@@ -26,7 +26,7 @@ from decision_rows import decision_rows
 from harness import Bar, Options, Report, median, percentile
 from indexed_prompts import IndexedPrompts
 from medialane.core.block_hash import prompt_block_ids, token_array
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.warm_up import warm_up
 from medialane.rpc.block_feed import PIECE_BLOCKS

@@ -73,7 +73,7 @@ async def _run(options: Options) -> Report:
         for turn in range(rounds):
             for number, times in repeated.items():
                 for name in _in_turns(turn):
-                    await times.measure(name, model, urls[name], number, turn)
+                    await times.measure(name, model, url=urls[name], number=number, turn=turn)
         before = {name: await _prompt_tokens(url) for name, url in urls.items()}
         for turn in range(max(1, rounds // 2)):
             for name in _in_turns(turn):
@@ -98,7 +98,7 @@ class Repeated:
         self.again: dict[str, list[float]] = {OURS: [], PEER: []}
         self.later: dict[str, list[float]] = {OURS: [], PEER: []}
 
-    async def measure(self, name: str, model: str, url: str, number: int, turn: int) -> None:
+    async def measure(self, name: str, model: str, *, url: str, number: int, turn: int) -> None:
         seed = 1000 * number + 2 * turn + (name == PEER)
         second, *others = await _repeated_images(model, url, number, seed=seed)
         self.again[name] += second

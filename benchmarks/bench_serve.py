@@ -52,11 +52,11 @@ async def _run(options: Options) -> Report:
     report = Report(NAME)
     async with both_servers(model) as servers:
         for case in CASES:
-            await _measure(report, case, servers, model, options)
+            await _measure(report, case, servers=servers, model=model, options=options)
     return report
 
 
-async def _measure(report: Report, case: Case, servers: tuple[Server, Server], model: str, options: Options) -> None:
+async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server], model: str, options: Options) -> None:
     """One row per server, the bars of this case."""
     rounds: dict[str, list[Answered]] = {server.name: [] for server in servers}
     for turn in range(options.rounds or (2 if options.quick else 5)):

@@ -221,7 +221,17 @@ def run(options: Options) -> Report:
         )
         address = f"unix://{folder}/worker"
         with origin(files()) as files_url, gateway_process(model, address, config=config, flags=FLAGS) as gateway:
-            soak = uvloop.run(_soak(gateway, model, files_url, address, shm, num_requests, time_s))
+            soak = uvloop.run(
+                _soak(
+                    gateway,
+                    model,
+                    files_url=files_url,
+                    address=address,
+                    shm=shm,
+                    num_requests=num_requests,
+                    time_s=time_s,
+                )
+            )
             gateway.end()
         left = [path.name for path in shm.iterdir()]
     return _report(soak, num_requests, len(left))
@@ -238,7 +248,7 @@ def _shared_memory() -> Iterator[Path]:
 
 
 async def _soak(
-    gateway: GatewayProcess, model: str, files_url: str, address: str, shm: Path, num_requests: int, time_s: float
+    gateway: GatewayProcess, model: str, *, files_url: str, address: str, shm: Path, num_requests: int, time_s: float
 ) -> Soak:
     connector = aiohttp.TCPConnector(limit=0)
     async with worker(address, delay_s=TOKEN_S), aiohttp.ClientSession(connector=connector) as session:

@@ -95,11 +95,11 @@ async def _run(options: Options) -> Report:
         for server in (ours, theirs):
             await _turn(server, Case("image", 64, 4, streamed=True), model)
         for case in CASES:
-            await _measure(report, case, (ours, theirs), model, options)
+            await _measure(report, case, servers=(ours, theirs), model=model, options=options)
     return report
 
 
-async def _measure(report: Report, case: Case, servers: tuple[Server, Server], model: str, options: Options) -> None:
+async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server], model: str, options: Options) -> None:
     turns: dict[str, list[Turn]] = {server.name: [] for server in servers}
     for number in range(options.rounds or (_ROUNDS_QUICK if options.quick else _ROUNDS)):
         for server in servers if number % 2 == 0 else servers[::-1]:
@@ -124,7 +124,7 @@ async def _turn(server: Server, case: Case, model: str) -> Turn:
 
         async def client() -> None:
             for body in bodies:
-                await _ask(session, f"{server.base_url}/chat/completions", body, case, turn)
+                await _ask(session, f"{server.base_url}/chat/completions", body=body, case=case, turn=turn)
 
         await asyncio.gather(*(client() for _ in range(case.concurrency)))
     turn.wall_s = time.perf_counter() - started
@@ -132,7 +132,7 @@ async def _turn(server: Server, case: Case, model: str) -> Turn:
     return turn
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: bytes, case: Case, turn: Turn) -> None:
+async def _ask(session: aiohttp.ClientSession, url: str, *, body: bytes, case: Case, turn: Turn) -> None:
     async with session.post(url, data=body) as response:
         if case.streamed:
             event, reads = await _read_stream(response)

@@ -80,7 +80,8 @@ def gateway_process(
     """Start the gateway; it is killed at the end if it was not ended before."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_gateway, args=(model, worker, theirs, config, flags, alongside))
+    given = {"pipe": theirs, "config": config, "flags": flags, "alongside": alongside}
+    process = context.Process(target=run_gateway, args=(model, worker), kwargs=given)
     process.start()
 
     def end() -> list[Any]:
@@ -101,18 +102,24 @@ def gateway_process(
 
 
 def run_gateway(
-    model: str, worker: str, pipe: Connection, config: Config, flags: Sequence[str], alongside: Alongside | None
+    model: str, worker: str, *, pipe: Connection, config: Config, flags: Sequence[str], alongside: Alongside | None
 ) -> None:
     """Be the gateway, as `medialane gateway` is."""
     enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
     sys.setswitchinterval(gateway.SWITCH_INTERVAL_S)
     with gateway.bind("127.0.0.1", 0) as sock:
         pipe.send(sock.getsockname()[1])
-        pipe.send(uvloop.run(_serve(config, model, worker, sock, flags, alongside)))
+        pipe.send(uvloop.run(_serve(config, model, worker=worker, sock=sock, flags=flags, alongside=alongside)))
 
 
 async def _serve(
-    config: Config, model: str, worker: str, sock: socket.socket, flags: Sequence[str], alongside: Alongside | None
+    config: Config,
+    model: str,
+    *,
+    worker: str,
+    sock: socket.socket,
+    flags: Sequence[str],
+    alongside: Alongside | None,
 ) -> list[Any]:
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 from medialane.worker.simulated.scheduler import answer_token
 
 #: Stands for an image in a prompt; ids of words are above.

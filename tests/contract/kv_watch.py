@@ -8,9 +8,8 @@ import pytest
 from prompt_maker import bytes_of, encoded
 
 from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import HandedMedia, MediaSpan
 from medialane.core.media import Image
-from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
 

@@ -18,8 +18,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids
+from medialane.core.feature import MediaSpan
 from medialane.core.kv_events import BlockStored
-from medialane.core.media_span import MediaSpan
 
 BLOCK = 8
 HASH = get_hash_fn_by_name("sha256_cbor")

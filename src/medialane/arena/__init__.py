@@ -7,7 +7,7 @@ owners left.
 
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import ArenaStats, Kind
+from medialane.arena.entries import Kind
 from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
 from medialane.arena.lease import Lease, Reservation
 from medialane.arena.reaper import Reaped, reap
@@ -17,7 +17,6 @@ __all__ = [
     "ENTRY_HEADER_BYTES",
     "Arena",
     "ArenaConfig",
-    "ArenaStats",
     "ArenaView",
     "Kind",
     "Lease",

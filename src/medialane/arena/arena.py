@@ -12,7 +12,7 @@ from threading import Event
 from typing import Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import ArenaStats, EntryTable, Kind
+from medialane.arena.entries import EntryTable, Kind
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
@@ -20,6 +20,7 @@ from medialane.arena.view import ArenaView
 from medialane.core.errors import MediaTooLarge
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange
 
 T = TypeVar("T")
@@ -142,11 +143,6 @@ class Arena:
         self._table.clear()
         self._closed = True
         self._file.close()
-
-    def close_in_child(self) -> None:
-        """Must be the first act of a child made by os.fork(): see `ArenaFile.close_in_child`."""
-        self._closed = True
-        self._file.close_in_child()
 
     def _check_open(self) -> None:
         if self._closed:

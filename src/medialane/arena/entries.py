@@ -23,11 +23,10 @@ from itertools import count, islice
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar, get_args
 
-import msgspec
-
 from medialane.arena.allocator import Allocator
 from medialane.arena.eviction import Span, choose_span
 from medialane.core.errors import ArenaFull
+from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange, align
 
 V = TypeVar("V")
@@ -56,30 +55,6 @@ class Entry:
     key: str | None = None
     pins: int = 0
     last_use: int = 0
-
-
-class ArenaStats(msgspec.Struct, frozen=True):
-    """What an arena holds now, and how often it was asked. Bytes are allocated bytes: headers and padding counted.
-
-    free + writing + published = size; pinned is the part of published that leases hold. encoded + decoded + processed
-    = writing + published.
-    """
-
-    size_bytes: int
-    free_bytes: int
-    largest_hole_bytes: int
-    writing_bytes: int
-    published_bytes: int
-    pinned_bytes: int
-    encoded_bytes: int
-    decoded_bytes: int
-    processed_bytes: int
-    num_reservations: int
-    num_entries: int
-    num_leases: int
-    num_hits: int
-    num_misses: int
-    num_evictions: int
 
 
 class EntryTable(Generic[V]):

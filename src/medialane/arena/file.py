@@ -9,7 +9,7 @@ lock taken or a file without a name: then we begin again under another name. Onc
 nobody else can take it.
 
 The lock belongs to the open file description, so a forked child that inherits the descriptor would keep a dead owner
-alive. It is close-on-exec, which covers subprocesses; a child made by os.fork() calls `close_in_child`. The mapping is
+alive. It is close-on-exec, which covers subprocesses; a child made by os.fork() calls `close`. The mapping is
 made from a second description, since Python's mmap duplicates the descriptor that it is given.
 """
 
@@ -81,7 +81,7 @@ class ArenaFile:
         return done
 
     def close(self) -> None:
-        """Remove the file and give up the lock. Idempotent. In a process other than the owner's, only let go of it."""
+        """Remove the file and give up the lock. Idempotent. In a child made by os.fork(), only the lock."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -89,12 +89,6 @@ class ArenaFile:
             self.path.unlink(missing_ok=True)
         os.close(lock)
         self.view.close()
-
-    def close_in_child(self) -> None:
-        """Let go of the lock in a child made by os.fork(), or the file outlives its owner. The child's first act."""
-        if os.getpid() == self._owner_pid:
-            raise RuntimeError("close_in_child is for children of the arena's owner")
-        self.close()
 
     def _populate(self, piece: memoryview, offset: int) -> None:
         try:

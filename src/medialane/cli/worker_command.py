@@ -1,8 +1,13 @@
-"""`medialane worker`: the command line of a worker alone; `worker.py` and `simulated_worker.py` are what it runs."""
+"""`medialane worker`: one worker, around vLLM's engine or around simulated ones."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+from types import FrameType
+from typing import NoReturn
+
+import uvloop
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
@@ -49,17 +54,46 @@ def run(args: argparse.Namespace) -> int:
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
-    from medialane.cli import worker  # vllm reads its environment when it is imported
+    return _run_vllm(config, args)
 
-    return worker.run(config, args.model, args.vllm_args, args.listen)
+
+def _run_vllm(config: Config, args: argparse.Namespace) -> int:
+    """Load the engine, then serve until a signal (0) or until the engine is lost."""
+    from medialane.vllm_bridge.engine import build_engine  # vllm reads its environment when it is imported
+    from medialane.worker.serve import serve_worker
+
+    # Until the worker listens for signals itself: leave by unwinding, so that vLLM ends the processes it has started.
+    signal.signal(signal.SIGTERM, _leave)
+    arena_directory = config.arena.directory
+    engine = build_engine(
+        args.model,
+        args.vllm_args,
+        arena_directory=arena_directory,
+        release_timeout_s=config.worker.release_timeout_s,
+    )
+    return uvloop.run(serve_worker(config.worker, config.rpc, engine, args.listen, arena_directory=arena_directory))
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _run_simulated(config: Config, args: argparse.Namespace) -> int:
+    """Serve until a signal (0) or until a worker fails."""
     if args.vllm_args:
         raise StartupFailed("a simulated worker takes no flags of vLLM: its settings begin with --simulated")
-    from medialane.cli import simulated_worker
+    from medialane.worker.simulated import serve_simulated
 
-    return simulated_worker.run(config, args.model, args.listen)
+    return uvloop.run(
+        serve_simulated(
+            config.simulated,
+            config.worker,
+            config.rpc,
+            model=args.model,
+            listen=args.listen,
+            arena_directory=config.arena.directory,
+        )
+    )
 
 
 def _check_listen(address: str) -> None:

@@ -25,8 +25,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from medialane.core.feature import MediaSpan
 from medialane.core.kv_events import BlockIds
-from medialane.core.media_span import MediaSpan
 
 _U64 = np.dtype("<u8")
 

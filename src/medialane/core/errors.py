@@ -44,7 +44,6 @@ class MedialaneError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     kind: ClassVar[str] = "server_error"
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -133,7 +132,6 @@ class MediaFetchFailed(InvalidRequest):
 
 class MediaFetchTimeout(InvalidRequest):
     code = "media_fetch_timeout"
-    retryable = True
 
 
 class PromptRejected(InvalidRequest):
@@ -190,7 +188,6 @@ class HeaderTooLarge(InvalidRequest):
 class SentTooSlowly(InvalidRequest):
     status = 408
     code = "request_timeout"
-    retryable = True
 
 
 class UnsupportedMediaType(InvalidRequest):
@@ -201,13 +198,11 @@ class UnsupportedMediaType(InvalidRequest):
 class UpstreamFailed(MedialaneError):
     status = 502
     code = "media_upstream_error"
-    retryable = True
 
 
 class Unavailable(MedialaneError):
     status = 503
     code = "unavailable"
-    retryable = True
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
@@ -263,7 +258,6 @@ class HandoverFailed(MedialaneError):
     """One way of handing features over did not work; the next way may."""
 
     code = "handover_failed"
-    retryable = True
 
 
 class ProtocolViolation(MedialaneError):

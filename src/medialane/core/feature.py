@@ -65,6 +65,23 @@ class PlacedFeature(msgspec.Struct, frozen=True):
     placeholder: PlaceholderRange
 
 
+class MediaSpan(msgspec.Struct, frozen=True):
+    """Where a media item stands in a prompt: tokens [offset, offset + length), half-open.
+
+    `num_embeds` is how many embeddings the encoder makes for it (its tokens less separators).
+    """
+
+    mm_hash: str
+    offset: int
+    length: int
+    modality: str = "image"
+    num_embeds: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
 class MediaPrompt(msgspec.Struct, frozen=True):
     """A prompt as the chat template left it: each item is one unexpanded placeholder.
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.feature import HandedMedia
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import HandedMedia, MediaSpan
 
 Stage = Literal["features", "decoded", "url"]
 TransportName = Literal["shm", "inline"]
@@ -171,7 +170,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     block_size: int
     mm_limits: dict[str, int]
     processor: dict[str, str]
-    supported_tasks: tuple[str, ...] = ("generate",)
     encoder_cache_tokens: int = 0
     num_kv_blocks: int = 0
     max_num_seqs: int = 0

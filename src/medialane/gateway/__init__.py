@@ -8,7 +8,7 @@ from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
-from medialane.gateway.route import Routes, RoutingStats
+from medialane.gateway.route import Routes
 from medialane.gateway.scope import RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.turns import Turns
@@ -25,7 +25,6 @@ __all__ = [
     "IntakeMiddleware",
     "RequestScope",
     "Routes",
-    "RoutingStats",
     "ScopeMiddleware",
     "ScrapeMiddleware",
     "Turns",

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from medialane.core.feature import MediaSpan
 from medialane.core.media import Modality
-from medialane.core.media_span import MediaSpan
 
 #: Bound of what is remembered: tokens of all expansions together (a 1024x768 image of Qwen2.5-VL has 999).
 MAX_TOKENS = 4 << 20

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from opentelemetry import trace
 
 from medialane.core.block_hash import prompt_block_ids, warm_up
 from medialane.core.errors import InvalidRequest
-from medialane.core.feature import PlacedFeature, PreparedPrompt
+from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
-from medialane.core.media_span import MediaSpan
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
+from medialane.core.stats import RoutingStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.observability.tracing import annotate
 from medialane.routing import DecisionRecord, RoutingRequest
 
 if TYPE_CHECKING:  # it brings machine code, and who only reads settings of this room needs none
@@ -46,18 +46,6 @@ class Route(NamedTuple):
     routed: Routed
     known: Known
     data_parallel_rank: int | None
-
-
-class RoutingStats(NamedTuple):
-    """The router's figures for whoever scrapes them."""
-
-    num_blocks: int
-    num_entries: int
-    num_encoder_items: int
-    num_unexplained: int
-    num_never_stored: int
-    event_lag_s: Mapping[str, float]
-    num_event_gaps: Mapping[str, int]
 
 
 class Routes:
@@ -140,14 +128,14 @@ class Routes:
         route.routed.begin()
         decision = route.routed.decision
         logger.debug("%s goes to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
-        annotate(lambda: _attributes(decision))
+        _annotate_span(decision)
 
     def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
         """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
         if num_cached is not None:
-            annotate(lambda: {"medialane.routing.engine_cached_tokens": num_cached})
+            trace.get_current_span().set_attribute("medialane.routing.engine_cached_tokens", num_cached)
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
@@ -165,14 +153,15 @@ class Routes:
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
+        gaps = {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client}
         return RoutingStats(
-            index.num_blocks,
-            index.num_entries,
-            self._router.num_encoder_items,
-            counts.num_unexplained,
-            counts.num_never_stored,
-            dict(self._event_lag_s),
-            {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client},
+            num_blocks=index.num_blocks,
+            num_entries=index.num_entries,
+            num_encoder_items=self._router.num_encoder_items,
+            num_unexplained=counts.num_unexplained,
+            num_never_stored=counts.num_never_stored,
+            event_lag_s=dict(self._event_lag_s),
+            num_event_gaps=gaps,
         )
 
     def _block_ids(self, request: EngineRequest, known: Known) -> BlockIds:
@@ -209,11 +198,14 @@ def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
 
 
-def _attributes(decision: RoutingDecision) -> dict[str, str | int | float]:
-    """A decision as the attributes of a span."""
+def _annotate_span(decision: RoutingDecision) -> None:
+    """Put a decision into the attributes of the current span, if one records (an instrumented server makes them)."""
+    span = trace.get_current_span()
+    if not span.is_recording():
+        return
     names = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
     told = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
-    return {"medialane.routing.worker": decision.worker_id, **told}
+    span.set_attributes({"medialane.routing.worker": decision.worker_id, **told})
 
 
 def _record(found: DecisionRecord) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
 from medialane.media.decode import decode, probe
-from medialane.media.sampling import FrameSampler
+from medialane.media.model_choices import FrameSampler
 from medialane.media.sniff import needs_probe, sniff
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +21,8 @@ from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaTy
 from medialane.core.media import AudioSamples
 from medialane.media.config import MediaConfig
 from medialane.media.container_type import AudioType, sniff_audio
+from medialane.media.memory_file import MemoryFile
 from medialane.media.mp4_references import check_references
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 # Both may be absent: pictures need neither. They load here, before preparers are forked, so that all share their pages.
 try:
@@ -265,35 +262,4 @@ def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> 
 
 def _file(data: memoryview) -> io.BufferedReader:
     """A file over bytes that are not copied as a whole. Libraries read a few hundred at a time: buffered, in C."""
-    return io.BufferedReader(_Bytes(data), _READ_BYTES)
-
-
-class _Bytes(io.RawIOBase):
-    """Behaves as `io.BytesIO` does, but that `seek` goes nowhere before the start.
-
-    Libraries seek to where a damaged file says; an error inside their callbacks would be printed.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data = data
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        into = memoryview(buffer)
-        part = self._data[self._position : self._position + len(into)]
-        into[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        if start + offset >= 0:
-            self._position = start + offset
-        return self._position
+    return io.BufferedReader(MemoryFile(data), _READ_BYTES)

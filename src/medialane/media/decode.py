@@ -8,9 +8,8 @@ from __future__ import annotations
 from medialane.core.media import Decoded, Modality
 from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
-from medialane.media.image import SizeCheck, check_image, decode_image
-from medialane.media.jpeg_scale import SizeChooser
-from medialane.media.sampling import FrameSampler
+from medialane.media.image import check_image, decode_image
+from medialane.media.model_choices import FrameSampler, SizeCheck, SizeChooser
 
 # PyAV may be absent: pictures need none of it, and `sniff` refuses video then. It loads here, before preparers are
 # forked, so that all share its pages.
@@ -24,6 +23,7 @@ except ImportError as missing:
 def decode(
     data: memoryview,
     modality: Modality,
+    *,
     media_type: str,
     io: bytes,
     config: MediaConfig,

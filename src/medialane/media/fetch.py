@@ -96,7 +96,7 @@ class Fetcher:
             open_body=lambda: self._body(ref),
         )
         hash_ = _hash(received, known)
-        self._remember(key, hash_, received, known, asked_at)
+        self._remember(key, received, content_hash=hash_, known=known, asked_at=asked_at)
         return Fetched(hash_, received.data)
 
     async def _read(self, ref: MediaRef, url: str) -> Fetched:
@@ -106,7 +106,9 @@ class Fetcher:
     def _body(self, ref: MediaRef) -> Body:
         return self._bodies.open(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)
 
-    def _remember(self, key: bytes, hash_: str, received: Received, known: KnownUrl | None, asked_at: float) -> None:
+    def _remember(
+        self, key: bytes, received: Received, *, content_hash: str, known: KnownUrl | None, asked_at: float
+    ) -> None:
         if not received.freshness.storable:
             self._urls.forget(key)
             return
@@ -114,7 +116,7 @@ class Fetcher:
         if lifetime_s is None and received.content_hash is None and known is not None:
             lifetime_s = known.lifetime_s  # a 304 that says nothing leaves what was granted (RFC 9111, section 3.2)
         fresh_until = asked_at + min(lifetime_s or 0.0, self._config.max_fresh_s)
-        self._urls.put(key, KnownUrl(hash_, fresh_until, lifetime_s, received.validators), self._clock())
+        self._urls.put(key, KnownUrl(content_hash, fresh_until, lifetime_s, received.validators), self._clock())
 
 
 def _hash(received: Received, known: KnownUrl | None) -> str:

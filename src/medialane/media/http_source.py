@@ -9,17 +9,12 @@ arrives is hashed and handed to the body piece by piece (128 KiB at most, aiohtt
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import aiohttp
-from aiohttp import StreamReader
-from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.http import RawResponseMessage
+from aiohttp.abc import AbstractResolver
 from blake3 import blake3
 from yarl import URL
 
@@ -35,13 +30,11 @@ from medialane.core.errors import (
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.freshness import Freshness, freshness_of
+from medialane.media.http_session import open_session
 from medialane.media.url_cache import Validators
 from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
-
-#: Servers send one (100) or two (102, 103) before their answer.
-_MAX_INTERIM = 16
 
 #: An origin may ask for a pause of this length before the second attempt, not for more.
 MAX_RETRY_AFTER_S = 2.0
@@ -68,25 +61,7 @@ class HttpSource:
     def __init__(self, config: MediaConfig, *, resolver: AbstractResolver | None = None) -> None:
         self._config = config
         self._guard = UrlGuard(config)
-        connector = aiohttp.TCPConnector(
-            resolver=_VettingResolver(self._guard, resolver or aiohttp.ThreadedResolver()),
-            socket_factory=self._guard.open_socket,
-            use_dns_cache=False,
-            limit=config.max_fetches,
-            limit_per_host=config.max_fetches_per_host,
-        )
-        made: type[ResponseHandler] = _FewInterimAnswers
-        connector._factory = partial(made, loop=asyncio.get_running_loop())  # noqa: SLF001 - no other way to bound them
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=config.connect_timeout_s, sock_read=config.first_byte_timeout_s
-            ),
-            headers={"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "medialane"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-        )
+        self._session = open_session(config, self._guard, resolver or aiohttp.ThreadedResolver())
 
     async def close(self) -> None:
         await self._session.close()
@@ -130,7 +105,7 @@ class HttpSource:
             with _mapped_errors():
                 async with self._session.get(target, allow_redirects=False, headers=_conditions(asked)) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._receive(response, target, wanted, asked, redirected)
+                        return await self._receive(response, wanted, asked=asked, target=target, redirected=redirected)
             redirected.append(freshness_of(response.headers))
             target = self._guard.follow(target, response.headers.get("Location"))
         raise TooManyRedirects(f"the media URL redirects more than {self._config.max_redirects} times")
@@ -138,9 +113,10 @@ class HttpSource:
     async def _receive(
         self,
         response: aiohttp.ClientResponse,
-        target: URL,
         wanted: _Wanted,
+        *,
         asked: Validators | None,
+        target: URL,
         redirected: list[Freshness],
     ) -> Received:
         headers = response.headers
@@ -199,39 +175,6 @@ class _Wanted:
     limits: FetchLimits
     validators: Validators | None
     open_body: Callable[[], Body]
-
-
-class _FewInterimAnswers(ResponseHandler):
-    """aiohttp's connection, which takes interim answers (1xx) without end: a storm of them grew 60 MB a second."""
-
-    _num_interim = 0
-
-    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        self._num_interim = self._num_interim + 1 if 100 <= data[0].code < 200 else 0
-        if self._num_interim <= _MAX_INTERIM:
-            super().feed_data(data, size)
-        elif self.transport is not None:
-            self.set_exception(aiohttp.ClientConnectionError("too many interim answers"))
-            self.transport.abort()
-
-
-class _VettingResolver(AbstractResolver):
-    """Every answer of a name must be an address that may be dialled."""
-
-    def __init__(self, guard: UrlGuard, inner: AbstractResolver) -> None:
-        self._guard = guard
-        self._inner = inner
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        found = await self._inner.resolve(host, port, family)
-        for result in found:
-            self._guard.vet(result["host"], result["port"])
-        return found
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 class _Transient(Exception):

@@ -35,7 +35,8 @@ from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
-from medialane.media.jpeg_scale import ScaledImage, Size, SizeChooser, scaled_size
+from medialane.media.jpeg_scale import ScaledImage, scaled_size
+from medialane.media.model_choices import Size, SizeCheck, SizeChooser
 
 #: The plugin that may open each type; naming it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -71,10 +72,6 @@ _UNDECODABLE = "the image is damaged and cannot be decoded"
 _START_OF_SCAN = b"\xff\xda"
 
 _Pixels = NDArray[np.generic]
-
-
-#: Raises MedialaneError for a (width, height), as stored, that the model cannot be given: before pixels are decoded.
-SizeCheck = Callable[[Size], None]
 
 
 def decode_image(

@@ -23,7 +23,6 @@ from medialane.core.errors import (
     UnsupportedMediaType,
 )
 from medialane.media.config import MediaConfig
-from medialane.media.header_bytes import big, little, take
 
 ImageType = Literal["image/jpeg", "image/png", "image/webp", "image/gif", "image/avif", "image/bmp"]
 
@@ -103,16 +102,16 @@ def _read_jpeg(view: memoryview) -> Sniffed:
     num_exif = 0
     for marker, offset in _segments(view):
         if marker in _FRAMES:
-            frame = (marker, big(view, offset + 5, 2), big(view, offset + 3, 2), big(view, offset + 7, 1))
+            frame = (marker, _big(view, offset + 5, 2), _big(view, offset + 3, 2), _big(view, offset + 7, 1))
         elif marker == _SOS:
             if frame is None:
                 break
             kind, width, height, num_components = frame
             # libjpeg goes over a file scan by scan if it is progressive or its first scan lacks a component.
-            multi_scan = kind in _PROGRESSIVE or big(view, offset + 2, 1) < num_components
+            multi_scan = kind in _PROGRESSIVE or _big(view, offset + 2, 1) < num_components
             return Sniffed("image/jpeg", width, height, multi_scan)
         elif marker == _APP1 and bytes(view[offset + 2 : offset + 8]) == b"Exif\0\0":
-            num_exif += big(view, offset, 2)
+            num_exif += _big(view, offset, 2)
             check_exif(num_exif)
     raise InvalidImage("the image has no frame header")
 
@@ -125,12 +124,12 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
             offset, num_junk = offset + 1, num_junk + 1
             if num_junk > _MAX_JUNK_BYTES:
                 raise InvalidImage("the image has junk in its header")
-        marker = take(view, offset, 2)[1]
+        marker = _take(view, offset, 2)[1]
         offset += 2
         if marker in _STANDALONE:
             continue
         yield marker, offset
-        offset += max(big(view, offset, 2), 2)
+        offset += max(_big(view, offset, 2), 2)
     raise InvalidImage("the image has too many segments in its header")
 
 
@@ -143,11 +142,11 @@ _RUN_CODINGS = (b"\1\0\0\0", b"\2\0\0\0")
 
 
 def _read_png(view: memoryview) -> Sniffed:
-    if take(view, 8, 8) != b"\x00\x00\x00\x0dIHDR":
+    if _take(view, 8, 8) != b"\x00\x00\x00\x0dIHDR":
         raise InvalidImage("the image has no header")
-    take(view, 24, 9)
+    _take(view, 24, 9)
     _check_chunks(view)
-    return Sniffed("image/png", big(view, 16, 4), big(view, 20, 4))
+    return Sniffed("image/png", _big(view, 16, 4), _big(view, 20, 4))
 
 
 def _check_chunks(view: memoryview) -> None:
@@ -162,9 +161,9 @@ def _check_chunks(view: memoryview) -> None:
 
 
 def _read_gif(view: memoryview) -> Sniffed:
-    take(view, 0, 13)
+    _take(view, 0, 13)
     _check_extensions(view)
-    return Sniffed("image/gif", little(view, 6, 2), little(view, 8, 2))
+    return Sniffed("image/gif", _little(view, 6, 2), _little(view, 8, 2))
 
 
 def _check_extensions(view: memoryview) -> None:
@@ -189,9 +188,9 @@ def _blocks(view: memoryview) -> Iterator[int]:
 
 def _read_bmp(view: memoryview) -> Sniffed:
     """Height is negative in files whose rows go from top to bottom."""
-    if little(view, 14, 4) == 12:
-        return Sniffed("image/bmp", little(view, 18, 2), little(view, 20, 2))
-    width, height = (int.from_bytes(take(view, offset, 4), "little", signed=True) for offset in (18, 22))
+    if _little(view, 14, 4) == 12:
+        return Sniffed("image/bmp", _little(view, 18, 2), _little(view, 20, 2))
+    width, height = (int.from_bytes(_take(view, offset, 4), "little", signed=True) for offset in (18, 22))
     if view[30:34] in _RUN_CODINGS and len(view) > _MAX_RUN_CODED_BYTES:
         raise ImageTooComplex(f"the image is run-coded and has more than {_MAX_RUN_CODED_BYTES} bytes")
     return Sniffed("image/bmp", width, abs(height))
@@ -201,16 +200,16 @@ def _read_bmp(view: memoryview) -> Sniffed:
 
 
 def _read_webp(view: memoryview) -> Sniffed:
-    kind = take(view, 12, 4)
+    kind = _take(view, 12, 4)
     if kind == b"VP8 ":
-        if take(view, 23, 3) != b"\x9d\x01\x2a":
+        if _take(view, 23, 3) != b"\x9d\x01\x2a":
             raise InvalidImage("the image has no frame header")
-        return Sniffed("image/webp", little(view, 26, 2) & 0x3FFF, little(view, 28, 2) & 0x3FFF)
+        return Sniffed("image/webp", _little(view, 26, 2) & 0x3FFF, _little(view, 28, 2) & 0x3FFF)
     if kind == b"VP8L":
-        bits = little(view, 21, 4)
+        bits = _little(view, 21, 4)
         return Sniffed("image/webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
     if kind == b"VP8X":
-        return Sniffed("image/webp", little(view, 24, 3) + 1, little(view, 27, 3) + 1)
+        return Sniffed("image/webp", _little(view, 24, 3) + 1, _little(view, 27, 3) + 1)
     raise InvalidImage("the image has no frame header")
 
 
@@ -252,3 +251,19 @@ _TYPES: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview], Sniffed]], .
     (_is_avif, _read_avif),
     (lambda head: head.startswith(b"BM"), _read_bmp),
 )
+
+
+def _take(view: memoryview, offset: int, nbytes: int) -> bytes:
+    """Raises InvalidImage for what lies behind the end, as `_big` and `_little` do."""
+    part = bytes(view[offset : offset + nbytes])
+    if len(part) < nbytes:
+        raise InvalidImage("the image ends within its header")
+    return part
+
+
+def _big(view: memoryview, offset: int, nbytes: int) -> int:
+    return int.from_bytes(_take(view, offset, nbytes), "big")
+
+
+def _little(view: memoryview, offset: int, nbytes: int) -> int:
+    return int.from_bytes(_take(view, offset, nbytes), "little")

@@ -7,15 +7,11 @@ that it would be given otherwise (facts of 12 MP to 1152x864: 53 dB), so the ans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from medialane.core.media import Image, MediaSize
-
-Size = tuple[int, int]
+from medialane.media.model_choices import Size, SizeChooser
 
 #: Eighths of the size. At 6 and 7 libjpeg takes longer than for the whole picture; at 5 decoding and processing take
 #: together 0.95 of the time, at 4 and less two thirds (12 MP, the tiny Qwen2.5-VL's processor).
@@ -23,18 +19,6 @@ EIGHTHS = (1, 2, 3, 4)
 
 #: Smaller pictures are decoded and resized in some ms.
 MIN_PIXELS = 2_000_000
-
-
-class SizeChooser(Protocol):
-    """What the model's processor makes of images of several sizes."""
-
-    def smaller_size(self, size: Size, smaller: Sequence[Size]) -> Size | None:
-        """The first of `smaller` that an image of `size` may be decoded at. All are (width, height), as displayed.
-
-        It must have at least twice the width and height that the processor resizes such an image to, and give features
-        of the same shapes and the same small values. None if none does, or if the processor does not tell.
-        """
-        ...
 
 
 class ScaledImage(Image):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from medialane.core.request import Endpoint
+from medialane.core.stats import ArenaStats, PoolStats, RoutingStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 
@@ -24,61 +25,29 @@ _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.00
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class ArenaFacts(Protocol):
-    """The arena's figures, as `arena.ArenaStats` has them."""
+_HISTOGRAMS: Final = {
+    # name: (help, labels, buckets in seconds)
+    "medialane_stage_seconds": ("Time of a request's stages", ("stage",), _STAGE_BUCKETS),
+    "medialane_request_seconds": ("Time from the arrival of a request to its end", (), _REQUEST_BUCKETS),
+    "medialane_routing_seconds": ("Time of choosing a worker, without hashing the prompt", (), _ROUTING_BUCKETS),
+}
 
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def free_bytes(self) -> int: ...
-    @property
-    def writing_bytes(self) -> int: ...
-    @property
-    def published_bytes(self) -> int: ...
-    @property
-    def pinned_bytes(self) -> int: ...
-    @property
-    def num_entries(self) -> int: ...
-    @property
-    def num_leases(self) -> int: ...
-    @property
-    def num_evictions(self) -> int: ...
-
-
-class PreparerFacts(Protocol):
-    """The preparers' figures, as `prepare.PoolStats` has them."""
-
-    @property
-    def num_alive(self) -> int: ...
-    @property
-    def num_busy(self) -> int: ...
-    @property
-    def num_queued(self) -> int: ...
-    @property
-    def num_restarts(self) -> int: ...
-    @property
-    def num_done(self) -> int: ...
-    @property
-    def num_failed(self) -> int: ...
-
-
-class RoutingFacts(Protocol):
-    """The router's figures, as `gateway.RoutingStats` has them."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def num_entries(self) -> int: ...
-    @property
-    def num_encoder_items(self) -> int: ...
-    @property
-    def num_unexplained(self) -> int: ...
-    @property
-    def num_never_stored(self) -> int: ...
-    @property
-    def event_lag_s(self) -> Mapping[str, float]: ...
-    @property
-    def num_event_gaps(self) -> Mapping[str, int]: ...
+_COUNTERS: Final = {
+    # name: (help, labels)
+    "medialane_cache_lookups": ("Questions to a cache, by cache and outcome", ("kind", "outcome")),
+    "medialane_copied_bytes": ("Bytes of media and features copied", ()),
+    "medialane_request_errors": ("Requests refused or failed", ("code",)),
+    "medialane_fallbacks": ("Hand-overs that failed and were followed by another way", ("way", "reason")),
+    "medialane_worker_losses": ("Connections to a worker that were lost", ("worker",)),
+    "medialane_prompt_tokens": (
+        "Tokens of prompts: all, those expected in the worker's KV cache, those that the engine had there",
+        ("kind",),
+    ),
+    "medialane_media_items": (
+        "Media items of answered prompts, by whether all of an item came from the engine's KV cache",
+        ("modality", "outcome"),
+    ),
+}
 
 
 class Metrics:
@@ -86,116 +55,66 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
-        self._stage_seconds = Histogram(
-            "medialane_stage_seconds",
-            "Time of a request's stages",
-            ["stage"],
-            buckets=_STAGE_BUCKETS,
-            registry=registry,
-        )
-        self._request_seconds = Histogram(
-            "medialane_request_seconds",
-            "Time from the arrival of a request to its end",
-            buckets=_REQUEST_BUCKETS,
-            registry=registry,
-        )
-        self._cache_lookups = Counter(
-            "medialane_cache_lookups",
-            "Questions to a cache, by cache and outcome",
-            ["kind", "outcome"],
-            registry=registry,
-        )
-        self._copied_bytes = Counter("medialane_copied_bytes", "Bytes of media and features copied", registry=registry)
-        self._errors = Counter("medialane_request_errors", "Requests refused or failed", ["code"], registry=registry)
-        self._fallbacks = Counter(
-            "medialane_fallbacks",
-            "Hand-overs that failed and were followed by another way",
-            ["way", "reason"],
-            registry=registry,
-        )
-        self._worker_losses = Counter(
-            "medialane_worker_losses", "Connections to a worker that were lost", ["worker"], registry=registry
-        )
-        self._routing_seconds = Histogram(
-            "medialane_routing_seconds",
-            "Time of choosing a worker, without hashing the prompt",
-            buckets=_ROUTING_BUCKETS,
-            registry=registry,
-        )
-        self._prompt_tokens = Counter(
-            "medialane_prompt_tokens",
-            "Tokens of prompts: all, those expected in the worker's KV cache, those that the engine had there",
-            ["kind"],
-            registry=registry,
-        )
-        self._media_items = Counter(
-            "medialane_media_items",
-            "Media items of answered prompts, by whether all of an item came from the engine's KV cache",
-            ["modality", "outcome"],
-            registry=registry,
-        )
-        self._collectors: list[Collector] = [
-            self._routing_seconds,
-            self._prompt_tokens,
-            self._media_items,
-            self._stage_seconds,
-            self._request_seconds,
-            self._cache_lookups,
-            self._copied_bytes,
-            self._errors,
-            self._fallbacks,
-            self._worker_losses,
-        ]
+        self._histograms = {
+            name: Histogram(name, text, labels, buckets=buckets, registry=registry)
+            for name, (text, labels, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(name, text, labels, registry=registry) for name, (text, labels) in _COUNTERS.items()
+        }
+        self._collectors: list[Collector] = [*self._histograms.values(), *self._counters.values()]
 
     def observe(self, timeline: StageTimeline) -> None:
         """Count a request that has ended."""
         for stage, seconds in timeline.seconds.items():
-            self._stage_seconds.labels(stage).observe(seconds)
-        self._request_seconds.observe(time.perf_counter() - timeline.started_at)
+            self._histograms["medialane_stage_seconds"].labels(stage).observe(seconds)
+        self._histograms["medialane_request_seconds"].observe(time.perf_counter() - timeline.started_at)
         self.count_lookups("feature", num_hits=timeline.num_hits, num_misses=timeline.num_misses)
-        self._copied_bytes.inc(timeline.copied_bytes)
+        self._counters["medialane_copied_bytes"].inc(timeline.copied_bytes)
 
     def count_lookups(self, kind: str, *, num_hits: int = 0, num_misses: int = 0) -> None:
         """Count answers of the cache `kind`: `feature`, `url`."""
+        lookups = self._counters["medialane_cache_lookups"]
         if num_hits:
-            self._cache_lookups.labels(kind, "hit").inc(num_hits)
+            lookups.labels(kind, "hit").inc(num_hits)
         if num_misses:
-            self._cache_lookups.labels(kind, "miss").inc(num_misses)
+            lookups.labels(kind, "miss").inc(num_misses)
 
     def count_error(self, code: str) -> None:
         """Count a request that was answered with the error of this code."""
-        self._errors.labels(code).inc()
+        self._counters["medialane_request_errors"].labels(code).inc()
 
     def count_fallback(self, way: str, reason: str) -> None:
         """Count a hand-over that failed in `way` with the error code `reason` and is tried in the next way."""
-        self._fallbacks.labels(way, reason).inc()
+        self._counters["medialane_fallbacks"].labels(way, reason).inc()
 
     def count_worker_lost(self, worker: str) -> None:
-        self._worker_losses.labels(worker).inc()
+        self._counters["medialane_worker_losses"].labels(worker).inc()
 
     def observe_routing(self, seconds: float) -> None:
         """Record what one choice of a worker took."""
-        self._routing_seconds.observe(seconds)
+        self._histograms["medialane_routing_seconds"].observe(seconds)
 
     def count_prompt(self, num_tokens: int, *, routed_cached: int, engine_cached: int | None) -> None:
         """Count the tokens of an answered prompt; `engine_cached` is None where the engine does not tell."""
-        self._prompt_tokens.labels("all").inc(num_tokens)
-        self._prompt_tokens.labels("routed_cached").inc(routed_cached)
-        self._prompt_tokens.labels("engine_cached").inc(engine_cached or 0)
+        tokens = self._counters["medialane_prompt_tokens"]
+        tokens.labels("all").inc(num_tokens)
+        tokens.labels("routed_cached").inc(routed_cached)
+        tokens.labels("engine_cached").inc(engine_cached or 0)
 
     def count_media(self, modality: str, *, is_cached: bool) -> None:
         """Count an item of an answered prompt."""
-        self._media_items.labels(modality, "cached" if is_cached else "computed").inc()
+        self._counters["medialane_media_items"].labels(modality, "cached" if is_cached else "computed").inc()
 
-    def watch_routing(self, read: Callable[[], RoutingFacts]) -> None:
+    def watch_routing(self, read: Callable[[], RoutingStats]) -> None:
         """Show the router as `read` tells it at every scrape."""
         self._watch(lambda: _routing(read()))
 
-    def watch_arena(self, read: Callable[[], ArenaFacts]) -> None:
+    def watch_arena(self, read: Callable[[], ArenaStats]) -> None:
         """Show the arena as `read` tells it at every scrape."""
         self._watch(lambda: _arena(read()))
 
-    def watch_preparers(self, read: Callable[[], PreparerFacts]) -> None:
+    def watch_preparers(self, read: Callable[[], PoolStats]) -> None:
         """Show the preparers as `read` tells them at every scrape."""
         self._watch(lambda: _preparers(read()))
 
@@ -237,61 +156,61 @@ def _gauge(name: str, text: str, label: str, values: dict[str, float]) -> Metric
     return family
 
 
-def _arena(facts: ArenaFacts) -> Iterator[Metric]:
+def _arena(stats: ArenaStats) -> Iterator[Metric]:
     kinds: dict[str, float] = {
-        "size": facts.size_bytes,
-        "free": facts.free_bytes,
-        "writing": facts.writing_bytes,
-        "cached": facts.published_bytes - facts.pinned_bytes,
-        "pinned": facts.pinned_bytes,
+        "size": stats.size_bytes,
+        "free": stats.free_bytes,
+        "writing": stats.writing_bytes,
+        "cached": stats.published_bytes - stats.pinned_bytes,
+        "pinned": stats.pinned_bytes,
     }
     yield _gauge("medialane_arena_bytes", "Shared memory by use; size is the sum of the others", "kind", kinds)
-    yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=facts.num_entries)
-    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that have not ended", value=facts.num_leases)
+    yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=stats.num_entries)
+    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that have not ended", value=stats.num_leases)
     yield CounterMetricFamily(
-        "medialane_arena_evictions", "Cached entries that made room for others", value=facts.num_evictions
+        "medialane_arena_evictions", "Cached entries that made room for others", value=stats.num_evictions
     )
 
 
-def _preparers(facts: PreparerFacts) -> Iterator[Metric]:
-    states: dict[str, float] = {"alive": facts.num_alive, "busy": facts.num_busy}
+def _preparers(stats: PoolStats) -> Iterator[Metric]:
+    states: dict[str, float] = {"alive": stats.num_alive, "busy": stats.num_busy}
     yield _gauge("medialane_preparers", "Preparer processes", "state", states)
-    yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=facts.num_queued)
+    yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
     yield CounterMetricFamily(
-        "medialane_preparer_restarts", "Preparers replaced after they died or were killed", value=facts.num_restarts
+        "medialane_preparer_restarts", "Preparers replaced after they died or were killed", value=stats.num_restarts
     )
     jobs = CounterMetricFamily("medialane_preparer_jobs", "Items prepared, by outcome", labels=["outcome"])
-    jobs.add_metric(["done"], facts.num_done)
-    jobs.add_metric(["failed"], facts.num_failed)
+    jobs.add_metric(["done"], stats.num_done)
+    jobs.add_metric(["failed"], stats.num_failed)
     yield jobs
 
 
-def _routing(facts: RoutingFacts) -> Iterator[Metric]:
-    yield GaugeMetricFamily("medialane_routing_blocks", "Different KV blocks in the index", value=facts.num_blocks)
+def _routing(stats: RoutingStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("medialane_routing_blocks", "Different KV blocks in the index", value=stats.num_blocks)
     yield GaugeMetricFamily(
         "medialane_routing_entries",
         "KV blocks in the index, for each worker that holds them",
-        value=facts.num_entries,
+        value=stats.num_entries,
     )
     yield GaugeMetricFamily(
-        "medialane_routing_encoder_items", "Items thought to be in encoder caches", value=facts.num_encoder_items
+        "medialane_routing_encoder_items", "Items thought to be in encoder caches", value=stats.num_encoder_items
     )
     missed = CounterMetricFamily(
         "medialane_routing_missed_predictions",
         "Prompts whose cached tokens were fewer than promised, or whose blocks a worker never told of",
         labels=["kind"],
     )
-    missed.add_metric(["fewer_cached"], facts.num_unexplained)
-    missed.add_metric(["never_stored"], facts.num_never_stored)
+    missed.add_metric(["fewer_cached"], stats.num_unexplained)
+    missed.add_metric(["never_stored"], stats.num_never_stored)
     yield missed
-    lags = dict(facts.event_lag_s)
+    lags = dict(stats.event_lag_s)
     yield _gauge("medialane_kv_event_lag_seconds", "Age of a worker's last KV change when it came", "worker", lags)
     gaps = CounterMetricFamily(
         "medialane_kv_event_gaps",
         "Times that KV changes of a worker were missing and it told all of them again, on this connection",
         labels=["worker"],
     )
-    for worker, num_gaps in facts.num_event_gaps.items():
+    for worker, num_gaps in stats.num_event_gaps.items():
         gaps.add_metric([worker], num_gaps)
     yield gaps
 

@@ -5,14 +5,13 @@ factory that builds the former inside the process that preparers fork from.
 """
 
 from medialane.prepare.config import PrepareConfig
-from medialane.prepare.pool import PoolStats, PreparerPool
+from medialane.prepare.pool import PreparerPool
 from medialane.prepare.processor import NO_PROCESSOR_FACTORY, AssembledPrompt, Assembler, ProcessedItem, Processor
 
 __all__ = [
     "NO_PROCESSOR_FACTORY",
     "AssembledPrompt",
     "Assembler",
-    "PoolStats",
     "PrepareConfig",
     "PreparerPool",
     "ProcessedItem",

@@ -27,8 +27,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import msgspec
-
 from medialane.arena import Arena, Lease, Reservation, describe, layout
 from medialane.core.errors import (
     MedialaneError,
@@ -42,6 +40,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.stats import PoolStats
 from medialane.core.tensor import TensorDescriptor
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
@@ -79,21 +78,6 @@ GRACE_S = 1.0
 #: How long a running job goes on that nobody waits for any more. Most images are done by then, and whoever asks again
 #: finds them; the others would keep a preparer from those who wait, so theirs is killed and another one forked.
 DISOWNED_S = 0.25
-
-
-class PoolStats(msgspec.Struct, frozen=True):
-    """What the pool does now, and what it has done since its start. `num_restarts` counts replaced preparers that died
-    or were killed, not those that had served their time."""
-
-    num_preparers: int
-    num_alive: int
-    num_busy: int
-    num_queued: int
-    num_restarts: int
-    num_forkserver_restarts: int
-    num_done: int
-    num_failed: int
-    pids: tuple[int, ...]
 
 
 class PreparerPool:

@@ -114,12 +114,12 @@ class Preparer:
         media = decode(
             self._encoded(encoded),
             encoded.modality,
-            encoded.media_type,
-            job.io,
-            self._media,
-            self._processor,
-            self._scaling(job),
-            self._size_check(job),
+            media_type=encoded.media_type,
+            io=job.io,
+            config=self._media,
+            sampler=self._processor,
+            chooser=self._scaling(job),
+            check_size=self._size_check(job),
         )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
@@ -178,7 +178,7 @@ def _check_header(item: ProcessedItem) -> None:
 
 
 class _SizeChooser:
-    """Fills `media.jpeg_scale.SizeChooser` for one job."""
+    """Fills `media.model_choices.SizeChooser` for one job."""
 
     def __init__(self, processor: Processor, options: bytes) -> None:
         self._processor = processor

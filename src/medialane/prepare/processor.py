@@ -51,7 +51,7 @@ class Processor(Protocol):
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:
-        """Which size an image may be decoded at (`media.jpeg_scale.SizeChooser`) that is processed with `options`."""
+        """Which size an image that is processed with `options` may be decoded at (`model_choices.SizeChooser`)."""
         ...
 
 

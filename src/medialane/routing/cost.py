@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 from medialane.core.request import CostParts
 from medialane.routing.config import RoutingConfig
 from medialane.routing.request import RoutingRequest

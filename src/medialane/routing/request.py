@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from medialane.core.feature import MediaSpan
 from medialane.core.kv_events import BlockIds
-from medialane.core.media_span import MediaSpan
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig

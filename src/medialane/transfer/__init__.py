@@ -1,14 +1,18 @@
-"""How features get from the gateway to a worker: one protocol, one file per transport, and the order to try them in."""
+"""How features get from the gateway to a worker: the transports, and the order to try them in."""
 
-from medialane.transfer.attachment import AttachedArenas
 from medialane.transfer.config import TransferConfig
-from medialane.transfer.inline import InlineReceiver, InlineTransport
 from medialane.transfer.selection import StageChoice, TransportChoice, Way, ways
-from medialane.transfer.shm import ShmReceiver, ShmTransport
-from medialane.transfer.transport import HandedTensors, Receiver, Transport
+from medialane.transfer.transport import (
+    HandedTensors,
+    InlineReceiver,
+    InlineTransport,
+    Receiver,
+    ShmReceiver,
+    ShmTransport,
+    Transport,
+)
 
 __all__ = [
-    "AttachedArenas",
     "HandedTensors",
     "InlineReceiver",
     "InlineTransport",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.transfer.selection import TransportChoice
 
 MIB = 1024 * 1024
 
 
 class TransferConfig(msgspec.Struct, frozen=True):
     transport: Annotated[
-        Literal["auto", "shm", "inline"],
+        TransportChoice,
         msgspec.Meta(
             description="how features travel: shm (shared memory, same host), inline (bytes inside the message), "
             "auto (shm where the worker proved that it maps the arena, else inline)"

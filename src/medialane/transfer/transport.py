@@ -1,9 +1,19 @@
-"""The two ends of a way to hand tensors over: those of one feature, of decoded media, or the encoded bytes as one."""
+"""How tensors travel from a gateway to a worker: those of one feature, of decoded media, or encoded bytes as one.
+
+A transport has two ends. The gateway's puts the tensors of an arena entry into the form in which they travel, the
+worker's turns that form into readable bytes again.
+
+* `shm`, same host: the descriptor travels, both ends map the arena, no byte is copied.
+* `inline`, any host, small tensors: the bytes travel with the request message, copied once when they are sent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from medialane.arena import ArenaView
+from medialane.core.errors import HandoverFailed
 from medialane.core.request import TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
@@ -30,3 +40,78 @@ class Receiver(Protocol):
     def fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
         """The tensor's bytes, valid until the request is released. Raises HandoverFailed."""
         ...
+
+
+class ShmTransport:
+    name: TransportName = "shm"
+
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+        return tensors
+
+
+class ShmReceiver:
+    """Maps the arenas of gateways on this host, read-only, and reads from them. The owner calls `close`."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._views: dict[str, ArenaView] = {}
+
+    def attach(self, arena: str, nonce: bytes) -> bool:
+        """Map the arena. True if it contains the nonce: the gateway's shared memory is ours. Idempotent.
+
+        A wrong nonce changes nothing: another gateway may have the arena mapped.
+        """
+        if (view := self._views.get(arena)) is not None:
+            return view.nonce == nonce
+        try:
+            view = ArenaView.open(arena, self._directory)
+        except HandoverFailed:
+            return False
+        if view.nonce != nonce:
+            view.close()
+            return False
+        self._views[arena] = view
+        return True
+
+    def detach(self, arena: str) -> None:
+        """Unmap the arena: its gateway sends no descriptors of it any more. Idempotent."""
+        if (view := self._views.pop(arena, None)) is not None:
+            view.close()
+
+    def fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
+        if not isinstance(tensor, TensorDescriptor):
+            raise HandoverFailed("an inline tensor was given to the shm receiver")
+        view = self._views.get(tensor.range.arena)
+        if view is None:
+            raise HandoverFailed("the tensor lies in an arena that this worker has not mapped")
+        return view.tensor(tensor)
+
+    def close(self) -> None:
+        """Unmap all. Idempotent. Bytes that requests still hold stay readable until they release them."""
+        for arena in list(self._views):
+            self.detach(arena)
+
+
+class InlineTransport:
+    """`read` gives the bytes of a descriptor in this process (the arena's owner has them mapped)."""
+
+    name: TransportName = "inline"
+
+    def __init__(self, read: Callable[[TensorDescriptor], memoryview], *, max_bytes: int) -> None:
+        self._read = read
+        self._max_bytes = max_bytes
+
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+        nbytes = sum(t.spec.nbytes for t in tensors)
+        if nbytes > self._max_bytes:
+            raise HandoverFailed(f"tensors of {nbytes} bytes are more than {self._max_bytes} bytes inline")
+        return tuple(InlineTensor(t.spec, self._read(t)) for t in tensors)
+
+
+class InlineReceiver:
+    def fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
+        if not isinstance(tensor, InlineTensor):
+            raise HandoverFailed("a descriptor was given to the inline receiver")
+        if len(tensor.data) != tensor.spec.nbytes:
+            raise HandoverFailed("the bytes of an inline tensor have not come")
+        return memoryview(tensor.data)

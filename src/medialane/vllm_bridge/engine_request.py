@@ -15,8 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import HandedMedia
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import HandedMedia, MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_encoder import ArenaItem

@@ -13,7 +13,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, TokenLogprob
 
 

@@ -30,7 +30,7 @@ from medialane.core.errors import (
 )
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
-from medialane.media.sampling import FrameSampler
+from medialane.media.model_choices import FrameSampler
 from medialane.prepare.processor import NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import supports_split

@@ -69,7 +69,7 @@ class ResizeTargets:
         )
 
     def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
-        """As `media.jpeg_scale.SizeChooser`, for these options of the processor."""
+        """As `media.model_choices.SizeChooser`, for these options of the processor."""
         target = self.target(size, options)
         if target is None:
             return None

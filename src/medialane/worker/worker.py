@@ -19,7 +19,7 @@ from medialane.core.request import EngineRequest, OutputDelta, Prompt, WorkerLoa
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import ArenaOffer, Hello, Welcome
-from medialane.transfer import AttachedArenas, InlineReceiver
+from medialane.transfer import InlineReceiver, Receiver, ShmReceiver
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
@@ -51,7 +51,7 @@ class Worker:
         self._engine = engine
         self._config = config
         self._registry = registry
-        self._arenas = AttachedArenas(arena_directory)
+        self._shm = ShmReceiver(arena_directory)
         self._inline = InlineReceiver()
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
@@ -71,7 +71,7 @@ class Worker:
         if hello.arena is None or self._attached.get(hello.arena.id) != hello.gateway_id:
             return
         del self._attached[hello.arena.id]
-        self._arenas.detach(hello.arena.id)
+        self._shm.detach(hello.arena.id)
         self._unused.add(hello.arena.id)
         self._suspicion.set()  # `watch` does it now
 
@@ -132,7 +132,7 @@ class Worker:
     def close(self) -> None:
         """Unmap all arenas. Idempotent."""
         self._blocks.close()
-        self._arenas.close()
+        self._shm.close()
 
     def _compare(self, hello: Hello) -> None:
         """Say where features of this gateway mean something else here. It sends none then: it has our card."""
@@ -144,7 +144,7 @@ class Worker:
 
     async def _attach(self, gateway_id: str, offer: ArenaOffer) -> bool:
         """Both this process and the engine's must find the very arena: they may have different /dev/shm."""
-        if not self._arenas.attach(offer.id, offer.nonce):
+        if not self._shm.attach(offer.id, offer.nonce):
             return False
         self._attached[offer.id] = gateway_id
         self._unused.discard(offer.id)
@@ -154,7 +154,7 @@ class Worker:
         return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]
 
     def _fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
-        receiver = self._inline if isinstance(tensor, InlineTensor) else self._arenas.receiver
+        receiver: Receiver = self._inline if isinstance(tensor, InlineTensor) else self._shm
         return receiver.fetch(tensor)
 
     async def _pause(self) -> None:

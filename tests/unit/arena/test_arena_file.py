@@ -128,7 +128,7 @@ def fork_that_waits(act):
 @pytest.mark.parametrize(("closes", "reaped"), [(True, 1), (False, 0)])
 def test_forked_child_keeps_a_dead_owner_alive_unless_it_closes(config, shm, closes, reaped):
     made = ArenaFile.create(config)
-    child = fork_that_waits(made.close_in_child if closes else lambda: None)
+    child = fork_that_waits(made.close if closes else lambda: None)
     assert made.path.exists(), "a child never removes its parent's file"
     os.close(made._lock)  # as if the owner had died
     made._lock = None
@@ -137,12 +137,6 @@ def test_forked_child_keeps_a_dead_owner_alive_unless_it_closes(config, shm, clo
     os.waitpid(child, 0)
     assert len(reap(shm)) == 1 - reaped
     made.view.close()
-
-
-def test_close_in_child_is_refused_in_the_owner(file):
-    with pytest.raises(RuntimeError, match="children"):
-        file.close_in_child()
-    assert file.path.exists()
 
 
 def resident(path):

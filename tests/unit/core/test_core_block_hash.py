@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids, token_array
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 
 BLOCK = 4
 tokens = st.lists(st.integers(0, 151_935), max_size=80)

@@ -1,34 +1,18 @@
-from dataclasses import dataclass
-
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.gateway import RoutingStats
+from medialane.core.stats import ArenaStats, PoolStats, RoutingStats
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 
 
-@dataclass
-class Arena:
-    size_bytes: int = 100
-    free_bytes: int = 50
-    writing_bytes: int = 10
-    published_bytes: int = 40
-    pinned_bytes: int = 15
-    num_entries: int = 3
-    num_leases: int = 2
-    num_evictions: int = 7
+def arena_stats(**changed):
+    return ArenaStats(**dict.fromkeys(ArenaStats.__struct_fields__, 0) | changed)
 
 
-@dataclass
-class Preparers:
-    num_alive: int = 2
-    num_busy: int = 1
-    num_queued: int = 4
-    num_restarts: int = 5
-    num_done: int = 9
-    num_failed: int = 6
+def pool_stats(**changed):
+    return PoolStats(**dict.fromkeys(PoolStats.__struct_fields__, 0) | changed)
 
 
 @pytest.fixture
@@ -65,7 +49,8 @@ def test_failures_are_counted_by_what_failed(metrics, registry):
 
 
 def test_state_is_read_at_every_scrape(metrics, registry):
-    arena, preparers = Arena(), Preparers()
+    arena = arena_stats(published_bytes=40, pinned_bytes=15, num_evictions=7)
+    preparers = pool_stats(num_busy=1, num_restarts=5, num_queued=4)
     metrics.watch_arena(lambda: arena)
     metrics.watch_preparers(lambda: preparers)
     value = registry.get_sample_value
@@ -73,13 +58,13 @@ def test_state_is_read_at_every_scrape(metrics, registry):
     assert value("medialane_arena_evictions_total") == 7
     assert value("medialane_preparers", {"state": "busy"}) == 1
     assert value("medialane_preparer_restarts_total") == 5
-    arena.pinned_bytes, preparers.num_queued = 40, 0
+    arena, preparers = arena_stats(published_bytes=40, pinned_bytes=40), pool_stats()
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 0
     assert value("medialane_preparer_queue") == 0
 
 
 def test_router_is_read_at_every_scrape(metrics, registry):
-    facts = RoutingStats(
+    stats = RoutingStats(
         num_blocks=10,
         num_entries=15,
         num_encoder_items=3,
@@ -88,7 +73,7 @@ def test_router_is_read_at_every_scrape(metrics, registry):
         event_lag_s={"w0": 0.25},
         num_event_gaps={"w0": 4},
     )
-    metrics.watch_routing(lambda: facts)
+    metrics.watch_routing(lambda: stats)
     value = registry.get_sample_value
     assert value("medialane_routing_blocks") == 10
     assert value("medialane_routing_entries") == 15
@@ -127,7 +112,7 @@ def test_worker_is_in_exactly_one_state(metrics, registry):
 
 
 def test_closed_metrics_leave_the_registry_to_the_next(metrics, registry):
-    metrics.watch_arena(Arena)
+    metrics.watch_arena(arena_stats)
     metrics.close()
     metrics.close()
     assert b"medialane" not in generate_latest(registry)

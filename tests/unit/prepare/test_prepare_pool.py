@@ -422,7 +422,7 @@ async def test_feature_that_is_larger_than_the_arena_is_refused_for_good(arena, 
         side = int((arena.size_bytes / 12) ** 0.5)  # three float32 a pixel, and its encoded bytes beside it
         with put(arena, png(side, side)) as source, pytest.raises(MediaTooLarge) as refused:
             await pool.prepare_item(source, b"{}", "a" * 64)
-        assert not refused.value.retryable
+        assert refused.value.status == 413
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert pool.stats().num_restarts == 0
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import NoWorkerReady
+from medialane.core.feature import MediaSpan
 from medialane.core.kv_events import KvChange
-from medialane.core.media_span import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Router, RoutingConfig, RoutingRequest
 

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing import Router, RoutingConfig, RoutingRequest, native_choice, native_match, native_table
 

@@ -9,8 +9,7 @@ import pytest
 
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.core.feature import HandedMedia, PlaceholderRange
-from medialane.core.media_span import MediaSpan
+from medialane.core.feature import HandedMedia, MediaSpan, PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker import FakeEngine, FakeParams
 from medialane.worker.block_table import BlockTable

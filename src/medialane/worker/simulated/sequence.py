@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids
-from medialane.core.feature import PlaceholderRange
+from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.kv_events import BlockStored
-from medialane.core.media_span import MediaSpan
 from medialane.worker.simulated.block_pool import Block, BlockPool
 
 

@@ -1,0 +1,83 @@
+"""The environment of this process and of those that it starts: our settings in it, and vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from medialane.config.settings import ARENA_DIR, PREFIX, Config, settings
+
+
+def as_environ(config: Config) -> dict[str, str]:
+    """The environment variables from which another process loads an equal configuration. Defaults are left out.
+
+    A process's environment is private to its user, where its command line is not: the token may travel this way.
+    """
+    found = {}
+    for setting in settings():
+        value = getattr(getattr(config, setting.room), setting.field)
+        if value != setting.default:
+            found[setting.variable] = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
+    return found
+
+
+def process_environ() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def child_environ(
+    config: Config,
+    model: str,
+    vllm_args: Sequence[str],
+    *,
+    on_gpu: bool,
+    num_workers: int = 1,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
+    """The whole environment of a gateway or worker process that inherits `environ`.
+
+    vLLM has settings that exist only as environment variables; those that a user has set stay as they are.
+    """
+    inherited = {k: v for k, v in environ.items() if not k.startswith(PREFIX)}
+    return vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers) | inherited | _ours(config)
+
+
+def enter_environ(
+    config: Config, model: str, vllm_args: Sequence[str], *, on_gpu: bool, own: Mapping[str, str] | None = None
+) -> None:
+    """Give this very process what `child_environ` gives a child. Call it before vllm is imported.
+
+    `own` is what this kind of process must have, whatever the user has set.
+    """
+    for name, value in vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1).items():
+        os.environ.setdefault(name, value)
+    os.environ.update(own or {})
+    os.environ.update(_ours(config))
+
+
+def _ours(config: Config) -> dict[str, str]:
+    return as_environ(config) | {ARENA_DIR: config.arena.directory}
+
+
+def vllm_defaults(model: str, vllm_args: Sequence[str], *, on_gpu: bool, num_workers: int) -> dict[str, str]:
+    """What we set for vLLM where the user has not."""
+    found = {"VLLM_NO_USAGE_STATS": "1"}
+    if Path(model).is_dir():
+        found["HF_HUB_OFFLINE"] = "1"  # nothing to fetch, and every look-up would wait for the network
+    if on_gpu:
+        return found
+    # vLLM's own default is most of the machine's memory for each worker. The variable would beat the flag.
+    if not any(arg.replace("_", "-").startswith("--kv-cache-memory-bytes") for arg in vllm_args):
+        found["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(num_workers))
+    return found
+
+
+def _kv_cache_gib(num_workers: int) -> int:
+    """An eighth of the memory for all workers together, 1 to 4 GiB for each."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return max(1, min(4, total // (8 * num_workers)))

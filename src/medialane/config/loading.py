@@ -1,0 +1,149 @@
+"""Where the values of settings come from: flags, environment, a TOML file; and how they are written there.
+
+A flag wins over the environment, the environment over the file, the file over the default. An unknown name is an error
+in each of the three.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from medialane.config.names import RoomName
+from medialane.config.settings import ARENA_DIR, PREFIX, Config, Setting, settings
+from medialane.core.errors import StartupFailed
+
+_FILE: Final = PREFIX + "CONFIG"
+
+
+class _Given(NamedTuple):
+    value: Any
+    source: str
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    rooms: Iterable[RoomName] = (),
+) -> Config:
+    """Put the configuration together, and validate `rooms`.
+
+    `flags` are raw values by setting name; `environ` is the process's environment unless given. Raises StartupFailed
+    naming the setting, and where its value came from.
+    """
+    environ = os.environ if environ is None else environ
+    known = {setting.name: setting for setting in settings()}
+    given: dict[str, _Given] = {}
+    given |= _from_file(file or environ.get(_FILE), known)
+    given |= _from_environ(environ, known)
+    given |= {name: _Given(value, "--" + name) for name, value in (flags or {}).items()}
+    config = _build(given, known)
+    config.validate(rooms)
+    return config
+
+
+def _from_file(path: str | None, known: Mapping[str, Setting]) -> dict[str, _Given]:
+    if not path:
+        return {}
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise StartupFailed(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StartupFailed(f"the configuration file {path} is not TOML: {error}") from error
+    for name in table:
+        if name not in known:
+            raise StartupFailed(f"{path}: unknown setting {name}{_guess(name, known)}")
+    return {name: _Given(value, f"{path}: {name}") for name, value in table.items()}
+
+
+def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, _Given]:
+    by_variable = {setting.variable: name for name, setting in known.items()}
+    given = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable in (_FILE, ARENA_DIR):
+            continue
+        if variable not in by_variable:
+            raise StartupFailed(f"unknown environment variable {variable}{_guess(variable, by_variable)}")
+        given[by_variable[variable]] = _Given(value, variable)
+    return given
+
+
+def _guess(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; is {close[0]} meant?" if close else ""
+
+
+def _build(given: Mapping[str, _Given], known: Mapping[str, Setting]) -> Config:
+    fields: dict[str, dict[str, Any]] = {}
+    for name, (value, source) in given.items():
+        if name not in known:
+            raise StartupFailed(f"unknown setting {source}{_guess(name, known)}")
+        setting = known[name]
+        fields.setdefault(setting.room, {})[setting.field] = _convert(setting, value, source)
+    rooms = {room.name: room.type(**fields.get(room.name, {})) for room in msgspec.structs.fields(Config)}
+    return Config(**rooms)
+
+
+def _convert(setting: Setting, value: Any, source: str) -> Any:
+    try:
+        if setting.unit == "bytes" and isinstance(value, str):
+            value = parse_size(value)
+        elif _is_list(setting.type) and isinstance(value, str):
+            value = json.loads(value) if value.startswith("[") else [v.strip() for v in value.split(",") if v.strip()]
+        return msgspec.convert(value, setting.type, strict=False)
+    except (ValueError, msgspec.ValidationError) as error:
+        shown = "" if "token" in setting.field else f" {value!r}"
+        raise StartupFailed(f"{source}{shown}: {_plain(str(error), setting)}") from error
+
+
+def _is_list(kind: Any) -> bool:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(map(_is_list, typing.get_args(kind)))
+    return typing.get_origin(kind) in (tuple, list, frozenset)
+
+
+def _plain(message: str, setting: Setting) -> str:
+    if typing.get_origin(setting.type) is Literal:
+        return "must be one of " + ", ".join(map(str, typing.get_args(setting.type)))
+    if setting.type in (int, float, bool) and setting.unit != "bytes":
+        expected = {
+            int: "a whole number",
+            float: "a number of seconds" if setting.unit else "a number",
+            bool: "true or false",
+        }
+        return f"must be {expected[setting.type]}"
+    return message
+
+
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """`2GiB`, `2g` and `2147483648` are the same number of bytes; `2GB` is 2 * 10**9. Raises ValueError."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError("must be a size such as 2GiB, 512MiB or a number of bytes")
+    number, letter, binary = found.groups()
+    decimal = not binary and letter and text.strip()[-1] in "bB"
+    return int(float(number) * (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " "))
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact spelling that `parse_size` reads."""
+    for unit, exponent in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if num_bytes and num_bytes % 1024**exponent == 0:
+            return f"{num_bytes // 1024**exponent}{unit}"
+    return str(num_bytes)

@@ -1,0 +1,126 @@
+"""Every setting: the rooms' configurations composed, each field with its name in `names.NAMES`.
+
+For the arena's size that is `arena-size`: the flag is `--arena-size`, the environment variable MEDIALANE_ARENA_SIZE,
+the line of the TOML file `arena-size = "2GiB"`.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from medialane.arena.config import ArenaConfig
+from medialane.cluster.config import ClusterConfig
+from medialane.config.names import NAMES, RoomName
+from medialane.core.errors import StartupFailed
+from medialane.core.host import ascii_host
+from medialane.gateway.config import GatewayConfig
+from medialane.media.config import MediaConfig
+from medialane.observability.logging import LoggingConfig
+from medialane.prepare.config import PrepareConfig
+from medialane.routing.config import RoutingConfig
+from medialane.rpc.config import RpcConfig
+from medialane.transfer.config import TransferConfig
+from medialane.worker.config import WorkerConfig
+from medialane.worker.simulated.config import SimulatedConfig
+
+PREFIX: Final = "MEDIALANE_"
+#: Read by vLLM's engine processes, which load our plugin before they have any configuration of ours.
+ARENA_DIR: Final = PREFIX + "ARENA_DIR"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the gateway answers HTTP."""
+
+    host: Annotated[str, msgspec.Meta(description="address to listen on; 0.0.0.0 is all interfaces")] = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(description="port to listen on")] = 8000
+
+    def validate(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise StartupFailed("port must be between 0 and 65535")
+        try:
+            ascii_host(self.host)
+        except ValueError as error:
+            raise StartupFailed(f"host: {error}") from error
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Every room's configuration."""
+
+    server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    media: MediaConfig = MediaConfig()
+    prepare: PrepareConfig = PrepareConfig()
+    arena: ArenaConfig = ArenaConfig()
+    transfer: TransferConfig = TransferConfig()
+    routing: RoutingConfig = RoutingConfig()
+    rpc: RpcConfig = RpcConfig()
+    worker: WorkerConfig = WorkerConfig()
+    simulated: SimulatedConfig = SimulatedConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    def validate(self, rooms: Iterable[RoomName]) -> None:
+        """Raise StartupFailed if a setting of `rooms` cannot be, in the spelling of the command line."""
+        for room in rooms:
+            try:
+                getattr(self, room).validate()
+            except StartupFailed as error:
+                raise StartupFailed(_spell_flags(error.message, room)) from error
+
+
+class Setting(NamedTuple):
+    """One field of one room, and its name outside."""
+
+    name: str
+    room: RoomName
+    field: str
+    type: Any
+    default: Any
+    description: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.replace("-", "_").upper()
+
+    @property
+    def unit(self) -> Literal["bytes", "seconds"] | None:
+        return "bytes" if self.field.endswith("_bytes") else "seconds" if _is_seconds(self.field) else None
+
+
+def settings() -> list[Setting]:
+    """Every setting there is, in the order of the rooms."""
+    found = []
+    for room in msgspec.structs.fields(Config):
+        room_name = typing.cast("RoomName", room.name)
+        for field in msgspec.structs.fields(room.type):
+            kind, description = _unwrap(field.type)
+            name = NAMES[room_name][field.name]
+            found.append(Setting(name, room_name, field.name, kind, field.default, description))
+    return found
+
+
+def _is_seconds(field: str) -> bool:
+    return field.endswith("_s") and not field.endswith("_per_s")
+
+
+def _unwrap(annotated: Any) -> tuple[Any, str]:
+    if typing.get_origin(annotated) is not Annotated:
+        return annotated, ""
+    kind, *extras = typing.get_args(annotated)
+    return kind, next((e.description for e in extras if isinstance(e, msgspec.Meta) and e.description), "")
+
+
+def _spell_flags(message: str, room: str) -> str:
+    """Rooms name their own fields; whoever reads the message knows flags."""
+    flags = {s.field: s.flag for s in settings() if s.room == room}
+    names = "|".join(map(re.escape, flags))
+    return re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda found: flags[found[1]], message)

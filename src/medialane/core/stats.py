@@ -1,0 +1,59 @@
+"""What the parts of a gateway count, read whenever somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class ArenaStats(msgspec.Struct, frozen=True):
+    """What an arena holds now, and how often it was asked. Bytes are allocated bytes: headers and padding counted.
+
+    free + writing + published = size; pinned is the part of published that leases hold. encoded + decoded + processed
+    = writing + published.
+    """
+
+    size_bytes: int
+    free_bytes: int
+    largest_hole_bytes: int
+    writing_bytes: int
+    published_bytes: int
+    pinned_bytes: int
+    encoded_bytes: int
+    decoded_bytes: int
+    processed_bytes: int
+    num_reservations: int
+    num_entries: int
+    num_leases: int
+    num_hits: int
+    num_misses: int
+    num_evictions: int
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    """What the preparers do now, and what they have done since their start. `num_restarts` counts replaced preparers
+    that died or were killed, not those that had served their time."""
+
+    num_preparers: int
+    num_alive: int
+    num_busy: int
+    num_queued: int
+    num_restarts: int
+    num_forkserver_restarts: int
+    num_done: int
+    num_failed: int
+    pids: tuple[int, ...]
+
+
+class RoutingStats(msgspec.Struct, frozen=True):
+    """What the router knows of workers' caches, and where it was wrong; by worker the age of its last KV change and
+    the gaps in them."""
+
+    num_blocks: int
+    num_entries: int
+    num_encoder_items: int
+    num_unexplained: int
+    num_never_stored: int
+    event_lag_s: Mapping[str, float]
+    num_event_gaps: Mapping[str, int]

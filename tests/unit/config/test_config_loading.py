@@ -1,0 +1,107 @@
+import pytest
+
+from medialane.config import Config, format_size, load_config, parse_size
+from medialane.core.errors import StartupFailed
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def load(flags=None, *, environ=None, file=None):
+    return load_config(flags, file=file, environ=environ or {})
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "medialane.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_nothing_given_is_the_defaults():
+    assert load() == Config()
+
+
+def test_flag_wins_over_environment_over_file_over_default(file):
+    path = file("workers = 2\npreparers = 2\nport = 2\n")
+    config = load({"workers": "4"}, environ={"MEDIALANE_WORKERS": "3", "MEDIALANE_PREPARERS": "3"}, file=path)
+    assert config.cluster.num_workers == 4
+    assert config.prepare.num_preparers == 3
+    assert config.server.port == 2
+    assert config.server.host == Config().server.host
+
+
+def test_sizes_are_read_with_their_units():
+    assert load({"arena-size": "3GiB"}).arena.size_bytes == 3 * GIB
+    assert load(environ={"MEDIALANE_ARENA_SIZE": "64MiB"}).arena.size_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("2GiB", 2 * GIB),
+        ("2g", 2 * GIB),
+        ("2 GB", 2 * 10**9),
+        ("0.5MiB", MIB // 2),
+        ("17", 17),
+        ("17B", 17),
+        ("1kb", 1000),
+    ],
+)
+def test_size_in_every_spelling(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 parsecs", "1e9", "2GiBB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="must be a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 3 * MIB, 5 * GIB, 7 << 40])
+def test_formatted_size_reads_back(num_bytes):
+    assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        ({"port": "abc"}, {}, r"--port 'abc': must be a whole number"),
+        ({}, {"MEDIALANE_STAGE": "pixels"}, r"MEDIALANE_STAGE 'pixels': must be one of auto, features, decoded, url"),
+        ({"arena-size": "big"}, {}, r"--arena-size 'big': must be a size such as 2GiB"),
+        ({"start-timeout": "soon"}, {}, r"--start-timeout 'soon': must be a number of seconds"),
+        (
+            {},
+            {"MEDIALANE_WORKRES": "2"},
+            r"unknown environment variable MEDIALANE_WORKRES; is MEDIALANE_WORKERS meant\?",
+        ),
+        ({"workres": "2"}, {}, r"unknown setting --workres; is workers meant\?"),
+    ],
+)
+def test_wrong_value_or_name_is_told_by_where_it_came_from(flags, environ, message):
+    with pytest.raises(StartupFailed, match=message):
+        load(flags, environ=environ)
+
+
+def test_secret_is_not_repeated_in_the_message(file):
+    with pytest.raises(StartupFailed) as failed:
+        load(file=file("rpc-token = [170171172]"))
+    assert "170171172" not in failed.value.message
+
+
+def test_unknown_setting_of_the_file_is_named(file):
+    with pytest.raises(StartupFailed, match=r"medialane.toml: unknown setting arena-sise; is arena-size meant\?"):
+        load(file=file('arena-sise = "2GiB"'))
+
+
+def test_file_that_is_absent_or_no_toml_is_named(file, tmp_path):
+    with pytest.raises(StartupFailed, match=r"absent.toml: No such file"):
+        load(file=str(tmp_path / "absent.toml"))
+    with pytest.raises(StartupFailed, match="is not TOML"):
+        load(file=file("workers: 2"))
+
+
+def test_file_may_be_named_by_the_environment(file):
+    assert load(environ={"MEDIALANE_CONFIG": file("workers = 5")}).cluster.num_workers == 5

@@ -1,0 +1,50 @@
+import msgspec
+import pytest
+from msgspec import structs
+
+from medialane.config import Config, load_config, settings
+from medialane.config.names import NAMES
+from medialane.core.errors import StartupFailed
+
+
+def load(flags, *, rooms):
+    return load_config(flags, environ={}, rooms=rooms)
+
+
+def test_every_field_has_a_written_name_and_every_name_a_field():
+    fields = {room.name: [field.name for field in structs.fields(room.type)] for room in structs.fields(Config)}
+    assert {room: list(names) for room, names in NAMES.items()} == fields
+
+
+def test_flag_variable_and_line_of_the_file_are_one_name():
+    arena = next(s for s in settings() if s.field == "size_bytes")
+    assert (arena.name, arena.flag, arena.variable) == ("arena-size", "--arena-size", "MEDIALANE_ARENA_SIZE")
+
+
+def test_flags_of_the_command_line_have_their_documented_names():
+    names = {s.flag for s in settings()}
+    assert {"--workers", "--preparers", "--host", "--port", "--arena-size", "--stage", "--transport"} <= names
+    assert {"--single-gpu", "--log-level", "--rpc-token", "--allow-media-network"} <= names
+
+
+def test_every_setting_has_a_name_of_its_own_and_a_description():
+    found = settings()
+    assert len({s.name for s in found}) == len(found)
+    assert [s.name for s in found if not s.description] == []
+
+
+def test_room_complains_in_the_spelling_of_the_command_line():
+    with pytest.raises(StartupFailed, match="--workers must be at least 1"):
+        load({"workers": "0"}, rooms=("cluster",))
+    with pytest.raises(StartupFailed, match="--restart-initial must be positive and at most --restart-max"):
+        load({"restart-initial": "0"}, rooms=("cluster",))
+
+
+def test_rooms_that_a_command_does_not_use_are_not_validated():
+    assert load({"workers": "0"}, rooms=("server",)).cluster.num_workers == 0
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(AttributeError):
+        Config().server.port = 1
+    assert msgspec.structs.replace(Config().server, port=1).port == 1
