@@ -188,7 +188,7 @@ async def test_pool_counts_the_ready_ones(net, tmp_path):
 async def test_worker_that_is_full_refuses_without_keeping_leases(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()
-    link.client._config = RpcConfig(max_in_flight=1)
+    link.client._requests._config = RpcConfig(max_in_flight=1)
     link.submit(request("a"), [])
     held = Held()
     remote = link.submit(request("b"), [held])
@@ -328,7 +328,7 @@ async def test_what_a_failed_link_handed_over_stays_held_until_the_worker_answer
     with monkeypatch.context() as patch:
         patch.setattr(RpcClient, "connect", fail)
         for session in list(server._sessions):
-            session._connection._transport.abort()
+            session.connection._transport.abort()
         await server_side.wait()
         await eventually(lambda: link.is_failing)
         assert held.num_released == 0
@@ -384,7 +384,7 @@ async def test_worker_that_hangs_up_at_once_is_not_called_in_a_tight_loop(net):
     for _ in range(4):
         await eventually(lambda: link.client is not None)
         for session in list(server._sessions):
-            session._connection._transport.abort()
+            session.connection._transport.abort()
         await eventually(lambda: link.client is None)
         started = asyncio.get_running_loop().time()
         await eventually(lambda: link.client is not None)
