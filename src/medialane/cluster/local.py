@@ -16,9 +16,13 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.owner_lock import OwnedFolder
 
 #: Beyond the drain that the gateway grants its requests: to close what it holds.
 _GATEWAY_STOP_S = 20.0
+_RUN_PREFIX = "medialane-run-"
+#: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets lie in our folder.
+_MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/worker-9999.sock")
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -62,6 +66,20 @@ def _bound(host: str, port: int) -> socket.socket:
         probe.close()
         raise
     return probe
+
+
+def run_folder(environ: Mapping[str, str]) -> OwnedFolder:
+    """For the sockets and logs of one supervisor's life. Raises StartupFailed."""
+    return OwnedFolder.create(parent_directory(environ), _RUN_PREFIX)
+
+
+def parent_directory(environ: Mapping[str, str]) -> Path:
+    """Where that folder is made: XDG_RUNTIME_DIR, else the folder for temporary files, if short enough for sockets."""
+    for candidate in (environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", "")):
+        fits = candidate.startswith("/") and len(os.fsencode(candidate)) <= _MAX_PARENT_BYTES
+        if fits and os.access(candidate, os.W_OK | os.X_OK):
+            return Path(candidate)
+    return Path("/tmp")  # noqa: S108 - mkdtemp makes what we use there, exclusively and private
 
 
 def base_url(config: Config, vllm_args: Sequence[str]) -> str:

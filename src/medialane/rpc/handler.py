@@ -67,7 +67,7 @@ class Handler(Protocol):
 
 
 def report_of(error: Exception, what: str) -> ErrorReport:
-    """What the gateway is sent when a handler has raised `error` in `what`. Details of foreign errors are logged only."""
+    """What the gateway is sent when a handler has raised `error` in `what`. Other errors than ours are only logged."""
     if isinstance(error, MedialaneError):
         return to_report(error)
     logger.error("%s failed: %r", what, error, exc_info=error)
