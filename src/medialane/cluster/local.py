@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from medialane.cluster.config import ClusterConfig
 from medialane.cluster.part import HttpAnswers, Part, SocketExists
-from medialane.cluster.placement import Hardware, Placement, place_workers
+from medialane.cluster.placement import Hardware, place_workers
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, child_environ
@@ -121,43 +122,38 @@ def parts(
     )
     sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]
     workers = [
-        _worker(i, sockets[i], placement, config, model, vllm_args, inherited) for i, placement in enumerate(placements)
+        _worker(
+            i,
+            path,
+            argv=_command("worker", model, ["--listen", f"unix:{path}"], [*vllm_args, *placement.vllm_args]),
+            environ={**inherited, **placement.environ},
+            config=config.cluster,
+        )
+        for i, (path, placement) in enumerate(zip(sockets, placements, strict=True))
     ]
-    return [*workers, _gateway(sockets, config, model, vllm_args, inherited)]
-
-
-def _worker(
-    number: int,
-    path: Path,
-    placement: Placement,
-    config: Config,
-    model: str,
-    vllm_args: Sequence[str],
-    environ: Mapping[str, str],
-) -> Part:
-    # vLLM measures the GPU's free memory while it starts: on a shared GPU one worker after another.
-    after = f"worker {number - 1}" if config.cluster.single_gpu and number else None
-    return Part(
-        name=f"worker {number}",
-        argv=_command("worker", model, ["--listen", f"unix:{path}"], [*vllm_args, *placement.vllm_args]),
-        environ={**environ, **placement.environ},
-        ready=SocketExists(path),
-        after=after,
-        stop_timeout_s=config.cluster.stop_timeout_s,
-    )
-
-
-def _gateway(
-    sockets: Sequence[Path], config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
-) -> Part:
     addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
-    return Part(
+    gateway = Part(
         name="gateway",
         argv=_command("gateway", model, addresses, vllm_args),
-        environ=environ,
+        environ=inherited,
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=1,
         stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
+    )
+    return [*workers, gateway]
+
+
+def _worker(
+    number: int, path: Path, *, argv: tuple[str, ...], environ: Mapping[str, str], config: ClusterConfig
+) -> Part:
+    return Part(
+        name=f"worker {number}",
+        argv=argv,
+        environ=environ,
+        ready=SocketExists(path),
+        # vLLM measures the GPU's free memory while it starts: on a shared GPU one worker after another.
+        after=f"worker {number - 1}" if config.single_gpu and number else None,
+        stop_timeout_s=config.stop_timeout_s,
     )
 
 
