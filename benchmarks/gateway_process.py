@@ -123,7 +123,7 @@ async def _serve(
 ) -> list[Any]:
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
-    await gateway._run(config, model, flags, [worker], sock)
+    await gateway.serve(config, model, flags, workers=[worker], sock=sock)
     if watching is not None:
         watching.cancel()
     return noted

@@ -49,6 +49,8 @@ OWNERS = {
     # Machine code for block ids and the choice of a worker; half a second to import: only who needs them loads it.
     "numba": ("core/compiled.py", "core/native_hash.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": "routing/native_view.py",
+    # Locks of files, which say whether an owner lives.
+    "fcntl": "core/owner_lock.py",
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py"),
 }
 

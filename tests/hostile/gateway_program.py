@@ -93,7 +93,7 @@ async def _serve(config: Config, model: str, worker: str, port: int, flags: Sequ
     await server.serve(worker)
     try:
         with gateway.bind("127.0.0.1", port) as sock:
-            await gateway._run(config, model, flags, [worker], sock)
+            await gateway.serve(config, model, flags, workers=[worker], sock=sock)
     finally:
         await server.close()
 

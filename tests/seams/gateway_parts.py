@@ -15,6 +15,7 @@ from PIL import Image as PILImage
 from prometheus_client import CollectorRegistry
 
 from medialane.arena import Arena
+from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
@@ -80,7 +81,7 @@ class FakeWorker:
     def drop_connections(self) -> None:
         """As a broken network does: the worker lives on."""
         for session in list(self._server._sessions):
-            session._connection._transport.abort()
+            session.end(WorkerLost("the network is broken"))
 
     async def close(self) -> None:
         if self._server is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 from pathlib import Path
@@ -27,6 +26,7 @@ from medialane.arena.config import ArenaConfig, no_room
 from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
 from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
+from medialane.core.owner_lock import try_lock
 
 #: Pages are made in pieces of this size: 10 ms each, after which a prefault can be stopped.
 PREFAULT_BYTES = 16 << 20
@@ -148,11 +148,7 @@ def _discard(temporary: Path, descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.fstat(descriptor).st_nlink > 0
+    return try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0
 
 
 def _madvise(piece: memoryview, advice: int) -> None:

@@ -1,26 +1,19 @@
-"""Removes the arena files of owners that are gone.
+"""Removes the arena files of owners that are gone (`core.owner_lock`).
 
-An owner holds an exclusive flock on its file for as long as it lives; the kernel drops it with the owner's last
-descriptor, kill -9 included. So whoever obtains the lock has found a file without an owner. Holding the lock until the
-file is gone keeps an owner that is just creating it from believing that it has one (file.py tells the other half).
-Readers keep what they have mapped: the memory is freed with the last mapping.
+Holding the lock until the file is gone keeps an owner that is just creating it from believing that it has one (file.py
+tells the other half). Readers keep what they have mapped: the memory is freed with the last mapping.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
 
 from medialane.arena.layout import FILE_MAGIC, FILE_NAME
-
-#: Gone meanwhile; another user's; a link; a socket. Whatever its name, that is no file of ours.
-_NOT_OURS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
+from medialane.core.owner_lock import abandoned
 
 
 class Reaped(msgspec.Struct, frozen=True):
@@ -62,40 +55,11 @@ def _abandoned(directory: str, name: str) -> Iterator[int | None]:
     if not FILE_NAME.fullmatch(name):
         yield None
         return
-    path = os.path.join(directory, name)
-    descriptor = _open(path)
-    if descriptor is None:
-        yield None
-        return
-    try:
-        yield _lock(descriptor, path)
-    finally:
-        os.close(descriptor)
+    with abandoned(os.path.join(directory, name)) as descriptor:
+        yield os.fstat(descriptor).st_blocks * 512 if descriptor is not None and _is_arena(descriptor) else None
 
 
-def _open(path: str) -> int | None:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _NOT_OURS:
-            return None
-        raise
-
-
-def _lock(descriptor: int, path: str) -> int | None:
-    """Lock the file if it is one of ours without an owner. Returns the memory it occupies."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    # A file that had no header yet was never more than a temporary name.
+def _is_arena(descriptor: int) -> bool:
     head = os.pread(descriptor, len(FILE_MAGIC), 0)
-    if head.strip(b"\0") and head != FILE_MAGIC:
-        return None
-    with suppress(FileNotFoundError):  # renamed or removed since it was opened
-        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor)):
-            return found.st_blocks * 512
-    return None
+    # A file that had no header yet was never more than a temporary name.
+    return head == FILE_MAGIC or not head.strip(b"\0")

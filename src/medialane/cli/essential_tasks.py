@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EssentialTasks:
@@ -57,3 +60,18 @@ class EssentialTasks:
             self.fail(task.get_name(), error)
         elif error is not None:
             logger.error("%s failed while it was stopped", task.get_name(), exc_info=error)
+
+
+async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns or raises; None if `stop` was set before its end, which cancels it."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        stopping.cancel()
+        working.cancel()
+    with suppress(asyncio.CancelledError):
+        await working
+    return None

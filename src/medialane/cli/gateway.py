@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -13,14 +12,15 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import uvloop
 from starlette.middleware import Middleware
 
 from medialane.arena import Arena, reap
-from medialane.cli.essential_tasks import EssentialTasks
+from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
@@ -39,6 +39,7 @@ from medialane.gateway import (
     WorkerScrape,
     health_of,
 )
+from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http_protocol import http_protocol
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.media import Fetcher
@@ -63,6 +64,21 @@ EXIT_FAILED = 70
 SWITCH_INTERVAL_S = 0.0005
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a gateway is made of. `gateway_config` is `config.gateway` with the stage that the model allows."""
+
+    config: Config
+    gateway_config: GatewayConfig
+    frontend: Frontend
+    arena: Arena
+    pool: PreparerPool
+    fetcher: Fetcher
+    links: WorkerPool
+    turns: Turns
+    metrics: Metrics
+
+
 def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM (0), or until something has ended without which it cannot serve (EXIT_FAILED).
 
@@ -70,7 +86,7 @@ def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with bind(config.server.host, config.server.port) as sock:
-        return uvloop.run(_run(config, model, vllm_args, workers, sock))
+        return uvloop.run(serve(config, model, vllm_args, workers=workers, sock=sock))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -86,81 +102,68 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _run(
-    config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str], sock: socket.socket
+async def serve(
+    config: Config, model: str, vllm_args: Sequence[str], *, workers: Sequence[str], sock: socket.socket
 ) -> int:
-    stop, started = asyncio.Event(), asyncio.Event()
-    tasks = EssentialTasks(stop)
+    """What `run` does, on a bound socket, in the main thread's event loop."""
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(_serve(config, model, vllm_args, workers, sock, stop, started, tasks))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not started.is_set():
-        serving.cancel()  # a signal during start-up ends it; once started, `_serve` drains
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
+    tasks = EssentialTasks(stop)
+    async with AsyncExitStack() as stack:
+        starting = _start(config, model, vllm_args, workers=workers, stack=stack, tasks=tasks)
+        started = await unless_set(stop, starting)
+        if started is not None:
+            frontend, app = started
+            http = http_protocol(config.gateway)
+            await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
+            if not stop.is_set():
+                tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
 
 
-async def _serve(
+async def _start(
     config: Config,
     model: str,
     vllm_args: Sequence[str],
+    *,
     workers: Sequence[str],
-    sock: socket.socket,
-    stop: asyncio.Event,
-    started: asyncio.Event,
+    stack: AsyncExitStack,
     tasks: EssentialTasks,
-) -> None:
-    metrics = Metrics()
-    async with AsyncExitStack() as stack:
-        arena, prefaulted = await stack.enter_async_context(_arena(config))
-        pool = PreparerPool(
-            config.prepare,
-            factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
-            factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
-            arena=arena,
-            media=config.media,
-        )
-        stack.push_async_callback(pool.close)
-        frontend = await _load(pool, model, vllm_args)
-        config = await _fit(config, frontend, pool)
-        if config.media.jpeg_scaled_decode:
-            _tell_scaling(config, frontend)
-        await asyncio.to_thread(warm_up)
-        bodies = EncodedStore(arena, config.media)
-        fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=bodies))
-        links = _links(config, frontend, arena, workers, metrics)
-        turns = Turns()
-        stack.callback(turns.close)
-        gateway = _gateway(config, frontend, arena, pool, fetcher, links, metrics, turns)
-        stack.callback(gateway.close)
-        metrics.watch_arena(arena.stats)
-        metrics.watch_preparers(pool.stats)
-        metrics.watch_workers(links.endpoints)
-        metrics.watch_routing(gateway.routes.stats)
-        await stack.enter_async_context(tasks)
-        tasks.start(links.run(), "connecting to workers")
-        scrape = WorkerScrape(links)
-        metrics.watch_engines(scrape.mirrors)
-        app = await frontend.app(
-            gateway,
-            outer=Middleware(ScopeMiddleware, metrics=metrics),
-            inner=[
-                Middleware(ScrapeMiddleware, refresh=scrape.refresh),
-                Middleware(IntakeMiddleware, media=config.media, config=config.gateway, turns=turns),
-            ],
-            pages={"/medialane/decisions": gateway.routes.decisions},
-            health=lambda: health_of(links, [pool.impairment]).answer(),
-        )
-        await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
-        started.set()
-        http = http_protocol(config.gateway)
-        await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
-        if not stop.is_set():
-            tasks.fail("the HTTP server")
+) -> tuple[Frontend, Any]:
+    """Make all parts, which end with `stack`; returns vLLM's front end and the ASGI app that it is to serve."""
+    arena, prefaulted = await stack.enter_async_context(_arena(config))
+    pool = _pool(config, model, vllm_args, arena)
+    stack.push_async_callback(pool.close)
+    frontend = await _load(pool, model, vllm_args)
+    if not frontend.takes_media:
+        await pool.close()
+    gateway_config = _fit(config.gateway, frontend)
+    if config.media.jpeg_scaled_decode:
+        _warn_of_scaling(gateway_config.stage, frontend)
+    await asyncio.to_thread(warm_up)
+    fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
+    turns, metrics = Turns(), Metrics()
+    stack.callback(turns.close)
+    links = _links(config, frontend, arena=arena, workers=workers, metrics=metrics)
+    parts = _Parts(config, gateway_config, frontend, arena, pool, fetcher, links, turns, metrics)
+    gateway = _gateway(parts)
+    stack.callback(gateway.close)
+    await stack.enter_async_context(tasks)
+    tasks.start(links.run(), "connecting to workers")
+    app = await _app(parts, gateway)
+    await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
+    return frontend, app
+
+
+def _pool(config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> PreparerPool:
+    return PreparerPool(
+        config.prepare,
+        factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
+        factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
+        arena=arena,
+        media=config.media,
+    )
 
 
 async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Frontend:
@@ -175,36 +178,28 @@ async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Fro
     return loading.result()
 
 
-async def _fit(config: Config, frontend: Frontend, pool: PreparerPool) -> Config:
-    """The configuration that this model allows: where its items cannot be processed one by one, workers do it whole.
-
-    Raises StartupFailed.
-    """
-    stage = config.gateway.stage
+def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
+    """The settings with the stage that this model allows: where its items cannot be processed one by one, workers do it
+    whole. Raises StartupFailed."""
     if not frontend.takes_media:
-        await pool.close()
-        return _with_stage(config, "url")
-    if stage != "url":
+        return msgspec.structs.replace(config, stage="url")
+    if config.stage != "url":
         frontend.check_media_options()
-    if frontend.supports_split or stage in ("decoded", "url"):
+    if frontend.supports_split or config.stage in ("decoded", "url"):
         return config
-    if stage == "features":
+    if config.stage == "features":
         raise StartupFailed("this model's media cannot be processed one by one: use --stage auto, decoded or url")
     logger.info("this model's media cannot be processed one by one: the workers do it (stage decoded)")
-    return _with_stage(config, "decoded")
+    return msgspec.structs.replace(config, stage="decoded")
 
 
-def _tell_scaling(config: Config, frontend: Frontend) -> None:
-    if config.gateway.stage in ("decoded", "url"):
-        logger.warning("--jpeg-scaled-decode has no effect in stage %s: images go to the workers", config.gateway.stage)
+def _warn_of_scaling(stage: str, frontend: Frontend) -> None:
+    if stage in ("decoded", "url"):
+        logger.warning("--jpeg-scaled-decode has no effect in stage %s: images go to the workers", stage)
     elif not frontend.tells_resize_target():
         logger.warning("--jpeg-scaled-decode has no effect: this model's processor does not tell what it resizes to")
     else:
         logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
-
-
-def _with_stage(config: Config, stage: Literal["decoded", "url"]) -> Config:
-    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage=stage))
 
 
 @asynccontextmanager
@@ -224,7 +219,7 @@ async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]
         arena.close()
 
 
-def _links(config: Config, frontend: Frontend, arena: Arena, workers: Sequence[str], metrics: Metrics) -> WorkerPool:
+def _links(config: Config, frontend: Frontend, *, arena: Arena, workers: Sequence[str], metrics: Metrics) -> WorkerPool:
     hello = Hello(
         gateway_id=secrets.token_hex(16),
         arena=ArenaOffer(arena.id, arena.nonce),
@@ -233,37 +228,49 @@ def _links(config: Config, frontend: Frontend, arena: Arena, workers: Sequence[s
     return WorkerPool([WorkerLink(w, hello, rpc=config.rpc, config=config.gateway, metrics=metrics) for w in workers])
 
 
-def _gateway(
-    config: Config,
-    frontend: Frontend,
-    arena: Arena,
-    pool: PreparerPool,
-    fetcher: Fetcher,
-    workers: WorkerPool,
-    metrics: Metrics,
-    turns: Turns,
-) -> Gateway:
+def _gateway(parts: _Parts) -> Gateway:
     features = FeatureSource(
-        arena=arena,
-        pool=pool,
-        fetcher=fetcher,
-        media=config.media,
-        processor_digest=digest(frontend.processor_settings),
-        turns=turns,
-        aliases=Aliases(max_aliases=config.gateway.max_uuids, ttl_s=config.gateway.uuid_ttl_s),
+        arena=parts.arena,
+        pool=parts.pool,
+        fetcher=parts.fetcher,
+        media=parts.config.media,
+        processor_digest=digest(parts.frontend.processor_settings),
+        turns=parts.turns,
+        aliases=Aliases(max_aliases=parts.gateway_config.max_uuids, ttl_s=parts.gateway_config.uuid_ttl_s),
     )
-    inline = InlineTransport(arena.view.tensor, max_bytes=config.transfer.max_inline_bytes)
+    inline = InlineTransport(parts.arena.view.tensor, max_bytes=parts.config.transfer.max_inline_bytes)
     return Gateway(
-        config=config.gateway,
-        transfer=config.transfer,
+        config=parts.gateway_config,
+        transfer=parts.config.transfer,
         features=features,
         handover=Handover(
             transports=[ShmTransport(), inline],
             features=features,
-            max_inline_bytes=config.transfer.max_inline_bytes,
+            max_inline_bytes=parts.config.transfer.max_inline_bytes,
         ),
-        assembler=frontend.assembler(),
-        workers=workers,
-        router=Router(config.routing),
-        metrics=metrics,
+        assembler=parts.frontend.assembler(),
+        workers=parts.links,
+        router=Router(parts.config.routing),
+        metrics=parts.metrics,
+    )
+
+
+async def _app(parts: _Parts, gateway: Gateway) -> Any:
+    """vLLM's app around the gateway, and the metrics of all parts."""
+    metrics, links = parts.metrics, parts.links
+    metrics.watch_arena(parts.arena.stats)
+    metrics.watch_preparers(parts.pool.stats)
+    metrics.watch_workers(links.endpoints)
+    metrics.watch_routing(gateway.routes.stats)
+    scrape = WorkerScrape(links)
+    metrics.watch_engines(scrape.mirrors)
+    return await parts.frontend.app(
+        gateway,
+        outer=Middleware(ScopeMiddleware, metrics=metrics),
+        inner=[
+            Middleware(ScrapeMiddleware, refresh=scrape.refresh),
+            Middleware(IntakeMiddleware, media=parts.config.media, config=parts.gateway_config, turns=parts.turns),
+        ],
+        pages={"/medialane/decisions": gateway.routes.decisions},
+        health=lambda: health_of(links, [parts.pool.impairment]).answer(),
     )

@@ -8,7 +8,6 @@ made in one event loop and used from another, as a test session does.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -22,11 +21,10 @@ from pathlib import Path
 import aiohttp
 
 from medialane.core.errors import StartupFailed
+from medialane.core.parent_death import dies_with_this_process
 
 _POLL_S = 0.1
 _LOG_LINES = 30
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,8 @@ def _spawn(command: list[str], environ: Mapping[str, str], log: Path) -> subproc
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=dies_with_this_process(signal.SIGTERM),
         )
-
-
-def _die_with_parent() -> None:
-    """Between fork and exec: nothing here allocates or locks, the library is loaded already."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:

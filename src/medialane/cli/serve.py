@@ -15,7 +15,6 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
 from medialane.cluster.placement import find_hardware
-from medialane.cluster.run_directory import RunDirectory, parent_directory
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, RoomName, load_config, process_environ
 from medialane.core.errors import StartupFailed
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     reap(config.arena.directory)
     hardware = find_hardware(environ)
     print(installed_kinds().line(), flush=True)
-    folder = RunDirectory.create(parent_directory(environ))
+    folder = local.run_folder(environ)
     failed = False
     try:
         parts = local.parts(config, args.model, args.vllm_args, folder=folder.path, hardware=hardware, environ=environ)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from medialane.cluster.backoff import Backoff
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.guard import Guard
 from medialane.cluster.part import Part
 from medialane.cluster.part_log import PartLog
 from medialane.cluster.part_process import PartProcess, describe_exit
+from medialane.core.backoff import Backoff
 from medialane.core.errors import StartupFailed
 
 POLL_S = 0.2
@@ -61,9 +61,7 @@ class Keeper:
         self._house = household
         self._gate = gate
         config = household.config
-        self._backoff = Backoff(
-            initial_s=config.restart_initial_s, max_s=config.restart_max_s, stable_s=config.stable_s
-        )
+        self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
 
     async def run(self) -> None:
         """Until everything stops, or the part ended before all were ready."""
@@ -77,7 +75,9 @@ class Keeper:
             if not self._house.all_ready.is_set():
                 self._fail(how)
                 return
-            pause_s = self._backoff.after(lifetime_s)
+            if lifetime_s >= self._house.config.stable_s:
+                self._backoff.reset()
+            pause_s = self._backoff.next()
             self._house.observer.ended(self.part.name, how, pause_s)
             await first_of(stopping.wait(), asyncio.sleep(pause_s))
 

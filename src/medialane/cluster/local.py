@@ -10,15 +10,20 @@ from pathlib import Path
 
 import msgspec
 
+from medialane.cluster.config import ClusterConfig
 from medialane.cluster.part import HttpAnswers, Part, SocketExists
-from medialane.cluster.placement import Hardware, Placement, place_workers
+from medialane.cluster.placement import Hardware, place_workers
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.owner_lock import OwnedFolder
 
 #: Beyond the drain that the gateway grants its requests: to close what it holds.
 _GATEWAY_STOP_S = 20.0
+_RUN_PREFIX = "medialane-run-"
+#: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets lie in our folder.
+_MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/worker-9999.sock")
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -64,6 +69,20 @@ def _bound(host: str, port: int) -> socket.socket:
     return probe
 
 
+def run_folder(environ: Mapping[str, str]) -> OwnedFolder:
+    """For the sockets and logs of one supervisor's life. Raises StartupFailed."""
+    return OwnedFolder.create(parent_directory(environ), _RUN_PREFIX)
+
+
+def parent_directory(environ: Mapping[str, str]) -> Path:
+    """Where that folder is made: XDG_RUNTIME_DIR, else the folder for temporary files, if short enough for sockets."""
+    for candidate in (environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", "")):
+        fits = candidate.startswith("/") and len(os.fsencode(candidate)) <= _MAX_PARENT_BYTES
+        if fits and os.access(candidate, os.W_OK | os.X_OK):
+            return Path(candidate)
+    return Path("/tmp")  # noqa: S108 - mkdtemp makes what we use there, exclusively and private
+
+
 def base_url(config: Config, vllm_args: Sequence[str]) -> str:
     """Where this machine reaches the gateway."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)  # noqa: S104 - compared
@@ -103,43 +122,38 @@ def parts(
     )
     sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]
     workers = [
-        _worker(i, sockets[i], placement, config, model, vllm_args, inherited) for i, placement in enumerate(placements)
+        _worker(
+            i,
+            path,
+            argv=_command("worker", model, ["--listen", f"unix:{path}"], [*vllm_args, *placement.vllm_args]),
+            environ={**inherited, **placement.environ},
+            config=config.cluster,
+        )
+        for i, (path, placement) in enumerate(zip(sockets, placements, strict=True))
     ]
-    return [*workers, _gateway(sockets, config, model, vllm_args, inherited)]
-
-
-def _worker(
-    number: int,
-    path: Path,
-    placement: Placement,
-    config: Config,
-    model: str,
-    vllm_args: Sequence[str],
-    environ: Mapping[str, str],
-) -> Part:
-    # vLLM measures the GPU's free memory while it starts: on a shared GPU one worker after another.
-    after = f"worker {number - 1}" if config.cluster.single_gpu and number else None
-    return Part(
-        name=f"worker {number}",
-        argv=_command("worker", model, ["--listen", f"unix:{path}"], [*vllm_args, *placement.vllm_args]),
-        environ={**environ, **placement.environ},
-        ready=SocketExists(path),
-        after=after,
-        stop_timeout_s=config.cluster.stop_timeout_s,
-    )
-
-
-def _gateway(
-    sockets: Sequence[Path], config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
-) -> Part:
     addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
-    return Part(
+    gateway = Part(
         name="gateway",
         argv=_command("gateway", model, addresses, vllm_args),
-        environ=environ,
+        environ=inherited,
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=1,
         stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
+    )
+    return [*workers, gateway]
+
+
+def _worker(
+    number: int, path: Path, *, argv: tuple[str, ...], environ: Mapping[str, str], config: ClusterConfig
+) -> Part:
+    return Part(
+        name=f"worker {number}",
+        argv=argv,
+        environ=environ,
+        ready=SocketExists(path),
+        # vLLM measures the GPU's free memory while it starts: on a shared GPU one worker after another.
+        after=f"worker {number - 1}" if config.single_gpu and number else None,
+        stop_timeout_s=config.stop_timeout_s,
     )
 
 

@@ -12,18 +12,16 @@ itself, and the guard then kills what is left of the group.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from medialane.cluster.process_group import CLEANUP_S, kill_users, members, send
+from medialane.core.parent_death import dies_with_this_process
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 #: SIGKILL takes effect when the kernel lets it: a process that frees much memory, or a GPU's, needs a moment.
 _GROUP_END_S = 10.0
@@ -55,7 +53,7 @@ class PartProcess:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=dies_with_this_process(signal.SIGTERM),
         )
         return cls(process, started_at)
 
@@ -135,13 +133,3 @@ def describe_exit(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    def between_fork_and_exec() -> None:
-        """Nothing here allocates much or locks: the library is loaded already."""
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was killed before the line above
-            os._exit(1)
-
-    return between_fork_and_exec

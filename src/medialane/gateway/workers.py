@@ -17,10 +17,13 @@ from typing import Protocol
 
 import msgspec
 
-from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.backoff import Backoff
+from medialane.core.errors import GenerationFailed, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
+from medialane.gateway.handed_leases import HandedLeases
 from medialane.gateway.scope import Releasable
 from medialane.observability.metrics import Metrics
 from medialane.rpc import Hello, RemoteRequest, RpcClient, RpcConfig
@@ -50,7 +53,7 @@ class WorkerListener(Protocol):
 
 
 class WorkerLink:
-    """One worker, by its address."""
+    """One worker, by its address: the connection to it, which `run` makes again whenever it is lost."""
 
     def __init__(self, address: str, hello: Hello, *, rpc: RpcConfig, config: GatewayConfig, metrics: Metrics) -> None:
         self.address = address
@@ -58,11 +61,9 @@ class WorkerLink:
         self._rpc = rpc
         self._config = config
         self._metrics = metrics
-        self._client: RpcClient | None = None
-        self._holds: dict[str, Sequence[Releasable]] = {}
-        self._unsent: dict[str, Sequence[Releasable]] = {}
+        self._worker: ConnectedWorker | None = None
+        self._leases = HandedLeases()
         self._joined = False
-        self._agrees = False  # of the live connection's worker, whose settings do not change
         self.listener: WorkerListener | None = None
         self.refusal: MedialaneError | None = None
         self._failure: str | None = None
@@ -70,7 +71,7 @@ class WorkerLink:
     @property
     def client(self) -> RpcClient | None:
         """The live connection, if there is one: a lost one is none at once, not when `run` has noticed."""
-        return self._client if self._client is not None and not self._client.closed.is_set() else None
+        return self._live.client if self._live is not None else None
 
     @property
     def is_failing(self) -> bool:
@@ -80,40 +81,19 @@ class WorkerLink:
     @property
     def num_held(self) -> int:
         """Requests whose leases this worker still holds."""
-        return len(self._holds)
+        return len(self._leases)
 
     @property
     def same_host(self) -> bool:
-        return self._client is not None and self._client.welcome.shm
+        return self._worker is not None and self._worker.client.welcome.shm
 
     @property
     def same_processor(self) -> bool:
-        return self._client is not None and self._agrees
-
-    def disagreements(self) -> dict[str, tuple[str | None, str | None]]:
-        """Processor settings in which the worker differs from us: name -> (ours, the worker's)."""
-        theirs = self._client.welcome.card.processor if self._client is not None else {}
-        ours = self._hello.processor
-        return {
-            k: (ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)
-        }
+        return self._worker is not None and not self._worker.disagreements
 
     def endpoint(self, rank: int = 0) -> Endpoint:
-        client = self.client
-        if client is None:
-            return Endpoint(self.address, self.address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank)
-        card = client.welcome.card
-        return Endpoint(
-            self.address,
-            self.address,
-            ready=True,
-            load=client.loads[rank] if client.loads else WorkerLoad(),
-            num_in_flight=client.num_in_flight,
-            rank=rank,
-            num_ranks=max(1, card.data_parallel_size),
-            same_host=client.welcome.shm,
-            card=card,
-        )
+        worker = self._live
+        return worker.endpoint(rank) if worker is not None else lost_endpoint(self.address, rank)
 
     def endpoints(self) -> list[Endpoint]:
         """One for each data-parallel rank."""
@@ -124,83 +104,83 @@ class WorkerLink:
         self, request: EngineRequest, leases: Sequence[Releasable], until_sent: Sequence[Releasable] = ()
     ) -> RemoteRequest:
         """Send the request; the leases end when the worker has released it, those `until_sent` when its bytes are sent,
-        or never will be. Raises WorkerLost."""
-        client = self.client
-        if client is None:
+        or never will be. Raises WorkerLost, GenerationFailed."""
+        request_id, client = request.request_id, self.client
+        try:
+            if client is None:
+                raise WorkerLost("the worker's connection was lost before the request was sent")
+            if request_id in self._leases:
+                raise GenerationFailed("a request with this id is under way")
+        except MedialaneError:
             for lease in (*leases, *until_sent):
                 lease.release()
-            raise WorkerLost("the worker's connection was lost before the request was sent")
-        self._holds[request.request_id] = leases
-        self._unsent[request.request_id] = until_sent
+            raise
+        self._leases.add(request_id, until_released=leases, until_sent=until_sent)
         try:
-            return client.submit(request, on_released=self._release, on_sent=self._sent)
+            return client.submit(request, on_released=self._leases.released, on_sent=self._leases.sent)
         except BaseException:  # what cannot be encoded was not sent
-            self._release(request.request_id)
+            self._leases.released(request_id)
             raise
 
     async def run(self) -> None:
         """Stay connected until cancelled, whatever fails meanwhile."""
-        shortest, longest = self._config.reconnect_initial_s, self._config.reconnect_max_s
-        pause = shortest
+        backoff = Backoff(initial_s=self._config.reconnect_initial_s, max_s=self._config.reconnect_max_s)
         loop = asyncio.get_running_loop()
         try:
             while True:
                 started = loop.time()
-                if await self._live() and loop.time() - started >= longest:
-                    pause = shortest  # it lasted: connect again at once
+                if await self._connect_once() and loop.time() - started >= self._config.reconnect_max_s:
+                    backoff.reset()  # it lasted: connect again at once
                 else:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, longest)
+                    await asyncio.sleep(backoff.next())
         finally:
-            await self._close()
+            self._leases.release_all()
 
-    async def _live(self) -> bool:
+    @property
+    def _live(self) -> ConnectedWorker | None:
+        return self._worker if self._worker is not None and not self._worker.client.closed.is_set() else None
+
+    async def _connect_once(self) -> bool:
         """One connection, from its making to its loss. False if there was none, or if this gateway failed at it."""
         try:
+            client = await self._connect()
+            if client is None:
+                return False
             try:
-                if not await self._connect():
-                    return False
-                await self._stay()
+                self._use(client)
+                await client.wait_closed()
+                self._report_loss()
             finally:
-                await self._hang_up()
+                await self._hang_up(client)
         except Exception as error:  # noqa: BLE001 - the supervisor of one link: the others must not end with it
             self._report_failure(error)
             return False
         return True
 
-    def _report_failure(self, error: Exception) -> None:
-        """With its trace, but once: the same again every few seconds tells nothing new."""
-        if repr(error) != self._failure:
-            logger.error("worker %s: its link failed and is started again", self.address, exc_info=error)
-        self._failure = repr(error)
-
-    async def _connect(self) -> bool:
+    async def _connect(self) -> RpcClient | None:
         try:
-            self._client = await RpcClient.connect(self.address, self._hello, self._rpc)
+            client = await RpcClient.connect(self.address, self._hello, self._rpc)
         except NoWorkerReady:
-            self._release_all()  # nobody listens there: whoever read our memory is gone
-            return False
+            self._leases.release_all()  # nobody listens there: whoever read our memory is gone
+            return None
         except (WorkerLost, ProtocolViolation) as error:
             logger.info("worker %s: %s", self.address, error.message)
-            return False
+            return None
         except MedialaneError as error:
-            if self.refusal is None or self.refusal.message != error.message:
-                logger.error("worker %s refuses this gateway: %s", self.address, error.message)
-            self.refusal = error
-            return False
-        self._release_all()
+            self._report_refusal(error)
+            return None
+        self._leases.release_all()  # Welcome: nothing of earlier connections is read any more
         self.refusal = None
-        self._tell()
-        self._join(self._client)
-        self._failure = None
-        return True
+        return client
 
-    def _tell(self) -> None:
-        disagreements = self.disagreements()
-        self._agrees = not disagreements
-        for name, (ours, theirs) in disagreements.items():
+    def _use(self, client: RpcClient) -> None:
+        found = disagreements(self._hello.processor, client.welcome.card.processor)
+        for name, (ours, theirs) in found.items():
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
-        logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if self.same_host else "no")
+        logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if client.welcome.shm else "no")
+        self._worker = ConnectedWorker(self.address, client, found)
+        self._join(client)
+        self._failure = None
 
     def _join(self, client: RpcClient) -> None:
         listener = self.listener
@@ -219,37 +199,26 @@ class WorkerLink:
             self._joined = False
             self.listener.left(self)
 
-    async def _stay(self) -> None:
-        client = self._client
-        if client is None:
-            return
-        await client.wait_closed()
-        self._metrics.count_worker_lost(self.address)
-        logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._holds))
-
-    async def _hang_up(self) -> None:
-        """End the connection, if there is one. What the worker may still read stays held."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+    async def _hang_up(self, client: RpcClient) -> None:
+        """End the connection. What the worker may still read stays held."""
+        self._worker = None
+        await client.close()
         self._leave()
 
-    async def _close(self) -> None:
-        await self._hang_up()
-        self._release_all()
+    def _report_refusal(self, error: MedialaneError) -> None:
+        if self.refusal is None or self.refusal.message != error.message:
+            logger.error("worker %s refuses this gateway: %s", self.address, error.message)
+        self.refusal = error
 
-    def _sent(self, request_id: str) -> None:
-        for lease in self._unsent.pop(request_id, ()):
-            lease.release()
+    def _report_loss(self) -> None:
+        self._metrics.count_worker_lost(self.address)
+        logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._leases))
 
-    def _release(self, request_id: str) -> None:
-        self._sent(request_id)
-        for lease in self._holds.pop(request_id, ()):
-            lease.release()
-
-    def _release_all(self) -> None:
-        for request_id in list(self._holds):
-            self._release(request_id)
+    def _report_failure(self, error: Exception) -> None:
+        """With its trace, but once: the same again every few seconds tells nothing new."""
+        if repr(error) != self._failure:
+            logger.error("worker %s: its link failed and is started again", self.address, exc_info=error)
+        self._failure = repr(error)
 
 
 def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:

@@ -16,8 +16,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from medialane.core.errors import StartupFailed
+from medialane.core.parent_death import signal_on_parent_death
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x2008_0522
 _OOM_SCORE_ADJ = 800
@@ -31,8 +31,7 @@ _libc.prctl.restype = ctypes.c_int
 
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that made it ends; end now if the parent is gone already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    if not signal_on_parent_death(signal.SIGKILL, parent_pid=parent_pid):
         raise SystemExit(0)
 
 

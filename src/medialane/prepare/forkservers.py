@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from medialane.core.backoff import Backoff
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Forkservers:
 
     async def keep_spare(self, used: ForkserverProcess) -> None:
         """Keep a spare of `used`, until that is lost."""
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
         while not used.lost.is_set():
             try:
                 self._spare = await used.fork_spare()
@@ -52,8 +53,7 @@ class Forkservers:
             if used.lost.is_set():
                 return
             await self.close()
-            await _first(used.lost.wait(), asyncio.sleep(pause_s))
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            await _first(used.lost.wait(), asyncio.sleep(backoff.next()))
 
     async def close(self) -> None:
         """End the spare. Idempotent."""

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from medialane.arena import Arena, Lease, Reservation, describe, layout
+from medialane.core.backoff import Backoff
 from medialane.core.errors import (
     MedialaneError,
     MediaTooLarge,
@@ -225,7 +226,7 @@ class PreparerPool:
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         """Keep a fork server alive until cancelled, or until the first one does not come up."""
-        pause_s = 0.0
+        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -240,10 +241,10 @@ class PreparerPool:
                 _fail_start(started, StartupFailed("media preparation ended while it started; its log says why"))
                 if started.exception() is not None:
                     return
-                was_of_use = self._num_done > num_done or loop.time() - began > LAST_PAUSE_S
-                pause_s = _longer(0.0 if was_of_use else pause_s)
+                if self._num_done > num_done or loop.time() - began > LAST_PAUSE_S:
+                    backoff.reset()  # it was of use
                 self._num_forkserver_restarts += 1
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(backoff.next())
         finally:
             self._refuse_jobs("media preparation has ended")
             _fail_start(started, StartupFailed("media preparation was closed while it started"))
@@ -294,7 +295,7 @@ class PreparerPool:
 
     async def _run_slot(self, forkserver: ForkserverProcess, started: asyncio.Future[None]) -> None:
         """Keep one preparer at work until the fork server is lost."""
-        pause_s = 0.0
+        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
         while not forkserver.lost.is_set():
             num_jobs = 0
             try:
@@ -307,9 +308,10 @@ class PreparerPool:
             else:
                 self._join(preparer, forkserver, started)
                 num_jobs = await self._serve(preparer, forkserver)
-            pause_s = 0.0 if num_jobs else _longer(pause_s)
-            if pause_s:
-                await _wait(forkserver.lost, pause_s)
+            if num_jobs:
+                backoff.reset()
+            else:
+                await _wait(forkserver.lost, backoff.next())
 
     def _join(self, preparer: PreparerProcess, forkserver: ForkserverProcess, started: asyncio.Future[None]) -> None:
         self._alive.add(preparer)
@@ -457,10 +459,6 @@ def _crash(forkserver: ForkserverProcess) -> MedialaneError:
 def _fail_start(started: asyncio.Future[None], error: StartupFailed) -> None:
     if not started.done():
         started.set_exception(error)
-
-
-def _longer(pause_s: float) -> float:
-    return min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
 
 
 async def _to_the_end(work: Awaitable[object]) -> None:

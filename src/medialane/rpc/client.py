@@ -1,35 +1,28 @@
-"""The gateway's end: one connection to one worker."""
+"""The gateway's end: one connection to one worker.
+
+`RpcClient` registers, and gives each message of the worker to the part that it belongs to: answers to requests
+(`ClientRequests`), load and KV blocks (`ClientReports`), answers to administrative calls (`ClientCalls`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import msgspec
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import (
-    GenerationFailed,
-    HandoverFailed,
-    MedialaneError,
-    NoWorkerReady,
-    ProtocolViolation,
-    WorkerLost,
-    from_report,
-)
+from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report
 from medialane.core.kv_events import KvChange
-from medialane.core.request import EngineRequest, ModelCard, WorkerLoad
+from medialane.core.request import EngineRequest, WorkerLoad
 from medialane.observability.worker_metrics import MetricMirror
-from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
-from medialane.rpc.block_inbox import BlockInbox
 from medialane.rpc.client_calls import ClientCalls
+from medialane.rpc.client_reports import ClientReports
+from medialane.rpc.client_requests import ClientRequests
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
+from medialane.rpc.dial import dial
 from medialane.rpc.messages import (
-    Abort,
     AdminDone,
     AdminFailed,
     Failed,
@@ -42,18 +35,10 @@ from medialane.rpc.messages import (
     Pong,
     Refused,
     Released,
-    ResyncBlocks,
-    Submit,
     Welcome,
     decode_from_worker,
 )
-from medialane.rpc.payload import OutgoingRequest, split
 from medialane.rpc.remote_request import RemoteRequest
-
-#: Of a worker's card: far beyond any engine, and few enough for what is kept by them.
-_MAX_BLOCK_SIZE: Final = 1 << 16
-_MAX_RANKS: Final = 1 << 12
-_MAX_KV_BLOCKS: Final = 1 << 32
 
 
 class RpcClient:
@@ -64,18 +49,12 @@ class RpcClient:
     def __init__(self, config: RpcConfig) -> None:
         self._config = config
         self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        self._requests: dict[str, RemoteRequest] = {}
-        self._outgoing: dict[str, OutgoingRequest] = {}
-        self._blocks = BlockInbox()
-        self._num_ranks = 0
-        self._on_blocks: Callable[[KvChange], None] | None = None
-        self._giving: asyncio.Handle | None = None
-        self._on_loads: Callable[[Sequence[WorkerLoad]], None] | None = None
+        self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+        self._requests = ClientRequests(self._connection, config)
+        self._reports = ClientReports(self._connection.send)
+        self._calls = ClientCalls(self._connection.send)
         self._on_lost: Callable[[], None] | None = None
         self._num_pings = 0
-        self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
-        self._calls = ClientCalls(self._connection.send)
-        self.loads: Sequence[WorkerLoad] = ()  # of each rank, as it reported last; empty until then
 
     @classmethod
     async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
@@ -93,10 +72,8 @@ class RpcClient:
         client = cls(config)
         try:
             async with asyncio.timeout(config.connect_timeout_s):
-                await client._dial(parse_address(address))
-                client._connection.send(msgspec.structs.replace(hello, token=config.token))
-                client.welcome = await client._welcomed
-        except BaseException as error:
+                client.welcome = await client._register(address, hello)
+        except BaseException as error:  # cancellation, too, leaves no connection behind
             client._welcomed.cancel()
             client._connection.end(WorkerLost("registration was given up"))
             if isinstance(error, TimeoutError):
@@ -110,9 +87,14 @@ class RpcClient:
         return self._connection.closed
 
     @property
+    def loads(self) -> Sequence[WorkerLoad]:
+        """Of each rank, as it reported last; empty until then."""
+        return self._reports.loads
+
+    @property
     def num_block_gaps(self) -> int:
         """How often changes of KV blocks were missing, and all of them were told again."""
-        return self._blocks.num_gaps
+        return self._reports.num_block_gaps
 
     @property
     def num_in_flight(self) -> int:
@@ -137,24 +119,7 @@ class RpcClient:
         more: they are copied, or it is over; not if it could not be sent. Raises GenerationFailed for an id that is
         under way, having done nothing.
         """
-        request_id = request.request_id
-        if request_id in self._requests:
-            raise GenerationFailed("a request with this id is under way")
-        remote = RemoteRequest(
-            request_id,
-            max_queued_bytes=self._config.max_queued_bytes,
-            mergeable=not request.cumulative,
-            send_abort=self._abort,
-            on_released=on_released,
-        )
-        try:
-            self._send(request, on_sent or _nothing)
-        except MedialaneError as error:
-            remote.on_error(error)
-            remote.on_release()
-        else:
-            self._requests[request_id] = remote
-        return remote
+        return self._requests.submit(request, on_released=on_released, on_sent=on_sent)
 
     def watch(
         self,
@@ -166,8 +131,8 @@ class RpcClient:
         """Call back, from now on until the connection is gone: `on_blocks` with what the worker holds and how that
         changes, in order, a part in each round of the loop; `on_loads` with each report; last `on_lost`, when `closed`
         is set. What was reported before is kept for `on_blocks`. Called once, on a live connection."""
-        self._on_blocks, self._on_loads, self._on_lost = on_blocks, on_loads, on_lost
-        self._give_soon()
+        self._on_lost = on_lost
+        self._reports.watch(on_blocks=on_blocks, on_loads=on_loads)
 
     @property
     def metrics(self) -> MetricMirror:
@@ -190,7 +155,7 @@ class RpcClient:
         self._connection.end(WorkerLost("the connection was closed"))
         await self.closed.wait()
 
-    # What the connection tells, from here on; see connection.Peer.
+    # Called by the connection, from here on; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
         pass
@@ -199,16 +164,15 @@ class RpcClient:
         message = decode_from_worker(frame)
         match message:
             case Output(delta):
-                self._request(delta.request_id).on_output(delta, len(frame))
+                self._requests.on_output(delta, len(frame))
             case Released(request_id):
-                self._request(request_id)
-                self._requests.pop(request_id).on_release()
+                self._requests.on_released(request_id)
             case Failed(request_id, report):
-                self._request(request_id).on_error(from_report(report))
+                self._requests.on_failed(request_id, report)
             case LoadReport(loads):
-                self._take_loads(loads)
+                self._reports.receive_loads(loads)
             case KvBlocks(change):
-                self._take_blocks(change)
+                self._reports.receive_blocks(change)
             case AdminDone() | AdminFailed() | MetricValues():
                 self._calls.received(message)
             case Pong():
@@ -225,142 +189,23 @@ class RpcClient:
     def lost(self, error: MedialaneError) -> None:
         if not self._welcomed.done():
             self._welcomed.set_exception(error)
-        if self._giving is not None:
-            self._giving.cancel()
-        self._on_blocks = self._on_loads = None
-        self._calls.lost(error)
-        for outgoing in list(self._outgoing.values()):
-            outgoing.cancel()
-        requests, self._requests = self._requests, {}
-        for remote in requests.values():
-            remote.on_lost(WorkerLost("the worker was lost before the answer was complete"))
+        self._reports.lost()
+        self._calls.lost()
+        self._requests.lost()
         if self._on_lost is not None:
             self._on_lost()
 
-    async def _dial(self, target: UnixAddress | TcpAddress) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            if isinstance(target, UnixAddress):
-                await loop.create_unix_connection(lambda: self._connection, target.path)
-            else:
-                await self._dial_tcp(target)
-        except (ConnectionRefusedError, FileNotFoundError):
-            raise NoWorkerReady("no worker listens there") from None
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise WorkerLost(f"the worker cannot be reached: {reason}") from error
-
-    async def _dial_tcp(self, target: TcpAddress) -> None:
-        """Try every address of the host. Refused is raised only if all refused, which the loop's own walk blurs."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-        other: OSError | None = None
-        for *_, address in found:
-            try:
-                await loop.create_connection(lambda: self._connection, str(address[0]), target.port)
-            except ConnectionRefusedError:
-                continue
-            except OSError as error:
-                other = error
-            else:
-                return
-        raise other or ConnectionRefusedError
+    async def _register(self, address: str, hello: Hello) -> Welcome:
+        await dial(address, self._connection)
+        self._connection.send(msgspec.structs.replace(hello, token=self._config.token))
+        return await self._welcomed
 
     def _open(self, welcome: Welcome) -> None:
         if self._welcomed.done():
             raise ProtocolViolation("a second Welcome")
-        _check(welcome.card)
-        self._num_ranks = max(1, welcome.card.data_parallel_size)
-        self._blocks = BlockInbox(num_blocks=welcome.card.num_kv_blocks * self._num_ranks)
+        self._reports.open(welcome.card)
         self._welcomed.set_result(welcome)
         self._connection.start_heartbeat()
-
-    def _take_loads(self, loads: Sequence[WorkerLoad]) -> None:
-        if len(loads) != self._num_ranks:
-            raise ProtocolViolation(f"the load of {len(loads)} ranks where the worker has {self._num_ranks}")
-        self.loads = loads
-        if self._on_loads is not None:
-            self._on_loads(loads)
-
-    def _take_blocks(self, change: KvChange) -> None:
-        if len(change.stored) % 8 or len(change.removed) % 8:
-            raise ProtocolViolation("KV blocks that are not whole ids")
-        if change.rank not in range(self._num_ranks):
-            raise ProtocolViolation("KV blocks of a rank that the worker does not have")
-        if not self._blocks.receive(change):
-            self._connection.send(ResyncBlocks())
-        self._give_soon()
-
-    def _give_soon(self) -> None:
-        if self._giving is None and self._on_blocks is not None and len(self._blocks):
-            self._giving = asyncio.get_running_loop().call_soon(self._give_blocks)
-
-    def _give_blocks(self) -> None:
-        """One part only: the loop does other things before the next."""
-        self._giving = None
-        change = self._blocks.take()
-        if change is not None and self._on_blocks is not None:
-            self._on_blocks(change)
-            self._give_soon()
-
-    def _send(self, request: EngineRequest, on_sent: Callable[[str], None]) -> None:
-        if self.closed.is_set():
-            raise WorkerLost("the worker was lost before the request was sent")
-        if len(self._requests) >= self._config.max_in_flight:
-            raise NoWorkerReady("the worker has as many requests as it may have")
-        num_waiting_bytes = sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
-        if self._connection.num_buffered_bytes + num_waiting_bytes > self._config.max_write_buffer_bytes:
-            raise NoWorkerReady("the worker takes requests more slowly than they come")
-        try:
-            self._send_parts(request, on_sent)
-        except ProtocolViolation:
-            raise HandoverFailed("the request is larger than a message to a worker may be") from None
-
-    def _send_parts(self, request: EngineRequest, on_sent: Callable[[str], None]) -> None:
-        """Raises ProtocolViolation, having sent nothing, if the request is larger than allowed."""
-        request_id = request.request_id
-        message, tensors = split(request)
-        if not tensors:
-            self._connection.send(Submit(request), at_once=True)
-            on_sent(request_id)
-            return
-
-        def ended() -> None:
-            del self._outgoing[request_id]
-            on_sent(request_id)
-
-        outgoing = OutgoingRequest(message, tensors, ended, max_bytes=self._config.max_frame_bytes)
-        self._outgoing[request_id] = outgoing
-        self._connection.send_in_pieces(outgoing)
-
-    def _abort(self, request_id: str) -> None:
-        if (outgoing := self._outgoing.get(request_id)) is not None:  # the worker does not know it yet
-            outgoing.cancel()
-            self._requests.pop(request_id).on_release()
-        elif request_id in self._requests:
-            self._connection.send(Abort(request_id))
-
-    def _request(self, request_id: str) -> RemoteRequest:
-        try:
-            return self._requests[request_id]
-        except KeyError:
-            raise ProtocolViolation("an answer to a request that is not under way") from None
-
-
-def _check(card: ModelCard) -> None:
-    """Raise ProtocolViolation for sizes that no engine has: what is kept for a worker grows with them."""
-    if not (
-        0 < card.block_size <= _MAX_BLOCK_SIZE
-        and 0 <= card.data_parallel_size <= _MAX_RANKS
-        and 0 <= card.num_kv_blocks <= _MAX_KV_BLOCKS
-        and card.encoder_cache_tokens >= 0
-        and card.max_num_seqs >= 0
-    ):
-        raise ProtocolViolation("a worker's card with impossible sizes")
-
-
-def _nothing(_request_id: str) -> None:
-    """Nobody wants to know."""
 
 
 def _refusal(error: MedialaneError) -> MedialaneError:

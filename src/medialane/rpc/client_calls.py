@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import MedialaneError, ProtocolViolation, Unavailable, WorkerLost, from_report
+from medialane.core.errors import ProtocolViolation, Unavailable, WorkerLost, from_report
 from medialane.observability.worker_metrics import MetricMirror
 from medialane.rpc.messages import AdminDone, AdminFailed, Administer, MetricValues, ReadMetrics
 
@@ -69,7 +69,7 @@ class ClientCalls:
         else:
             answer.set_result(message.result)
 
-    def lost(self, error: MedialaneError) -> None:
+    def lost(self) -> None:
         """The connection is gone."""
         self._lost = True
         for answer in self._waiting.values():

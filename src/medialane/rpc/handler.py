@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
 from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.errors import ErrorReport, GenerationFailed, MedialaneError, to_report
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
 from medialane.rpc.messages import Hello, Welcome
+
+logger = logging.getLogger(__name__)
 
 
 class Handler(Protocol):
@@ -60,3 +64,11 @@ class Handler(Protocol):
         """The block ids that each rank holds now, empty ranks included. Listeners know of all changes before it when it
         returns. The sequences stay as they are."""
         ...
+
+
+def report_of(error: Exception, what: str) -> ErrorReport:
+    """What the gateway is sent when a handler has raised `error` in `what`. Other errors than ours are only logged."""
+    if isinstance(error, MedialaneError):
+        return to_report(error)
+    logger.error("%s failed: %r", what, error, exc_info=error)
+    return to_report(GenerationFailed(f"the worker failed this {what}"))

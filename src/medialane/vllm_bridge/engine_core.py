@@ -6,7 +6,6 @@ was changed), calling them fails, and features travel inside the message instead
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from typing import Any
@@ -14,10 +13,8 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequest, core
 
 from medialane.core.errors import InvalidFeature
+from medialane.core.parent_death import signal_on_parent_death
 from medialane.vllm_bridge.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
-
-#: prctl(2): the signal that a process gets when the thread that started it has ended.
-PR_SET_PDEATHSIG = 1
 
 
 def install() -> None:
@@ -57,7 +54,4 @@ def _refused(_engine: Any, request_id: str) -> bool:
 
 def _die_with(_engine: Any, pid: int) -> bool:
     """End when the front end does. vLLM's own engine survives the kill -9 of its parent, and keeps the device."""
-    if os.getppid() != pid:
-        return False
-    found: int = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return found == 0
+    return os.getppid() == pid and signal_on_parent_death(signal.SIGKILL, parent_pid=pid)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from medialane.cli.essential_tasks import EssentialTasks
+from medialane.cli.essential_tasks import EssentialTasks, unless_set
 
 
 async def returns():
@@ -62,3 +62,44 @@ async def test_failure_while_stopping_is_logged(caplog):
         await asyncio.sleep(0)
     assert not tasks.failed
     assert "worker links failed while it was stopped" in caplog.text
+
+
+async def test_work_that_ends_before_the_stop_gives_its_result():
+    async def work():
+        return 7
+
+    assert await unless_set(asyncio.Event(), work()) == 7
+
+
+async def test_work_that_fails_before_the_stop_raises():
+    with pytest.raises(RuntimeError, match="a bug"):
+        await unless_set(asyncio.Event(), raises())
+
+
+async def test_stop_cancels_the_work_and_waits_for_its_end():
+    stop, unwound = asyncio.Event(), []
+
+    async def work():
+        stop.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            unwound.append(True)
+
+    assert await unless_set(stop, work()) is None
+    assert unwound == [True]
+
+
+async def test_failure_of_work_that_is_being_cancelled_is_raised():
+    stop = asyncio.Event()
+
+    async def work():
+        stop.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("cannot be undone")
+
+    with pytest.raises(RuntimeError, match="cannot be undone"):
+        await unless_set(stop, work())

@@ -1,4 +1,5 @@
 import socket
+import tempfile
 
 import pytest
 
@@ -107,3 +108,20 @@ def test_workers_on_gpus_of_their_own_start_together(tmp_path):
 def test_served_name_is_the_one_that_requests_use():
     assert local.served_name("m", []) == "m"
     assert local.served_name("m", ["--served-model-name", "vision"]) == "vision"
+
+
+def test_runtime_folder_of_the_user_is_preferred_unless_too_long_for_sockets(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        assert str(local.parent_directory({"XDG_RUNTIME_DIR": short})) == short
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    assert str(local.parent_directory({"XDG_RUNTIME_DIR": str(deep)})) == "/tmp"
+    assert local.parent_directory({"TMPDIR": "relative"}).is_absolute()
+
+
+def test_run_folder_is_made_there_and_goes():
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = local.run_folder({"XDG_RUNTIME_DIR": short})
+        assert folder.path.name.startswith("medialane-run-")
+        folder.close()
+        assert not folder.path.exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.observability.metrics import Metrics
@@ -119,6 +119,19 @@ async def test_request_that_cannot_be_encoded_gives_its_leases_back(net):
     assert (held.num_released, link.num_held) == (1, 0)
 
 
+async def test_second_request_of_an_id_keeps_the_leases_of_the_first_until_that_is_released(net):
+    await net.serve(FakeHandler(delay_s=0.01, token_ids=range(3)))
+    link = await net.connected()
+    first, second = Held(), Held()
+    remote = link.submit(request(), [first])
+    with pytest.raises(GenerationFailed):
+        link.submit(request(), [second])
+    assert (first.num_released, second.num_released) == (0, 1)
+    assert await num_tokens(remote) == 3
+    await eventually(lambda: link.num_held == 0)
+    assert (first.num_released, second.num_released) == (1, 1)
+
+
 async def test_leases_wait_until_nobody_listens_there(net):
     server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2))
     link = await net.connected()
@@ -157,11 +170,11 @@ async def test_refusal_is_logged_once_and_kept(net, caplog):
     assert caplog.text.count("refuses this gateway") == 1
 
 
-async def test_settings_that_differ_are_known_by_name(net):
+async def test_settings_that_differ_are_known_by_name(net, caplog):
     await net.serve(FakeHandler())
     link = await net.connected(processor={"model": "ours"})
-    assert link.disagreements() == {"model": ("ours", None)}
     assert not link.same_processor
+    assert "processor setting model is None there and ours here" in caplog.text
 
 
 async def test_same_host_is_what_the_worker_proved(net):
@@ -188,7 +201,7 @@ async def test_pool_counts_the_ready_ones(net, tmp_path):
 async def test_worker_that_is_full_refuses_without_keeping_leases(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()
-    link.client._config = RpcConfig(max_in_flight=1)
+    link.client._requests._config = RpcConfig(max_in_flight=1)
     link.submit(request("a"), [])
     held = Held()
     remote = link.submit(request("b"), [held])
@@ -328,7 +341,7 @@ async def test_what_a_failed_link_handed_over_stays_held_until_the_worker_answer
     with monkeypatch.context() as patch:
         patch.setattr(RpcClient, "connect", fail)
         for session in list(server._sessions):
-            session._connection._transport.abort()
+            session.end(WorkerLost("the network is broken"))
         await server_side.wait()
         await eventually(lambda: link.is_failing)
         assert held.num_released == 0
@@ -384,7 +397,7 @@ async def test_worker_that_hangs_up_at_once_is_not_called_in_a_tight_loop(net):
     for _ in range(4):
         await eventually(lambda: link.client is not None)
         for session in list(server._sessions):
-            session._connection._transport.abort()
+            session.end(WorkerLost("the network is broken"))
         await eventually(lambda: link.client is None)
         started = asyncio.get_running_loop().time()
         await eventually(lambda: link.client is not None)
@@ -397,9 +410,9 @@ async def test_router_forgets_a_worker_in_the_turn_in_which_its_connection_is_lo
     link = net.link(heard)
     await eventually(lambda: link.client is not None and heard.held is not None)
     seen = []
-    heard.left = lambda left: seen.append(left._client.closed.is_set())
+    heard.left = lambda left: seen.append(left._worker.client.closed.is_set())
     link.client._connection._transport.abort()
-    client = link._client
+    client = link._worker.client
     await client.wait_closed()
     assert seen == [True]
     await server.close()

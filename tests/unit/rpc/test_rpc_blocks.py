@@ -131,11 +131,11 @@ async def test_gap_is_mended(net, handler, monkeypatch):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
-    receive = client._blocks.receive
-    monkeypatch.setattr(client._blocks, "receive", lambda change: True)  # lost
+    receive = client._reports._blocks.receive
+    monkeypatch.setattr(client._reports._blocks, "receive", lambda change: True)  # lost
     handler.change_blocks([1])
     await asyncio.sleep(0.05)
-    monkeypatch.setattr(client._blocks, "receive", receive)
+    monkeypatch.setattr(client._reports._blocks, "receive", receive)
     handler.change_blocks([2])
     await eventually(lambda: view.held == {1, 2})
     assert client.num_block_gaps == 1
@@ -146,9 +146,9 @@ async def test_blocks_that_cannot_be_end_the_connection(net, handler, change):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
-    client._take_blocks(view.changes[0])
+    client._reports.receive_blocks(view.changes[0])
     with pytest.raises(ProtocolViolation, match="KV blocks"):
-        client._take_blocks(change)
+        client._reports.receive_blocks(change)
 
 
 async def test_load_reports_are_told(net, handler):

@@ -12,8 +12,8 @@ from medialane.core.errors import (
     StartupFailed,
     WorkerLost,
 )
-from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, server
-from medialane.rpc.server import MAX_HELLO_BYTES
+from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, session_registry
+from medialane.rpc.session import MAX_HELLO_BYTES
 
 HOUR_S = 3600.0
 
@@ -151,7 +151,7 @@ async def test_connections_without_a_token_keep_no_gateway_out(net, raw):
 
 
 async def test_too_many_connections_without_a_token_end_the_oldest(net, raw, monkeypatch):
-    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(session_registry, "MAX_UNIDENTIFIED", 2)
     await net.serve(FakeHandler())
     oldest, _, newest = [await raw(hello=False) for _ in range(3)]
     assert await oldest.hung_up()

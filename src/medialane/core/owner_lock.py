@@ -1,0 +1,125 @@
+"""Files that belong to a living process, and what is left of processes that are gone.
+
+An owner holds an exclusive flock(2) on its file for as long as it lives; the kernel drops the lock with the owner's
+last descriptor, kill -9 included. So whoever obtains the lock has found a file without an owner, and may remove it. The
+lock belongs to the open file description: a forked child that inherits the descriptor keeps it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from medialane.core.errors import StartupFailed
+
+#: Gone meanwhile; another user's; a link; a socket. Whatever its name, that is no file of ours.
+_NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
+
+_LOCK = "owner.lock"
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the lock of an open file. False if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def abandoned(path: str | Path) -> Iterator[int | None]:
+    """Yield a read-only descriptor of the file, its lock held, if it is a regular file of this user's without an owner;
+    None for everything else. Raises OSError if that cannot be found out."""
+    descriptor = _open(path)
+    if descriptor is None:
+        yield None
+        return
+    try:
+        yield descriptor if _is_abandoned(descriptor, path) else None
+    finally:
+        os.close(descriptor)
+
+
+class OwnedFolder:
+    """A folder of mode 0700 that goes with its owner, or with the next `create` after its owner was killed.
+
+    The lock is that of a file inside. The folder gets its final name only once it is locked, and only final names are
+    looked at.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def create(cls, parent: Path, prefix: str) -> OwnedFolder:
+        """Make a folder below `parent`, after removing those of this prefix whose owners are gone. Raises
+        StartupFailed."""
+        try:
+            reap_folders(parent, prefix)
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+            lock = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = parent / unfinished.name.removeprefix(".")
+            unfinished.rename(path)
+        except OSError as error:
+            raise StartupFailed(f"cannot make a private folder in {parent}: {error.strerror}") from error
+        return cls(path, lock)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the folder; with `keep` it stays, for somebody to read, until the next `create`. Idempotent."""
+        if self._lock is None:
+            return
+        if not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+def reap_folders(parent: Path, prefix: str) -> list[Path]:
+    """Remove this user's `OwnedFolder`s below `parent` whose owners are gone; return them."""
+    removed = []
+    for path in parent.glob(f"{prefix}*"):
+        if not _is_own_folder(path):
+            continue
+        with abandoned(path / _LOCK) as lock:
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+    return removed
+
+
+def _open(path: str | Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NOT_OURS:
+            return None
+        raise
+
+
+def _is_abandoned(descriptor: int, path: str | Path) -> bool:
+    """Locks the file if it is."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not try_lock(descriptor):
+        return False
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), found)
+    except FileNotFoundError:  # renamed or removed since it was opened
+        return False
+
+
+def _is_own_folder(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

@@ -1,0 +1,94 @@
+"""What a worker reports without being asked: its load and its KV blocks; see `session_reports` for the other end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from medialane.core.errors import ProtocolViolation
+from medialane.core.kv_events import KvChange
+from medialane.core.request import ModelCard, WorkerLoad
+from medialane.rpc.block_inbox import BlockInbox
+from medialane.rpc.messages import ResyncBlocks
+
+#: Of a worker's card: far beyond any engine, and small enough for the state whose size depends on them.
+_MAX_BLOCK_SIZE: Final = 1 << 16
+_MAX_RANKS: Final = 1 << 12
+_MAX_KV_BLOCKS: Final = 1 << 32
+
+
+class ClientReports:
+    """The latest load of each rank (`loads`, empty before the first report), and the changes of KV blocks, delivered to
+    the callbacks of `watch` one change per round of the event loop. Changes wait until there is a callback."""
+
+    def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
+        self._send = send
+        self._blocks = BlockInbox()
+        self._num_ranks = 0
+        self._on_blocks: Callable[[KvChange], None] | None = None
+        self._on_loads: Callable[[Sequence[WorkerLoad]], None] | None = None
+        self._delivery: asyncio.Handle | None = None
+        self.loads: Sequence[WorkerLoad] = ()
+
+    @property
+    def num_block_gaps(self) -> int:
+        return self._blocks.num_gaps
+
+    def open(self, card: ModelCard) -> None:
+        """The worker has welcomed us. Raises ProtocolViolation for a card that no engine has."""
+        _check(card)
+        self._num_ranks = max(1, card.data_parallel_size)
+        self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
+
+    def watch(self, *, on_blocks: Callable[[KvChange], None], on_loads: Callable[[Sequence[WorkerLoad]], None]) -> None:
+        self._on_blocks, self._on_loads = on_blocks, on_loads
+        self._deliver_soon()
+
+    def receive_loads(self, loads: Sequence[WorkerLoad]) -> None:
+        """Raises ProtocolViolation."""
+        if len(loads) != self._num_ranks:
+            raise ProtocolViolation(f"the load of {len(loads)} ranks where the worker has {self._num_ranks}")
+        self.loads = loads
+        if self._on_loads is not None:
+            self._on_loads(loads)
+
+    def receive_blocks(self, change: KvChange) -> None:
+        """Raises ProtocolViolation."""
+        if len(change.stored) % 8 or len(change.removed) % 8:
+            raise ProtocolViolation("KV blocks that are not whole ids")
+        if change.rank not in range(self._num_ranks):
+            raise ProtocolViolation("KV blocks of a rank that the worker does not have")
+        if not self._blocks.receive(change):
+            self._send(ResyncBlocks())
+        self._deliver_soon()
+
+    def lost(self) -> None:
+        """The connection is gone: nothing more is delivered."""
+        self._on_blocks = self._on_loads = None
+        if self._delivery is not None:
+            self._delivery.cancel()
+
+    def _deliver_soon(self) -> None:
+        if self._delivery is None and self._on_blocks is not None and len(self._blocks):
+            self._delivery = asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self._delivery = None
+        change = self._blocks.take()
+        if change is not None and self._on_blocks is not None:
+            self._on_blocks(change)
+            self._deliver_soon()
+
+
+def _check(card: ModelCard) -> None:
+    if not (
+        0 < card.block_size <= _MAX_BLOCK_SIZE
+        and 0 <= card.data_parallel_size <= _MAX_RANKS
+        and 0 <= card.num_kv_blocks <= _MAX_KV_BLOCKS
+        and card.encoder_cache_tokens >= 0
+        and card.max_num_seqs >= 0
+    ):
+        raise ProtocolViolation("a worker's card with impossible sizes")

@@ -1,0 +1,135 @@
+"""The requests that a gateway has sent over one connection; see `session_requests` for the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from medialane.core.errors import (
+    ErrorReport,
+    GenerationFailed,
+    HandoverFailed,
+    MedialaneError,
+    NoWorkerReady,
+    ProtocolViolation,
+    WorkerLost,
+    from_report,
+)
+from medialane.core.request import EngineRequest, OutputDelta
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.rpc.messages import Abort, Submit
+from medialane.rpc.payload import OutgoingRequest, split
+from medialane.rpc.remote_request import RemoteRequest
+
+
+class ClientRequests:
+    """In progress from `submit` until the worker has released them; `len` is their number.
+
+    The `on_...` methods are called with what the worker answers. They raise ProtocolViolation for a request that is not
+    in progress.
+    """
+
+    def __init__(self, connection: Connection, config: RpcConfig) -> None:
+        self._connection = connection
+        self._config = config
+        self._requests: dict[str, RemoteRequest] = {}
+        self._outgoing: dict[str, OutgoingRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def submit(
+        self,
+        request: EngineRequest,
+        *,
+        on_released: Callable[[str], None] | None,
+        on_sent: Callable[[str], None] | None,
+    ) -> RemoteRequest:
+        """See `RpcClient.submit`."""
+        request_id = request.request_id
+        if request_id in self._requests:
+            raise GenerationFailed("a request with this id is under way")
+        remote = RemoteRequest(
+            request_id,
+            max_queued_bytes=self._config.max_queued_bytes,
+            mergeable=not request.cumulative,
+            send_abort=self._abort,
+            on_released=on_released,
+        )
+        try:
+            self._check_capacity()
+            self._send(request, on_sent)
+        except MedialaneError as error:
+            remote.on_error(error)
+            remote.on_release()
+        else:
+            self._requests[request_id] = remote
+        return remote
+
+    def on_output(self, delta: OutputDelta, num_bytes: int) -> None:
+        self._request(delta.request_id).on_output(delta, num_bytes)
+
+    def on_failed(self, request_id: str, report: ErrorReport) -> None:
+        self._request(request_id).on_error(from_report(report))
+
+    def on_released(self, request_id: str) -> None:
+        remote = self._request(request_id)
+        del self._requests[request_id]
+        remote.on_release()
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        for outgoing in list(self._outgoing.values()):
+            outgoing.cancel()
+        requests, self._requests = self._requests, {}
+        for remote in requests.values():
+            remote.on_lost(WorkerLost("the worker was lost before the answer was complete"))
+
+    def _request(self, request_id: str) -> RemoteRequest:
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise ProtocolViolation("an answer to a request that is not under way") from None
+
+    def _check_capacity(self) -> None:
+        if self._connection.closed.is_set():
+            raise WorkerLost("the worker was lost before the request was sent")
+        if len(self._requests) >= self._config.max_in_flight:
+            raise NoWorkerReady("the worker has as many requests as it may have")
+        num_unsent_bytes = sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
+        if self._connection.num_buffered_bytes + num_unsent_bytes > self._config.max_write_buffer_bytes:
+            raise NoWorkerReady("the worker takes requests more slowly than they come")
+
+    def _send(self, request: EngineRequest, on_sent: Callable[[str], None] | None) -> None:
+        message, tensors = split(request)
+        try:
+            if tensors:
+                self._send_in_pieces(message, tensors, on_sent)
+                return
+            self._connection.send(Submit(request), at_once=True)
+        except ProtocolViolation:
+            raise HandoverFailed("the request is larger than a message to a worker may be") from None
+        if on_sent is not None:
+            on_sent(request.request_id)
+
+    def _send_in_pieces(
+        self, request: EngineRequest, tensors: list[memoryview], on_sent: Callable[[str], None] | None
+    ) -> None:
+        """Raises ProtocolViolation, having sent nothing, if the request is larger than allowed."""
+        request_id = request.request_id
+
+        def ended() -> None:
+            del self._outgoing[request_id]
+            if on_sent is not None:
+                on_sent(request_id)
+
+        outgoing = OutgoingRequest(request, tensors, ended, max_bytes=self._config.max_frame_bytes)
+        self._outgoing[request_id] = outgoing
+        self._connection.send_in_pieces(outgoing)
+
+    def _abort(self, request_id: str) -> None:
+        if (outgoing := self._outgoing.get(request_id)) is not None:  # the worker does not know it yet
+            outgoing.cancel()
+            self._requests.pop(request_id).on_release()
+        elif request_id in self._requests:
+            self._connection.send(Abort(request_id))

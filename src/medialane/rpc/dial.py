@@ -1,0 +1,48 @@
+"""Opens a gateway's connection to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from medialane.core.errors import NoWorkerReady, WorkerLost
+from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
+
+
+async def dial(address: str, protocol: asyncio.Protocol) -> None:
+    """Connect `protocol` to the worker at `address`. Raises
+
+    * NoWorkerReady: no process listens there, and only then;
+    * WorkerLost: the address cannot be reached;
+    * StartupFailed: it is not an address.
+    """
+    target = parse_address(address)
+    try:
+        if isinstance(target, UnixAddress):
+            await asyncio.get_running_loop().create_unix_connection(lambda: protocol, target.path)
+        else:
+            await _dial_tcp(target, protocol)
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise NoWorkerReady("no worker listens there") from None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise WorkerLost(f"the worker cannot be reached: {reason}") from error
+
+
+async def _dial_tcp(target: TcpAddress, protocol: asyncio.Protocol) -> None:
+    """Try every address of the host. Raises ConnectionRefusedError only if all of them refused: the loop's own walk
+    over the addresses reports a mixture of errors as something else."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    other: OSError | None = None
+    for *_, address in found:
+        try:
+            await loop.create_connection(lambda: protocol, str(address[0]), target.port)
+        except ConnectionRefusedError:
+            continue
+        except OSError as error:
+            other = error
+        else:
+            return
+    raise other or ConnectionRefusedError

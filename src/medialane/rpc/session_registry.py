@@ -1,0 +1,118 @@
+"""The sessions of one worker: a task for each, and one session for each gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Iterator
+
+from medialane.core.errors import StartupFailed, WorkerLost
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.rpc.handler import Handler
+from medialane.rpc.messages import PROTOCOL_VERSION, Hello
+from medialane.rpc.session import Session
+
+logger = logging.getLogger(__name__)
+
+#: Connections that have not shown the token yet. A gateway does so at once; beyond this the oldest one is ended.
+MAX_UNIDENTIFIED = 64
+#: What cancelled tasks that have overrun their deadline still get.
+LAST_PAUSE_S = 1.0
+
+
+class SessionRegistry:
+    """Iterates over the sessions that have not ended."""
+
+    def __init__(self, handler: Handler, config: RpcConfig) -> None:
+        self._handler = handler
+        self._config = config
+        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._unidentified: dict[Session, None] = {}  # the oldest first
+        self._gateway_ids: dict[Session, str] = {}  # of the others
+        self._request_ids: set[str] = set()
+        self._stopping = False
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not been released, of connections that are gone, too."""
+        return sum(session.num_running for session in self._sessions)
+
+    def open_connection(self) -> Connection:
+        """The protocol of a connection that was accepted."""
+        session = Session(
+            self._handler, self._config, request_ids=self._request_ids, on_open=self._admit, identify=self._identify
+        )
+        return session.connection
+
+    async def stop(self) -> None:
+        """Admit no more, stop every session, and wait for their end, `release_timeout_s` at the most. Idempotent."""
+        self._stopping = True
+        for session in list(self._sessions):
+            session.stop()
+        if self._sessions:
+            await asyncio.wait(self._sessions.values(), timeout=self._config.release_timeout_s)
+
+    async def end(self) -> None:
+        """End every session now, and wait for it; tasks that take long are cancelled."""
+        for session in list(self._sessions):
+            session.end(WorkerLost("the worker shuts down"))
+        for cancelling in (False, True):
+            late = set(self._sessions.values())
+            if not late:
+                return
+            for task in late if cancelling else ():
+                task.cancel()
+            await asyncio.wait(late, timeout=LAST_PAUSE_S)
+
+    def _admit(self, session: Session) -> None:
+        """Run a new session, unless the worker shuts down."""
+        if self._stopping:
+            session.end(WorkerLost("the worker shuts down"))
+            return
+        self._unidentified[session] = None
+        if len(self._unidentified) > MAX_UNIDENTIFIED:
+            oldest = next(iter(self._unidentified))
+            del self._unidentified[oldest]
+            logger.warning("more than %d connections without a token: the oldest is ended", MAX_UNIDENTIFIED)
+            oldest.end(WorkerLost("too many connections have not shown a token"))
+        task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
+        self._sessions[session] = task
+        task.add_done_callback(lambda _: self._ended(session, task))
+
+    async def _identify(self, session: Session, hello: Hello) -> None:
+        """Check version and token, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
+        if hello.version != PROTOCOL_VERSION:
+            raise StartupFailed(f"gateway speaks protocol {hello.version}, worker {PROTOCOL_VERSION}: same release?")
+        if not hmac.compare_digest(hello.token.encode(), self._config.token.encode()):
+            raise StartupFailed("gateway and worker have different tokens")
+        self._unidentified.pop(session, None)
+        if len({*self._gateway_ids.values(), hello.gateway_id}) > self._config.max_connections:
+            logger.warning("more than %d gateways", self._config.max_connections)
+            raise WorkerLost("the worker has as many gateways as it may have")
+        self._gateway_ids[session] = hello.gateway_id
+        await self._displace_others(session, hello.gateway_id)
+
+    async def _displace_others(self, session: Session, gateway_id: str) -> None:
+        """End the gateway's other sessions and wait until nothing of them is left. Raises WorkerLost."""
+        others = [other for other, found in self._gateway_ids.items() if other is not session and found == gateway_id]
+        for other in others:
+            other.end(WorkerLost("the gateway has connected again"))
+        if not others:
+            return
+        _, late = await asyncio.wait(
+            [self._sessions[other] for other in others], timeout=self._config.release_timeout_s
+        )
+        if late:
+            raise WorkerLost("requests of the gateway's earlier connection have not let go yet")
+
+    def _ended(self, session: Session, task: asyncio.Task[None]) -> None:
+        del self._sessions[session]
+        self._unidentified.pop(session, None)
+        self._gateway_ids.pop(session, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a session has failed", exc_info=error)

@@ -1,0 +1,168 @@
+"""The requests of one gateway at the worker: one task each, from Submit to Released.
+
+A request's task is cancelled at most once: a second cancellation would interrupt the generator while it waits for the
+engine to release the request. Its done callback, not the task's own code, sends Released: a task that is cancelled
+before its first step never runs any code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+from medialane.core.errors import (
+    ErrorReport,
+    GenerationFailed,
+    InvalidFeature,
+    MedialaneError,
+    NoWorkerReady,
+    ProtocolViolation,
+    WorkerLost,
+    to_report,
+)
+from medialane.core.request import EngineRequest, OutputDelta
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.rpc.handler import Handler, report_of
+from medialane.rpc.messages import Failed, Output, Released, Submit, UnreadableSubmit
+from medialane.rpc.payload import IncomingPayload, join
+
+
+class _Running:
+    """One request in progress."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.task: asyncio.Task[None] | None = None
+        self.finished = False
+        self._stopped = False
+
+    def stop(self) -> None:
+        if self.task is not None and not self._stopped:
+            self._stopped = True
+            self.task.cancel()
+
+
+class SessionRequests:
+    """`len` is the number of requests that have not been released; `payload` receives the tensors of the next one.
+
+    `request_ids` are those in progress on any connection of the worker: this adds and removes its own. The requests run
+    as tasks of `tasks`, which must have been entered. `on_change` is called when one has begun or was released.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        connection: Connection,
+        *,
+        config: RpcConfig,
+        request_ids: set[str],
+        tasks: asyncio.TaskGroup,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._handler = handler
+        self._connection = connection
+        self._max_in_flight = config.max_in_flight
+        self._request_ids = request_ids
+        self._tasks = tasks
+        self._on_change = on_change
+        self._running: dict[str, _Running] = {}
+        self._stopping = False
+        self.payload = IncomingPayload(config.max_frame_bytes)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether `stop` was called and everything has been released."""
+        return self._stopping and not self._running
+
+    def submit(self, message: Submit) -> None:
+        """Start the request, or refuse it."""
+        try:
+            request = join(message.request, self.payload.take()) if message.with_payload else message.request
+        except InvalidFeature as error:
+            self._refuse(message.request.request_id, error)
+            return
+        refusal = self._refusal_of(request.request_id)
+        if refusal is not None:
+            self._refuse(request.request_id, refusal)
+        else:
+            self._start(_Running(request))
+
+    def refuse_unreadable(self, message: UnreadableSubmit) -> None:
+        if message.with_payload:
+            self.payload.drop()
+        self._refuse(message.request.request_id, InvalidFeature("the request's content cannot be read"))
+
+    def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:  # else it crossed its Released
+            running.stop()
+
+    def stop(self) -> None:
+        """The worker shuts down: fail and cancel every request, refuse new ones."""
+        self._stopping = True
+        report = to_report(WorkerLost("the worker shuts down"))
+        for running in self._running.values():
+            self._fail(running, report)
+            running.stop()
+
+    def cancel(self) -> None:
+        """The connection is gone: cancel every request."""
+        for running in self._running.values():
+            running.stop()
+
+    def _refusal_of(self, request_id: str) -> MedialaneError | None:
+        if request_id in self._request_ids:
+            return GenerationFailed("a request with this id is under way")
+        if self._stopping:
+            return WorkerLost("the worker shuts down")
+        if len(self._running) >= self._max_in_flight:
+            return NoWorkerReady("the worker has as many requests as it may have")
+        return None
+
+    def _refuse(self, request_id: str, error: MedialaneError) -> None:
+        self._connection.send(Failed(request_id, to_report(error)))
+        if request_id not in self._running:  # else Released is owed to the request that runs under this id
+            self._connection.send(Released(request_id))
+
+    def _start(self, running: _Running) -> None:
+        request_id = running.request.request_id
+        self._running[request_id] = running
+        self._request_ids.add(request_id)
+        running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
+        running.task.add_done_callback(lambda _: self._released(request_id))
+        self._on_change()
+
+    async def _run(self, running: _Running) -> None:
+        try:
+            async with aclosing(self._handler.run(running.request)) as deltas:
+                async for delta in deltas:
+                    self._answer(delta)
+                    running.finished = running.finished or delta.finished
+                    if self._connection.paused:
+                        await self._connection.writable()
+            if not running.finished:
+                raise GenerationFailed("the engine ended the answer before it was finished")
+        except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
+            self._fail(running, report_of(error, "request"))
+
+    def _answer(self, delta: OutputDelta) -> None:
+        try:
+            self._connection.send(Output(delta))
+        except ProtocolViolation:
+            raise GenerationFailed("one step of the answer is larger than a message may be") from None
+
+    def _fail(self, running: _Running, report: ErrorReport) -> None:
+        if not running.finished:
+            running.finished = True
+            self._connection.send(Failed(running.request.request_id, report))
+
+    def _released(self, request_id: str) -> None:
+        del self._running[request_id]
+        self._request_ids.discard(request_id)
+        self._connection.send(Released(request_id))
+        self._on_change()

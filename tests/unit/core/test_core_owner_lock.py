@@ -1,0 +1,104 @@
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from medialane.core.errors import StartupFailed
+from medialane.core.owner_lock import OwnedFolder, abandoned, reap_folders, try_lock
+
+PREFIX = "medialane-test-"
+
+
+def create(parent):
+    return OwnedFolder.create(parent, PREFIX)
+
+
+def test_folder_is_private_and_gone_after_close(tmp_path):
+    folder = create(tmp_path)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    (folder.path / "worker-0.log").write_text("hello")
+    folder.close()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_a_living_owner_is_left_alone(tmp_path):
+    folder = create(tmp_path)
+    assert reap_folders(tmp_path, PREFIX) == []
+    assert folder.path.is_dir()
+    folder.close()
+
+
+def test_folder_of_a_killed_owner_is_removed_by_the_next_one(tmp_path):
+    script = (
+        "import os, pathlib, signal, sys; from medialane.core.owner_lock import OwnedFolder;"
+        "f = OwnedFolder.create(pathlib.Path(sys.argv[1]), sys.argv[2]); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), PREFIX], check=False)
+    (left,) = tmp_path.iterdir()
+    folder = create(tmp_path)
+    assert not left.exists()
+    folder.close()
+
+
+def test_kept_folder_stays_for_a_reader_until_the_next_start(tmp_path):
+    folder = create(tmp_path)
+    folder.close(keep=True)
+    assert folder.path.is_dir()
+    assert reap_folders(tmp_path, PREFIX) == [folder.path]
+
+
+def test_folders_of_another_prefix_are_left_alone(tmp_path):
+    folder = create(tmp_path)
+    folder.close(keep=True)
+    OwnedFolder.create(tmp_path, "medialane-other-").close()
+    assert folder.path.is_dir()
+
+
+def test_folders_and_links_of_others_are_left_alone(tmp_path, monkeypatch):
+    (tmp_path / f"{PREFIX}without-lock").mkdir()
+    (tmp_path / f"{PREFIX}file").touch()
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / "owner.lock").touch()
+    (tmp_path / f"{PREFIX}link").symlink_to(target)
+    foreign = create(tmp_path)
+    foreign.close(keep=True)
+    monkeypatch.setattr(os, "geteuid", lambda: foreign.path.stat().st_uid + 1)
+    assert reap_folders(tmp_path, PREFIX) == []
+    assert target.is_dir()
+
+
+def test_parent_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(StartupFailed, match="absent"):
+        create(tmp_path / "absent")
+
+
+def test_lock_is_taken_by_one_holder_only(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    with path.open() as held, path.open() as other:
+        assert try_lock(held.fileno())
+        assert not try_lock(other.fileno())
+        with abandoned(path) as found:
+            assert found is None
+    with abandoned(path) as found:
+        assert found is not None
+
+
+def test_file_that_was_replaced_since_it_was_opened_is_not_taken_for_abandoned(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.touch()
+    lock = fcntl.flock
+
+    def replaced_meanwhile(descriptor, operation):
+        path.unlink()
+        path.touch()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
+    with abandoned(path) as found:
+        assert found is None
