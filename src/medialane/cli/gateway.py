@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Literal
 
 import msgspec
 import uvloop
@@ -24,6 +23,7 @@ from medialane.cli.essential_tasks import EssentialTasks
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
+from medialane.core.stage import RAW_STAGE, STAGES, StageName, prepared_stage
 from medialane.gateway import (
     Aliases,
     EncodedStore,
@@ -119,7 +119,7 @@ async def _serve(
         arena, prefaulted = await stack.enter_async_context(_arena(config))
         pool = PreparerPool(
             config.prepare,
-            factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
+            factory=PROCESSOR_FACTORY if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY,
             factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
             arena=arena,
             media=config.media,
@@ -180,22 +180,23 @@ async def _fit(config: Config, frontend: Frontend, pool: PreparerPool) -> Config
 
     Raises StartupFailed.
     """
-    stage = config.gateway.stage
     if not frontend.takes_media:
         await pool.close()
-        return _with_stage(config, "url")
-    if stage != "url":
+        return _with_stage(config, RAW_STAGE)
+    stage = prepared_stage(config.gateway.stage)
+    if stage.is_decoded:
         frontend.check_media_options()
-    if frontend.supports_split or stage in ("decoded", "url"):
+    if frontend.supports_split or not stage.is_processed:
         return config
-    if stage == "features":
-        raise StartupFailed("this model's media cannot be processed one by one: use --stage auto, decoded or url")
-    logger.info("this model's media cannot be processed one by one: the workers do it (stage decoded)")
-    return _with_stage(config, "decoded")
+    if config.gateway.stage != "auto" or stage.instead is None:
+        others = " or ".join(found.name for found in STAGES.values() if not found.is_processed)
+        raise StartupFailed(f"this model's media cannot be processed one by one: use --stage auto, {others}")
+    logger.info("this model's media cannot be processed one by one: the workers do it (stage %s)", stage.instead)
+    return _with_stage(config, stage.instead)
 
 
 def _tell_scaling(config: Config, frontend: Frontend) -> None:
-    if config.gateway.stage in ("decoded", "url"):
+    if not prepared_stage(config.gateway.stage).is_processed:
         logger.warning("--jpeg-scaled-decode has no effect in stage %s: images go to the workers", config.gateway.stage)
     elif not frontend.tells_resize_target():
         logger.warning("--jpeg-scaled-decode has no effect: this model's processor does not tell what it resizes to")
@@ -203,7 +204,7 @@ def _tell_scaling(config: Config, frontend: Frontend) -> None:
         logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
 
 
-def _with_stage(config: Config, stage: Literal["decoded", "url"]) -> Config:
+def _with_stage(config: Config, stage: StageName) -> Config:
     return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage=stage))
 
 
@@ -257,11 +258,7 @@ def _gateway(
         config=config.gateway,
         transfer=config.transfer,
         features=features,
-        handover=Handover(
-            transports=[ShmTransport(), inline],
-            features=features,
-            max_inline_bytes=config.transfer.max_inline_bytes,
-        ),
+        handover=Handover(transports=[ShmTransport(), inline], max_inline_bytes=config.transfer.max_inline_bytes),
         assembler=frontend.assembler(),
         workers=workers,
         router=Router(config.routing),

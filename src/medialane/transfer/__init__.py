@@ -3,7 +3,7 @@
 from medialane.transfer.attachment import AttachedArenas
 from medialane.transfer.config import TransferConfig
 from medialane.transfer.inline import InlineReceiver, InlineTransport
-from medialane.transfer.selection import StageChoice, TransportChoice, Way, ways
+from medialane.transfer.selection import TransportChoice, Way, ways
 from medialane.transfer.shm import ShmReceiver, ShmTransport
 from medialane.transfer.transport import HandedTensors, Receiver, Transport
 
@@ -15,7 +15,6 @@ __all__ = [
     "Receiver",
     "ShmReceiver",
     "ShmTransport",
-    "StageChoice",
     "TransferConfig",
     "Transport",
     "TransportChoice",
