@@ -38,9 +38,18 @@ from harness import Bar, Options, Report, median, percentile
 from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
 from medialane.cli.sample_images import sample_pixels
 from medialane.config import process_environ
-from medialane.core.feature import Feature, HandedMedia, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.media import Image, MediaSize
+from medialane.core.feature import (
+    Feature,
+    HandedMedia,
+    MediaPrompt,
+    PlacedFeature,
+    PlaceholderRange,
+    PreparedPrompt,
+    StagedItem,
+)
+from medialane.core.media import Image, MediaRef, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.core.stage import StageName
 from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
 from medialane.observability.metrics import Metrics
 from medialane.prepare.fake import FakeAssembler
@@ -160,7 +169,7 @@ def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gatew
         config=GatewayConfig(stage="features"),
         transfer=TransferConfig(transport="shm"),
         features=nothing,
-        handover=Handover(transports=[ShmTransport()], features=nothing, max_inline_bytes=0),
+        handover=Handover(transports=[ShmTransport()], max_inline_bytes=0),
         assembler=FakeAssembler(),
         workers=workers,
         router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache, and tells of no blocks
@@ -224,14 +233,25 @@ class Hop:
         return _receive(self._seen), started, answered
 
 
+class FoundMedia:
+    """Media that need not be found."""
+
+    def __init__(self, items: tuple[StagedItem, ...]) -> None:
+        self._items = items
+
+    async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
+        return self._items
+
+
 async def _send_ours(gateway: Gateway, request_id: str, lease: Lease[Feature]) -> tuple[int, int]:
     """One request, from its prepared prompt on: (started, answered) in ns."""
     ids = ends.token_ids()
     feature = lease.value
     placed = PlacedFeature(feature, PlaceholderRange(*ends.PLACEHOLDER))
-    prepared = PreparedPrompt(ids, (placed,), (feature.mm_hash,), MediaPrompt(ids, ()))
-    with open_scope() as scope:
-        scope.features[feature.mm_hash] = lease
+    ref = MediaRef("image", "image", data=b"")
+    media = FoundMedia((StagedItem(ref, feature, lease),))
+    prepared = PreparedPrompt(ids, (placed,), (feature.mm_hash,), MediaPrompt(ids, ()), media)
+    with open_scope():
         async with asyncio.timeout(ANSWER_S):
             started = time.perf_counter_ns()
             async for _ in gateway.generate(EngineRequest(request_id, ExpandedPrompt(ids), b""), prepared):

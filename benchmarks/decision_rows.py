@@ -39,6 +39,8 @@ NUM_IMAGES, IMAGE_TOKENS = 64, 1000
 _CONFIG = RoutingConfig(store_grace_s=1e9)
 _SPEC = TensorSpec("uint8", (4 << 20,))
 _RANGE = ArenaRange("a" * 32, 0, (4 << 20) + 64, 1)
+#: A prompt is routed before its media are looked at.
+_NO_MEDIA: Any = None
 _CARD = ModelCard("m", 1 << 20, BLOCK, {}, {}, encoder_cache_tokens=1 << 16, max_num_seqs=256)
 
 
@@ -118,4 +120,4 @@ def _prepared(token_ids: list[int], number: int) -> PreparedPrompt:
     tensor = TensorDescriptor(_SPEC, _RANGE, 64)
     feature = Feature("image", mm_hash, b"", (tensor,), MediaSize(width=1024, height=768))
     place = PlaceholderRange(SYSTEM_BLOCKS * BLOCK + 5, IMAGE_TOKENS)
-    return PreparedPrompt(token_ids, (PlacedFeature(feature, place),), (mm_hash,), MediaPrompt([], ()))
+    return PreparedPrompt(token_ids, (PlacedFeature(feature, place),), (mm_hash,), MediaPrompt([], ()), _NO_MEDIA)

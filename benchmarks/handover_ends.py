@@ -54,7 +54,7 @@ from medialane.core.tensor import TensorDescriptor
 from medialane.rpc import RpcConfig, RpcServer
 from medialane.vllm_bridge import plugin
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
-from medialane.vllm_bridge.renderer_hook import to_vllm_range
+from medialane.vllm_bridge.prepared_input import to_vllm_range
 from medialane.vllm_bridge.validation import placeholder_of
 from medialane.worker import Worker, WorkerConfig
 

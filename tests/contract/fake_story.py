@@ -97,4 +97,4 @@ class FakeStory:
             features.append(PlacedFeature(feature, PlaceholderRange(len(token_ids), NUM_EMBEDS)))
             token_ids += [token] * NUM_EMBEDS
         hashes = tuple(placed.feature.mm_hash for placed in features)
-        return PreparedPrompt(token_ids, tuple(features), hashes, prompt)
+        return PreparedPrompt(token_ids, tuple(features), hashes, prompt, None)

@@ -32,7 +32,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
-from medialane.gateway import open_scope
+from medialane.gateway import Lifted, open_scope
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.renderer_hook import CONNECTOR
 
@@ -147,7 +147,7 @@ async def test_stream_runs_in_the_scope_that_prepared_it(server):
 
 async def test_scope_lets_go_of_the_requests_media_at_its_end(server):
     await server.chat(image())
-    assert server.story.scopes[0].refs == ()
+    assert server.story.scopes[0].lifted.refs == ()
 
 
 async def test_truncation_moves_placeholders(server):
@@ -200,8 +200,9 @@ async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(ser
         with open_scope() as scope:
             with pytest.raises(InvalidMediaUrl):
                 await find("http://169.254.169.254/")
-            scope.refs = (MediaRef(modality, "messages[0].content[0]", url="http://169.254.169.254/"),)
-            assert await find("medialane:0") == scope.refs[0]
+            ref = MediaRef(modality, "messages[0].content[0]", url="http://169.254.169.254/")
+            scope.lifted = Lifted((ref,))
+            assert await find("medialane:0") == ref
             with pytest.raises(InvalidRequest):
                 getattr(connector, f"fetch_{modality}")("medialane:0")
     public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
@@ -516,7 +517,7 @@ async def test_client_that_leaves_a_stream_closes_the_story(server):
         await server.app(_scope(headers=headers), receive, send)
         while not server.story.num_ended:  # noqa: ASYNC110 - the loop's hook closes what vLLM drops
             await asyncio.sleep(0.005)
-    assert server.story.scopes[0].refs == ()
+    assert server.story.scopes[0].lifted.refs == ()
 
 
 def _scope(headers):
@@ -551,7 +552,7 @@ async def test_engine_client_fills_vllms_protocol():
 async def test_placeholders_have_the_range_that_vllm_reads(server):
     import torch
 
-    from medialane.vllm_bridge.renderer_hook import to_vllm_range
+    from medialane.vllm_bridge.prepared_input import to_vllm_range
 
     found = to_vllm_range(PlaceholderRange(3, 4, is_embed=b"\1\0\1\1"))
     assert (found.offset, found.length) == (3, 4)

@@ -148,7 +148,6 @@ class Parts:
             features=self.features,
             handover=Handover(
                 transports=[ShmTransport(), inline],
-                features=self.features,
                 max_inline_bytes=transfer.max_inline_bytes,
             ),
             assembler=FakeAssembler(),

@@ -286,6 +286,26 @@ async def test_media_for_a_worker_are_opened_once_by_a_preparer_and_pictures_of_
         lease.release()
 
 
+async def test_feature_that_is_evicted_as_soon_as_nobody_holds_it_is_made_once(arena, preparers, monkeypatch):
+    """As in an arena that is far too small: everybody who waits gets what was made, and nothing is looked up again."""
+    make = preparers.prepare_item
+
+    async def made(*args, **kwargs):
+        lease = await make(*args, **kwargs)
+        asyncio.get_running_loop().call_soon(arena.clear)
+        return lease
+
+    monkeypatch.setattr(preparers, "prepare_item", made)
+    async with source_of(arena, preparers) as source:
+        ref = MediaRef("image", "p", data=png())
+        found = await asyncio.gather(*(source.find(ref, b"{}", StageTimeline()) for _ in range(2)))
+        assert preparers.stats().num_done == 1
+        assert found[0].lease.range == found[1].lease.range
+        for one in found:
+            one.lease.release()
+        assert arena.stats().num_leases == 0
+
+
 async def test_feature_that_never_fits_the_arena_is_refused_for_good_and_costs_a_preparer_once(arena, preparers):
     """32 MiB of arena: the fake's float32 makes 48 MB of these 4 megapixels."""
     ref = MediaRef("image", "messages[0].content[0].image_url", data=png(2000, 2000))

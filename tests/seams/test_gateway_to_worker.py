@@ -180,6 +180,67 @@ async def test_client_that_leaves_while_it_waits_aborts_at_the_worker(arena, pre
         await eventually(lambda: worker.engine.num_reading == 0 and parts.num_held == 0)
 
 
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+async def test_client_that_leaves_at_any_await_leaves_no_lease_and_no_request(arena, preparers, worker, stage):
+    """Cancelled after every number of turns of the loop, from new media on until it is answered."""
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+
+        async def one():
+            with open_scope():
+                return await parts.answer(prompt(png(), png(seed=1)), max_tokens=1)
+
+        for num_turns in range(100):
+            client = asyncio.create_task(one())
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            client.cancel()
+            await asyncio.wait([client])
+            if not client.cancelled():
+                break
+            await eventually(lambda: worker.engine.num_reading == parts.num_held == 0)
+            await eventually(lambda: arena.stats().num_leases == 0)
+        assert num_turns > 1
+
+
+async def test_media_travel_with_the_prepared_prompt_wherever_it_is_generated(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            with open_scope():  # as another task of the app may be in
+                assert await parts.generate(request("r", prepared.token_ids), prepared)
+
+
+async def test_media_of_the_next_way_are_found_once_for_all_beams_of_a_prompt(arena, preparers, make_worker):
+    card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
+    worker = await make_worker(card=card)
+    seen = spy(worker)
+    url = "http://host/a.png"
+    async with Parts(arena, preparers, [worker]) as parts:
+        parts.fetcher.contents[url] = png()
+        with open_scope():
+            item = MediaRef("image", "messages[0].content[0].image_url", url=url)
+            prepared = await parts.gateway.prepare(MediaPrompt([1, 7], (item,)))
+            for beam in range(3):
+                await parts.generate(request(f"r{beam}", [*prepared.token_ids, beam]), prepared)
+        assert parts.fetcher.num_fetches == 2
+    assert [(r.prompt.stage, r.prompt.token_ids) for r in seen] == [("decoded", [1, 7, beam]) for beam in range(3)]
+
+
+async def test_request_whose_bookkeeping_fails_once_it_is_sent_is_aborted(arena, preparers, worker, monkeypatch):
+    async with Parts(arena, preparers, [worker]) as parts:
+
+        def broken(*_):
+            raise RuntimeError("the router is broken")
+
+        monkeypatch.setattr(parts.gateway.routes, "begin", broken)
+        with open_scope():
+            prepared = await parts.gateway.prepare(prompt(png()))
+            wanted = request("r", prepared.token_ids, max_tokens=1000, token_s=0.05)
+            with pytest.raises(RuntimeError, match="broken"):
+                await parts.generate(wanted, prepared)
+        await eventually(lambda: parts.num_held == 0, timeout_s=2)
+
+
 async def test_client_that_leaves_while_its_image_is_prepared_leaves_no_lease(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 

@@ -24,6 +24,7 @@ from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
+from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
 from medialane.gateway import (
     Aliases,
     EncodedStore,
@@ -159,7 +160,7 @@ async def _start(
 def _pool(config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> PreparerPool:
     return PreparerPool(
         config.prepare,
-        factory=NO_PROCESSOR_FACTORY if config.gateway.stage == "url" else PROCESSOR_FACTORY,
+        factory=PROCESSOR_FACTORY if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY,
         factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
         arena=arena,
         media=config.media,
@@ -182,19 +183,21 @@ def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     """The settings with the stage that this model allows: where its items cannot be processed one by one, workers do it
     whole. Raises StartupFailed."""
     if not frontend.takes_media:
-        return msgspec.structs.replace(config, stage="url")
-    if config.stage != "url":
+        return msgspec.structs.replace(config, stage=RAW_STAGE)
+    stage = prepared_stage(config.stage)
+    if stage.is_decoded:
         frontend.check_media_options()
-    if frontend.supports_split or config.stage in ("decoded", "url"):
+    if frontend.supports_split or not stage.is_processed:
         return config
-    if config.stage == "features":
-        raise StartupFailed("this model's media cannot be processed one by one: use --stage auto, decoded or url")
-    logger.info("this model's media cannot be processed one by one: the workers do it (stage decoded)")
-    return msgspec.structs.replace(config, stage="decoded")
+    if config.stage != "auto" or stage.instead is None:
+        others = " or ".join(found.name for found in STAGES.values() if not found.is_processed)
+        raise StartupFailed(f"this model's media cannot be processed one by one: use --stage auto, {others}")
+    logger.info("this model's media cannot be processed one by one: the workers do it (stage %s)", stage.instead)
+    return msgspec.structs.replace(config, stage=stage.instead)
 
 
-def _warn_of_scaling(stage: str, frontend: Frontend) -> None:
-    if stage in ("decoded", "url"):
+def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
+    if not prepared_stage(stage).is_processed:
         logger.warning("--jpeg-scaled-decode has no effect in stage %s: images go to the workers", stage)
     elif not frontend.tells_resize_target():
         logger.warning("--jpeg-scaled-decode has no effect: this model's processor does not tell what it resizes to")
@@ -243,11 +246,7 @@ def _gateway(parts: _Parts) -> Gateway:
         config=parts.gateway_config,
         transfer=parts.config.transfer,
         features=features,
-        handover=Handover(
-            transports=[ShmTransport(), inline],
-            features=features,
-            max_inline_bytes=parts.config.transfer.max_inline_bytes,
-        ),
+        handover=Handover(transports=[ShmTransport(), inline], max_inline_bytes=parts.config.transfer.max_inline_bytes),
         assembler=parts.frontend.assembler(),
         workers=parts.links,
         router=Router(parts.config.routing),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import msgspec
 
 from medialane.core.media import MediaRef, MediaSize, Modality
+from medialane.core.stage import StageName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
 #: Bytes of a feature's header, which travels in control messages: between processes and to workers, both ends check it.
@@ -12,11 +17,12 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """The processed tensors of one media item, or (stage `decoded`) the decoded ones.
+    """The processed tensors of one media item, or the one tensor of another stage: what was decoded, the encoded bytes.
 
     `mm_hash` identifies it (64 hex digits: blake3-256 over model, processor settings, content, options and salt; the
-    decoded form has a key of its own). `header` is what the engine's bridge needs besides the tensors (field names and
-    kinds, small tensors); only the bridge reads it. `tensors` are the large ones, in the header's order.
+    decoded form has a key of its own in the arena). `header` is what the engine's bridge needs besides the tensors
+    (field names and kinds, small tensors); only the bridge reads it. `tensors` are the large ones, in the header's
+    order.
     """
 
     modality: Modality
@@ -93,21 +99,62 @@ class MediaPrompt(msgspec.Struct, frozen=True):
     items: tuple[MediaRef, ...]
     options: bytes = b"{}"
 
+    @property
+    def has_embeds(self) -> bool:
+        return any(ref.is_embeds for ref in self.items)
+
     def __repr__(self) -> str:
         return f"MediaPrompt({len(self.token_ids)} tokens, {self.items})"
 
 
-class PreparedPrompt(msgspec.Struct, frozen=True):
-    """What became of a media prompt.
+class Hold(Protocol):
+    """A pin on an entry of the arena (`arena.Lease`): its bytes stay where they are until `release`, called once."""
 
-    Stage `features`: `token_ids` are expanded, `features` stand in the order of the source's items. Stages `decoded`
-    and `url`: `token_ids` are the source's and there are no features. `mm_hashes` identify the items in all of them.
+    def duplicate(self) -> Hold:
+        """A second, independent hold on the same entry. Raises RuntimeError after `release`."""
+        ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagedItem:
+    """One media item in the form that a stage sends, and the request's hold on it.
+
+    `feature.mm_hash` is the identifier under which the engine shall know the item. `media_type` says what encoded bytes
+    are. `is_hit` tells whether the arena had it, None where nothing had to be made.
+    """
+
+    ref: MediaRef
+    feature: Feature
+    hold: Hold
+    media_type: str | None = None
+    is_hit: bool | None = None
+
+
+class StagedMedia(Protocol):
+    """The media of one request in the form of any stage."""
+
+    async def in_stage(self, stage: StageName) -> Sequence[StagedItem]:
+        """All items, in the order of the request's. Found or made once; the request's scope owns the holds.
+
+        Raises MedialaneError.
+        """
+        ...
+
+
+class PreparedPrompt(msgspec.Struct, frozen=True):
+    """What became of a media prompt, and the media themselves: what is handed over travels with the prompt.
+
+    A stage that `is_processed`: `token_ids` are expanded, `features` stand in the order of the source's items. Others:
+    `token_ids` are the source's and there are no features. `mm_hashes` identify the items in all of them.
     """
 
     token_ids: list[int]
     features: tuple[PlacedFeature, ...]
     mm_hashes: tuple[str, ...]
     source: MediaPrompt
+    media: StagedMedia
 
     def __repr__(self) -> str:
         return f"PreparedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from medialane.core.feature import HandedMedia, MediaSpan
-
-Stage = Literal["features", "decoded", "url"]
-TransportName = Literal["shm", "inline"]
+from medialane.core.stage import STAGES, StageName, TransportName
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
-    """Stage `features`: expanded token ids and features, each with its placeholder; without features, a text prompt.
+    """Of a stage that `is_processed`: expanded token ids and features, each with its placeholder; without features, a
+    text prompt.
 
     `options` are the request's processor options, canonical JSON: the worker needs them to check the placeholders.
     """
@@ -32,8 +30,8 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
 
 
 class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
-    """Stages `decoded` and `url`: token ids whose placeholders are not expanded, and the items that the worker shall
-    process itself, in the order of their modality.
+    """Of the other stages: token ids whose placeholders are not expanded, and the items that the worker shall process
+    itself, in the order of their modality.
 
     `options` are the request's processor options, canonical JSON.
     """
@@ -41,7 +39,11 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
     token_ids: list[int]
     media: tuple[HandedMedia, ...]
     options: bytes = b"{}"
-    stage: Literal["decoded", "url"] = "url"
+    stage: StageName = "url"
+
+    def __post_init__(self) -> None:
+        if STAGES[self.stage].is_processed:
+            raise ValueError(f"a prompt of stage {self.stage} is expanded")
 
     def __repr__(self) -> str:
         return f"SourcePrompt({len(self.token_ids)} tokens, {len(self.media)} items {self.stage})"
@@ -261,7 +263,6 @@ __all__ = [
     "Prompt",
     "RoutingDecision",
     "SourcePrompt",
-    "Stage",
     "TokenLogprob",
     "TransportName",
     "WorkerLoad",

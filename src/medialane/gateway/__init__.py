@@ -9,7 +9,7 @@ from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes
-from medialane.gateway.scope import RequestScope, current_scope, open_scope
+from medialane.gateway.scope import Lifted, RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -23,6 +23,7 @@ __all__ = [
     "Handover",
     "Health",
     "IntakeMiddleware",
+    "Lifted",
     "RequestScope",
     "Routes",
     "ScopeMiddleware",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.core.stage import StageChoice
 
 _POSITIVE = (
     "max_text_bytes",
@@ -24,7 +25,7 @@ _POSITIVE = (
 
 class GatewayConfig(msgspec.Struct, frozen=True):
     stage: Annotated[
-        Literal["auto", "features", "decoded", "url"],
+        StageChoice,
         msgspec.Meta(
             description="what is handed to workers: features (processed here), decoded (the worker processes), "
             "url (the worker decodes and processes), auto (features; decoded where the worker's processor is another; "

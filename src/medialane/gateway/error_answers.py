@@ -145,7 +145,7 @@ class ErrorSender:
 
     def _error(self) -> MedialaneError | None:
         failure = self._request.failure
-        return None if failure is None or self._request.app_answers else from_report(failure)
+        return None if failure is None or failure.app_answers else from_report(failure.error)
 
     def _with_event(self, piece: bytes, error: MedialaneError) -> bytes:
         """`piece` of a stream, its error events replaced."""

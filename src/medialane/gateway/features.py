@@ -7,7 +7,8 @@ copy.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -26,7 +27,8 @@ from medialane.media import Fetched, Fetcher, MediaConfig, needs_probe
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
-#: An entry may be evicted between its making and its use when the arena is far too small; then it is made again.
+#: Encoded bytes may be evicted between their download and their use when the arena is far too small; then they are
+#: fetched again.
 _TRIES = 3
 
 #: Decode options in the key of an image whose JPEG may be decoded smaller (`jpeg_scaled_decode`); no client sets them.
@@ -51,8 +53,18 @@ class Found(NamedTuple):
     is_hit: bool
 
 
+class _Form(NamedTuple):
+    """What is wanted of an item: its feature, made with the request's `options`, or what its decoder gives."""
+
+    kind: Literal["decoded", "processed"]
+    options: bytes | None
+
+
 class FeatureSource:
-    """Gives leases on encoded media and on features; at most one preparation of a feature runs at a time."""
+    """Gives leases on encoded media, on decoded ones and on features; at most one preparation of each runs at a time.
+
+    The caller owns every lease that it is given. Errors name the reference's field of the request.
+    """
 
     def __init__(
         self,
@@ -73,7 +85,8 @@ class FeatureSource:
         self._scales = media.jpeg_scaled_decode
         self._turns = turns
         self._aliases = aliases
-        self._flights: SingleFlight[str, None] = SingleFlight()
+        self._making: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
+        self._probing: SingleFlight[str, None] = SingleFlight()
         #: Content that a preparer has opened, or decoded, without an error: a worker may decode it.
         self._probed: LRUCache[str, None] = LRUCache(_MAX_VERDICTS)
         #: Features that never fit the arena: finding that out again would take a preparer seconds each time.
@@ -88,36 +101,30 @@ class FeatureSource:
             raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
-    async def find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
-        """The feature of `ref`, processed with the request's `options` and its own; without `options` what its decoder
-        gave.
+    async def find(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Found:
+        """The feature of `ref`, processed with the request's `options` and its own."""
+        return await self._find(ref, _Form("processed", options), timeline)
 
-        The caller owns the lease. Errors name the reference's field of the request.
-        """
-        try:
-            found = await self._find(ref, options, timeline)
-        except MedialaneError as error:
-            raise error.at(ref.param) from error
-        self._bind(ref, found.content_hash)
-        return found
+    async def decoded(self, ref: MediaRef, timeline: StageTimeline) -> Found:
+        """What the decoder gives of `ref`."""
+        return await self._find(ref, _Form("decoded", None), timeline)
 
     async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
         """The encoded bytes that `ref` stands for now; their content hash is `value.content_hash`.
 
-        The caller owns the lease. Errors name the reference's field of the request.
+        A preparer has opened them where their header must be checked; what it refuses is not kept.
         """
-        try:
-            need_data = False
-            for _ in range(_TRIES):
-                fetched = await self._fetch(ref, timeline, need_data=need_data)
-                if (lease := await self._encoded(ref, fetched, timeline)) is not None:
-                    await self._probe(ref, lease)
-                    self._bind(ref, fetched.content_hash)
-                    return lease
-                need_data = True
-            raise ArenaFull(_TOO_SMALL)
-        except MedialaneError as error:
-            raise error.at(ref.param) from error
+        with _naming(ref):
+            lease = await self._at_hand(ref, timeline)
+            try:
+                await self._probe(ref, lease.value)
+            except BaseException as error:  # whatever ends it, nobody else has this lease
+                lease.release()
+                if isinstance(error, InvalidRequest):
+                    self._store.forget(ref, lease.value.content_hash)
+                raise
+        self._bind(ref, lease.value.content_hash)
+        return lease
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
         """What identifies the feature of `ref`, without making it. `content` is the hash of what it stands for."""
@@ -129,47 +136,48 @@ class FeatureSource:
             salt=ref.salt,
         )
 
-    async def _find(self, ref: MediaRef, options: bytes | None, timeline: StageTimeline) -> Found:
-        """As `find`.
+    async def _find(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
+        with _naming(ref):
+            found = await self._found_or_made(ref, form, timeline)
+        self._bind(ref, found.content_hash)
+        return found
+
+    async def _found_or_made(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
+        """Look for what is wanted, and make it where it is not.
 
         A URL whose content is known by its hash alone may have other content by the time that its bytes are fetched:
         then that is what is looked up, and what the feature is made of and named after.
         """
-        need_data = missed = False
+        need_data = False
         for _ in range(1 + _TRIES):
             fetched = await self._fetch(ref, timeline, need_data=need_data)
-            kind: Literal["decoded", "processed"] = "decoded" if options is None else "processed"
-            key = self._key(ref, options, fetched.content_hash)
-            if (lease := self._arena.lookup(key, kind)) is not None:
-                timeline.num_hits += not missed
-                return Found(fetched.content_hash, lease, is_hit=not missed)
-            # Held while it waits: a flight that another request began finds the bytes for as long as anybody waits.
-            encoded = self._store.lookup(ref, fetched.content_hash)
-            need_data = encoded is None and fetched.data is None
-            if need_data:
-                continue
-            timeline.num_misses += not missed
-            missed = True
-            with encoded or nullcontext():
-                await self._make(ref, fetched, options, key, timeline)
-                if (lease := self._arena.lookup(key, kind)) is not None:
-                    return Found(fetched.content_hash, lease, is_hit=False)
+            content = fetched.content_hash
+            if (lease := self._arena.lookup(self._key(ref, form, content), form.kind)) is not None:
+                timeline.num_hits += 1
+                return Found(content, lease, is_hit=True)
+            encoded = self._store.lookup(ref, content)
+            if encoded is not None or fetched.data is not None:
+                timeline.num_misses += 1
+                # Held meanwhile: a flight that another request began finds the bytes for as long as anybody waits.
+                with encoded or nullcontext():
+                    return Found(content, await self._make(ref, fetched, form, timeline), is_hit=False)
+            need_data = True
         raise ArenaFull(_TOO_SMALL)
 
-    def _key(self, ref: MediaRef, options: bytes | None, content: str) -> str:
-        if options is not None:
-            scales = self._scales and ref.modality == "image"
-            # What a worker makes of the whole image, under `key`, is another feature.
-            return self.key(msgspec.structs.replace(ref, io=SCALED_IO) if scales else ref, options, content=content)
-        return decoded_key(content=content, io=ref.io, salt=ref.salt)
+    def _key(self, ref: MediaRef, form: _Form, content: str) -> str:
+        if form.options is None:
+            return decoded_key(content=content, io=ref.io, salt=ref.salt)
+        scales = self._scales and ref.modality == "image"
+        # What a worker makes of the whole image, under `key`, is another feature.
+        scaled = msgspec.structs.replace(ref, io=SCALED_IO) if scales else ref
+        return self.key(scaled, form.options, content=content)
 
-    async def _make(
-        self, ref: MediaRef, fetched: Fetched, options: bytes | None, key: str, timeline: StageTimeline
-    ) -> None:
-        """Publish the feature of `key`, once for all who want it now."""
+    async def _make(self, ref: MediaRef, fetched: Fetched, form: _Form, timeline: StageTimeline) -> Lease[Feature]:
+        """Prepare what is wanted, once for all who want it now."""
+        key = self._key(ref, form, fetched.content_hash)
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
-        await self._flights.do(key, lambda: self._prepare(ref, fetched, options, key, timeline))
+        return await self._making.do(key, lambda: self._prepare(ref, fetched, form, key, timeline))
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
         with timeline.measure("fetch"):
@@ -187,14 +195,14 @@ class FeatureSource:
             self._aliases.bind(ref.salt, ref.alias, content)
 
     async def _prepare(
-        self, ref: MediaRef, fetched: Fetched, options: bytes | None, key: str, timeline: StageTimeline
-    ) -> None:
-        """Publish the feature, or the decoded media, of `key`."""
+        self, ref: MediaRef, fetched: Fetched, form: _Form, key: str, timeline: StageTimeline
+    ) -> Lease[Feature]:
+        """Publish the feature, or the decoded media, under `key`."""
         stored = await self._encoded(ref, fetched, timeline)
         if stored is None:
             raise ArenaFull(_TOO_SMALL)
         with stored:
-            merged = None if options is None else merged_options(options, ref.options)
+            merged = None if form.options is None else merged_options(form.options, ref.options)
             try:
                 prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io)
             except MediaTooLarge as error:
@@ -202,24 +210,14 @@ class FeatureSource:
                 raise
             self._probed[_probe_key(stored.value, ref.salt)] = None
             timeline.copied_bytes += prepared.value.nbytes
-        prepared.release()
+            return prepared
 
-    async def _probe(self, ref: MediaRef, lease: Lease[EncodedMedia]) -> None:
-        """Have a preparer open what a worker is about to decode, once for all who want it.
-
-        A lease on what is refused is released here, and the bytes are not kept.
-        """
-        encoded = lease.value
+    async def _probe(self, ref: MediaRef, encoded: EncodedMedia) -> None:
+        """Have a preparer open what a worker is about to decode, once for all who want it. The caller holds it."""
         key = _probe_key(encoded, ref.salt)
         if ref.is_embeds or key in self._probed or not needs_probe(encoded.media_type):
             return
-        try:
-            await self._flights.do(key, lambda: self._probe_stored(ref, encoded.content_hash))
-        except BaseException as error:  # whatever ends it, nobody else has this lease
-            lease.release()
-            if isinstance(error, InvalidRequest):
-                self._store.forget(ref, encoded.content_hash)
-            raise
+        await self._probing.do(key, lambda: self._probe_stored(ref, encoded.content_hash))
         self._probed[key] = None
 
     async def _probe_stored(self, ref: MediaRef, content: str) -> None:
@@ -227,6 +225,14 @@ class FeatureSource:
             raise ArenaFull(_TOO_SMALL)
         with stored:
             await self._pool.probe_item(stored)
+
+    async def _at_hand(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
+        """The encoded bytes, fetched if need be."""
+        for attempt in range(_TRIES):
+            fetched = await self._fetch(ref, timeline, need_data=attempt > 0)
+            if (lease := await self._encoded(ref, fetched, timeline)) is not None:
+                return lease
+        raise ArenaFull(_TOO_SMALL)
 
     async def _encoded(self, ref: MediaRef, fetched: Fetched, timeline: StageTimeline) -> Lease[EncodedMedia] | None:
         """The encoded bytes in the arena, cached there if they were not. None if they are not at hand either."""
@@ -236,6 +242,15 @@ class FeatureSource:
         async with self._turns.step(len(data)):
             timeline.copied_bytes += len(data)
             return await self._store.put(ref, fetched.content_hash, data)
+
+
+@contextmanager
+def _naming(ref: MediaRef) -> Iterator[None]:
+    """Errors name the field of the request that they are about."""
+    try:
+        yield
+    except MedialaneError as error:
+        raise error.at(ref.param) from error
 
 
 def _probe_key(encoded: EncodedMedia, salt: str) -> str:

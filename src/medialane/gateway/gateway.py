@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -24,18 +24,18 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
 from medialane.core.media import MediaRef
-from medialane.core.request import EngineRequest, OutputDelta, Prompt
+from medialane.core.request import EngineRequest, OutputDelta
+from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
 from medialane.gateway.administration import Administration
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.features import FeatureSource, Found
+from medialane.gateway.features import FeatureSource
 from medialane.gateway.handover import Handover, Pins
-from medialane.gateway.report import Cache
+from medialane.gateway.report import Sent
+from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, current_scope
-from medialane.gateway.side_by_side import side_by_side
-from medialane.gateway.source_entry import SourceStage
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
@@ -46,6 +46,18 @@ if TYPE_CHECKING:
     from medialane.routing import Router
 
 logger = logging.getLogger(__name__)
+
+#: Text travels inside the request.
+_TEXT_WAYS = (Way("features", "inline"),)
+
+
+class _Call(NamedTuple):
+    """One call of `generate`. `prepared` is None for text."""
+
+    request: EngineRequest
+    prepared: PreparedPrompt | None
+    route: Route
+    scope: RequestScope
 
 
 class Gateway:
@@ -92,33 +104,32 @@ class Gateway:
         return self._workers.num_ready > 0
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
-        """Make features of the prompt's items and expand its placeholders. The request's scope holds the leases."""
+        """Find or make what the prompt's stage sends, and expand the placeholders where that is ours to do.
+
+        The result carries the media with it; their leases end with the request's scope.
+        """
         scope = current_scope()
         scope.take(self._admission.enter())
         prompt = _with_common_options(prompt)
-        if (stage := self._source_stage(prompt)) is not None:
-            return await self._leave_to_worker(prompt, stage, scope)
-        if not self._takes_own_options:
+        stage = prepared_stage(self._stage_for(prompt))
+        if not (stage.is_processed and self._takes_own_options):
             _check_options(prompt)
+        media = RequestMedia(prompt, self._features, scope)
         try:
-            found = await side_by_side([self._find(ref, prompt.options, scope) for ref in prompt.items])
+            items = await media.in_stage(stage.name)
         except PromptTooLong as error:
             scope.fail(error, app_answers=True)
             raise
-        features = tuple(item.lease.value for item in found)
+        mm_hashes = tuple(item.feature.mm_hash for item in items)
+        if not stage.is_processed:
+            scope.note_prepared(items)
+            return PreparedPrompt(prompt.token_ids, (), mm_hashes, prompt, media)
+        features = tuple(item.feature for item in items)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
-        for ref, item, place in zip(prompt.items, found, assembled.placeholders, strict=True):
-            media = item.lease.value
-            scope.note_item(
-                ref, mm_hash=media.mm_hash, cache=_cache(item.is_hit), size=media.size, num_tokens=place.num_embeds
-            )
-        return PreparedPrompt(
-            token_ids=assembled.token_ids,
-            features=tuple(map(PlacedFeature, features, assembled.placeholders)),
-            mm_hashes=tuple(f.mm_hash for f in features),
-            source=prompt,
-        )
+        scope.note_prepared(items, [place.num_embeds for place in assembled.placeholders])
+        placed = tuple(map(PlacedFeature, features, assembled.placeholders))
+        return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media)
 
     async def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None
@@ -152,11 +163,11 @@ class Gateway:
             route = self.routes.choose(request, prepared)
             scope.take(route.routed)
             tries = self._ways(route.link, prepared)
+        call = _Call(request, prepared, route, scope)
         for way in tries:
             started = False
-            scope.note_way(way.stage, way.transport)
             try:
-                async with aclosing(self._attempt(request, prepared, way, route, scope)) as deltas:
+                async with aclosing(self._attempt(call, way)) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
@@ -168,41 +179,14 @@ class Gateway:
             else:
                 return
 
-    def _begin(self, route: Route, request: EngineRequest, scope: RequestScope) -> None:
-        with scope.timeline.measure("route"):
-            self.routes.begin(route, request.request_id)
-            scope.note_route(route.routed.decision)
-
-    def _source_stage(self, prompt: MediaPrompt) -> SourceStage | None:
-        """The stage of a prompt whose items a worker shall process. Embeddings are what they are: there is nothing to
-        prepare, and only the worker's vLLM puts them into a prompt."""
-        if _has_embeds(prompt):
-            return "url"
-        stage = self._config.stage
-        return stage if stage in ("decoded", "url") else None
-
-    async def _leave_to_worker(self, prompt: MediaPrompt, stage: SourceStage, scope: RequestScope) -> PreparedPrompt:
-        """Stages `decoded` and `url`: what is fetched and decoded here, under our guard, is in the arena from now on;
-        the worker does the rest."""
-        _check_options(prompt)
-        entries = await side_by_side(
-            [self._handover.entry(stage, number, prompt, scope) for number in range(len(prompt.items))]
-        )
-        for entry in entries:
-            scope.note_item(entry.ref, mm_hash=entry.mm_hash, cache=_cache(entry.is_hit), size=entry.size)
-        return PreparedPrompt(prompt.token_ids, (), tuple(entry.mm_hash for entry in entries), prompt)
-
-    async def _find(self, ref: MediaRef, options: bytes, scope: RequestScope) -> Found:
-        found = await self._features.find(ref, options, scope.timeline)
-        scope.take(found.lease)
-        scope.features[found.lease.value.mm_hash] = found.lease
-        return found
+    def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
+        return RAW_STAGE if prompt.has_embeds else self._config.stage
 
     def _ways(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[Way]:
         if prepared is None:
-            return (Way("features", "inline"),)
+            return _TEXT_WAYS
         found = ways(
-            "url" if _has_embeds(prepared.source) else self._config.stage,
+            self._stage_for(prepared.source),
             self._transfer.transport,
             same_host=link.same_host,
             same_processor=link.same_processor,
@@ -212,41 +196,48 @@ class Gateway:
             raise NoWorkerReady("no worker takes media the way that --stage and --transport ask for (see the log)")
         return found
 
-    async def _attempt(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, way: Way, route: Route, scope: RequestScope
-    ) -> AsyncGenerator[OutputDelta, None]:
+    async def _attempt(self, call: _Call, way: Way) -> AsyncGenerator[OutputDelta, None]:
         """Send the request by `way` and stream its answer."""
-        timeline = scope.timeline
-        self._num_sent += 1
+        timeline = call.scope.timeline
         with timeline.measure("handover"):
-            prompt: Prompt = request.prompt
-            pins = Pins()
-            if prepared is not None and way.stage == "features":
-                prompt, pins = self._handover.expanded(way, request.prompt.token_ids, prepared, scope)
-            elif prepared is not None:
-                self._begin(route, request, scope)  # others may be routed while its media are found
-                prompt, pins = await self._handover.source(way, request.prompt.token_ids, prepared, scope)
-            request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
-            sent = msgspec.structs.replace(
-                request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
-            )
-            remote = route.link.submit(sent, pins.until_released, pins.until_sent)
-        self._begin(route, request, scope)
-        # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
-        scope.take(_Aborting(remote))
+            remote = await self._send(call, way)
+        self._begin(call, way)
         sent_at = time.perf_counter()
         try:
             async for delta in remote:
                 if "first_token" not in timeline.seconds:
                     timeline.add("first_token", time.perf_counter() - sent_at)
-                    self.routes.answered(route, prepared, delta)
-                    scope.note_cached(delta.num_cached_tokens)
+                    self.routes.answered(call.route, call.prepared, delta)
+                    call.scope.note_answered(delta.num_cached_tokens)
                 if delta.times is not None:
                     timeline.add("queue", delta.times.queue_s)
                     timeline.add("prefill", delta.times.prefill_s)
                 yield delta
         finally:
             remote.abort()
+
+    async def _send(self, call: _Call, way: Way) -> RemoteRequest:
+        """Hand the request over by `way`. Raises HandoverFailed, WorkerLost."""
+        request, prepared, route, scope = call
+        self._num_sent += 1
+        prompt, pins = request.prompt, Pins()
+        if prepared is not None:
+            if not STAGES[way.stage].is_processed:
+                self._begin(call, way)  # others may be routed while its media are found
+            prompt, pins = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope.timeline)
+        request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
+        sent = msgspec.structs.replace(
+            request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
+        )
+        remote = route.link.submit(sent, pins.until_released, pins.until_sent)
+        # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
+        scope.take(_Aborting(remote))
+        return remote
+
+    def _begin(self, call: _Call, way: Way) -> None:
+        with call.scope.timeline.measure("route"):
+            self.routes.begin(call.route, call.request.request_id)
+            call.scope.note_sent(Sent(way.stage, way.transport, call.route.routed.decision))
 
 
 class _Aborting:
@@ -257,16 +248,6 @@ class _Aborting:
 
     def release(self) -> None:
         self._remote.abort()
-
-
-def _cache(is_hit: bool | None) -> Cache:
-    if is_hit is None:
-        return "none"
-    return "hit" if is_hit else "miss"
-
-
-def _has_embeds(prompt: MediaPrompt) -> bool:
-    return any(ref.is_embeds for ref in prompt.items)
 
 
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:

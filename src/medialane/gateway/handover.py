@@ -5,93 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from medialane.arena import Lease, describe
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature, HandedMedia, MediaPrompt, PreparedPrompt
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize
-from medialane.core.request import ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.gateway.features import FeatureSource
-from medialane.gateway.scope import RequestScope
-from medialane.gateway.side_by_side import side_by_side
-from medialane.gateway.source_entry import SourceEntry, SourceStage
+from medialane.core.feature import HandedMedia, Hold, PreparedPrompt, StagedItem
+from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
+from medialane.core.stage import STAGES
+from medialane.core.tensor import TensorDescriptor
+from medialane.observability.timeline import StageTimeline
 from medialane.transfer import HandedTensors, Transport, Way
-
-_Leases = Sequence[Lease[Feature] | Lease[EncodedMedia]]
 
 
 class Pins(NamedTuple):
-    """Leases beside the scope's own, since the request may outlive its scope: on what the worker reads until it has
-    released the request, and on what is read here until it is sent."""
+    """Holds beside the scope's own, since the request may outlive its scope: on what the worker reads until it has
+    released the request, and on what is read here until it is sent. `WorkerLink.submit` ends them."""
 
-    until_released: _Leases = ()
-    until_sent: _Leases = ()
+    until_released: Sequence[Hold] = ()
+    until_sent: Sequence[Hold] = ()
 
 
 class Handover:
     """Builds what is sent, and pins what the worker will read."""
 
-    def __init__(self, *, transports: Sequence[Transport], features: FeatureSource, max_inline_bytes: int) -> None:
+    def __init__(self, *, transports: Sequence[Transport], max_inline_bytes: int) -> None:
         self._transports = {t.name: t for t in transports}
-        self._features = features
         self._max_inline_bytes = max_inline_bytes
 
-    def expanded(
-        self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
-    ) -> tuple[ExpandedPrompt, Pins]:
-        """The prompt for stage `features`, and leases on the entries that it refers to. Raises HandoverFailed."""
-        features = [placed.feature for placed in prepared.features]
-        tensors = [feature.tensors for feature in features]
-        handed = tuple(
-            HandedMedia(f.modality, f.mm_hash, f.header, published, f.size, placed.placeholder)
-            for placed, f, published in zip(
-                prepared.features, features, self._publish(way, tensors, scope), strict=True
-            )
-        )
-        pins = _pins(way, [scope.features[f.mm_hash] for f in features])
-        return ExpandedPrompt(token_ids, handed, prepared.source.options), pins
+    async def prompt(
+        self, way: Way, token_ids: list[int], prepared: PreparedPrompt, timeline: StageTimeline
+    ) -> tuple[Prompt, Pins]:
+        """The prompt as `way` sends it, and holds on what it refers to, which the caller owns.
 
-    async def source(
-        self, way: Way, token_ids: list[int], prepared: PreparedPrompt, scope: RequestScope
-    ) -> tuple[SourcePrompt, Pins]:
-        """The same for stages `decoded` and `url`; `token_ids` are the prompt's as vLLM's app left them.
-
-        Each item is known by what is sent: a URL may have other content than when it was prepared."""
-        unexpanded = _unexpanded(token_ids, prepared)
-        source = prepared.source
-        if any(ref.options != b"{}" for ref in source.items):
-            raise HandoverFailed("a worker processes all items of a request with the same options")
-        stage: SourceStage = "decoded" if way.stage == "decoded" else "url"
-        entries = await side_by_side([self.entry(stage, number, source, scope) for number in range(len(source.items))])
-        published = self._publish(way, [entry.tensors for entry in entries], scope)
-        media = tuple(entry.handed(tensors) for entry, tensors in zip(entries, published, strict=True))
-        pins = _pins(way, [entry.lease for entry in entries])
-        return SourcePrompt(unexpanded, media, source.options, stage), pins
-
-    async def entry(self, stage: SourceStage, number: int, source: MediaPrompt, scope: RequestScope) -> SourceEntry:
-        """The entry of item `number` in this stage, found or made once for the request, whose scope has the lease."""
-        if (entry := scope.entries.get((stage, number))) is None:
-            find = self._decoded if stage == "decoded" else self._encoded
-            entry = scope.entries[stage, number] = await find(source.items[number], source.options, scope)
-        return entry
-
-    async def _decoded(self, ref: MediaRef, options: bytes, scope: RequestScope) -> SourceEntry:
-        found = await self._features.find(ref, None, scope.timeline)
-        scope.take(found.lease)
-        key = self._features.key(ref, options, content=found.content_hash)
-        media = found.lease.value
-        return SourceEntry(ref, key, found.lease, media.tensors, media.size, is_hit=found.is_hit)
-
-    async def _encoded(self, ref: MediaRef, options: bytes, scope: RequestScope) -> SourceEntry:
-        lease = await self._features.encoded(ref, scope.timeline)
-        scope.take(lease)
-        encoded = lease.value
-        key = self._features.key(ref, options, content=encoded.content_hash)
-        tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
-        return SourceEntry(ref, key, lease, tensors, MediaSize(), media_type=encoded.media_type)
+        `token_ids` are the prompt's as vLLM's app left them. Raises HandoverFailed, and what finding the media in the
+        way's stage raises.
+        """
+        is_processed = STAGES[way.stage].is_processed
+        if not is_processed:
+            token_ids = _unexpanded(token_ids, prepared)
+        items = await prepared.media.in_stage(way.stage)
+        published = self._publish(way, [item.feature.tensors for item in items], timeline)
+        options = prepared.source.options
+        prompt: Prompt
+        if is_processed:
+            prompt = ExpandedPrompt(token_ids, _features(prepared, published), options)
+        else:
+            prompt = SourcePrompt(token_ids, tuple(map(_source, items, published)), options, way.stage)
+        return prompt, _pins(way, [item.hold for item in items])
 
     def _publish(
-        self, way: Way, tensors: Sequence[tuple[TensorDescriptor, ...]], scope: RequestScope
+        self, way: Way, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
     ) -> list[HandedTensors]:
         """The tensors of every item as they travel."""
         if way.transport == "inline":
@@ -100,15 +60,41 @@ class Handover:
                 raise HandoverFailed(
                     f"{total} bytes of media are more than {self._max_inline_bytes} bytes in a message"
                 )
-            scope.timeline.copied_bytes += total
+            timeline.copied_bytes += total
         return [self._transports[way.transport].publish(item) for item in tensors]
+
+
+def _features(prepared: PreparedPrompt, published: Sequence[HandedTensors]) -> tuple[HandedMedia, ...]:
+    """Features, each with the place that it has in the prompt now."""
+    return tuple(
+        HandedMedia(f.modality, f.mm_hash, f.header, tensors, f.size, placed.placeholder)
+        for placed, tensors in zip(prepared.features, published, strict=True)
+        for f in (placed.feature,)
+    )
+
+
+def _source(item: StagedItem, tensors: HandedTensors) -> HandedMedia:
+    """An item that the worker processes itself."""
+    return HandedMedia(
+        item.feature.modality,
+        item.feature.mm_hash,
+        b"",
+        tensors,
+        item.feature.size,
+        media_type=item.media_type,
+        io=item.ref.io,
+        param=item.ref.param,
+    )
 
 
 def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
     """`token_ids` with the placeholders that the worker expands: vLLM's beam search appends the tokens of a beam.
 
-    Raises HandoverFailed for an expanded prompt that was truncated, which the worker would not know.
+    Raises HandoverFailed for what such a worker would not know: the items' own options, and that an expanded prompt was
+    truncated.
     """
+    if any(ref.options != b"{}" for ref in prepared.source.items):
+        raise HandoverFailed("a worker processes all items of a request with the same options")
     if not prepared.features:
         return token_ids
     num_expanded = len(prepared.token_ids)
@@ -117,7 +103,7 @@ def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
     return [*prepared.source.token_ids, *token_ids[num_expanded:]]
 
 
-def _pins(way: Way, leases: _Leases) -> Pins:
-    """Second leases on the entries, for as long as this way needs them."""
-    duplicates = [lease.duplicate() for lease in leases]
+def _pins(way: Way, holds: Sequence[Hold]) -> Pins:
+    """Second holds on the entries, for as long as this way needs them."""
+    duplicates = [hold.duplicate() for hold in holds]
     return Pins(until_released=duplicates) if way.transport == "shm" else Pins(until_sent=duplicates)

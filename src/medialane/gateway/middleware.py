@@ -18,7 +18,7 @@ from medialane.gateway.error_answers import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Intake, lift
 from medialane.gateway.intake.edits import Buffer
 from medialane.gateway.report import ReportSender
-from medialane.gateway.scope import RequestScope, current_scope, open_scope
+from medialane.gateway.scope import Lifted, RequestScope, current_scope, open_scope
 from medialane.gateway.turns import Turns
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
@@ -103,7 +103,7 @@ class IntakeMiddleware:
         elif body is None:
             return
         else:
-            send = ReportSender(send, request.report) if request.wants_report else send
+            send = ReportSender(send, request.report) if request.lifted.wants_report else send
             scope, receive = _with_length(scope, len(body)), _replay(body, receive)
         answer = ErrorSender(send, request, form)
         try:
@@ -122,8 +122,7 @@ class IntakeMiddleware:
         intake = await self._turns.run(body.size, partial(self._work, body.buffer, body.size, request))
         body.release()
         charge.set(intake.num_bytes)
-        request.refs, request.unread = intake.refs, intake.unread
-        request.wants_report = intake.report
+        request.lifted = Lifted(intake.refs, wants_report=intake.report, unread=intake.unread)
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:

@@ -17,8 +17,11 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from medialane.core.feature import StagedItem
 from medialane.core.media import MediaSize, Modality
 from medialane.core.request import Alternative, RoutingDecision
+from medialane.core.stage import StageName, TransportName
+from medialane.observability.timeline import StageTimeline
 
 Cache = Literal["hit", "miss", "none"]
 Message = MutableMapping[str, Any]
@@ -73,6 +76,47 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     routing: RoutingReport | None = None
     times_ms: Mapping[str, float] = {}
     copied_bytes: int = 0
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """How a request was sent, and where."""
+
+    stage: StageName
+    transport: TransportName
+    decision: RoutingDecision
+
+
+def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
+    size = item.feature.size
+    return MediaReport(
+        item.ref.param,
+        item.ref.modality,
+        "none" if item.is_hit is None else "hit" if item.is_hit else "miss",
+        item.feature.mm_hash,
+        width=size.width,
+        height=size.height,
+        num_frames=size.num_frames,
+        num_samples=size.num_samples,
+        timestamps=timestamps(size),
+        num_tokens=num_tokens,
+    )
+
+
+def request_report(
+    items: tuple[MediaReport, ...], sent: Sent | None, engine_cached_tokens: int | None, timeline: StageTimeline
+) -> bytes:
+    """JSON. `sent` is None where the request was sent nowhere."""
+    media_sent = sent if items else None  # text has no stage
+    return msgspec.json.encode(
+        RequestReport(
+            items,
+            stage=None if media_sent is None else media_sent.stage,
+            transport=None if media_sent is None else media_sent.transport,
+            routing=None if sent is None else routing_report(sent.decision, engine_cached_tokens),
+            times_ms={name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()},
+            copied_bytes=timeline.copied_bytes,
+        )
+    )
 
 
 def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> RoutingReport:

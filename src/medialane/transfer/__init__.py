@@ -1,7 +1,7 @@
 """How features get from the gateway to a worker: the transports, and the order to try them in."""
 
 from medialane.transfer.config import TransferConfig
-from medialane.transfer.selection import StageChoice, TransportChoice, Way, ways
+from medialane.transfer.selection import TransportChoice, Way, ways
 from medialane.transfer.transport import (
     HandedTensors,
     InlineReceiver,
@@ -19,7 +19,6 @@ __all__ = [
     "Receiver",
     "ShmReceiver",
     "ShmTransport",
-    "StageChoice",
     "TransferConfig",
     "Transport",
     "TransportChoice",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
 
-from medialane.core.request import Stage, TransportName
+from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
 
-StageChoice = Literal["auto", "features", "decoded", "url"]
 TransportChoice = Literal["auto", "shm", "inline"]
 
 
 class Way(msgspec.Struct, frozen=True):
     """One stage and one transport."""
 
-    stage: Stage
+    stage: StageName
     transport: TransportName
 
     def __str__(self) -> str:
@@ -30,19 +30,31 @@ def ways(
     `same_host`: the worker proved that it maps our arena. `same_processor`: its processor settings equal ours, so our
     features mean to its engine what its own would. `prepared`: the request has features.
     """
-    transports = _transports(transport, same_host=same_host)
-    found: list[Way] = []
-    if stage in ("auto", "features") and same_processor and prepared:
-        found += [Way("features", t) for t in transports]
-    # What is decoded means the same to every worker: the next best where features do not.
-    if stage == "decoded" or (stage == "auto" and not found):
-        found += [Way("decoded", t) for t in transports]
-    if stage in ("auto", "url"):
-        # The last resort, which no transport is too good for: encoded bytes are few.
-        found += [Way("url", t) for t in transports or ("inline",)]
-    return tuple(found)
+
+    def is_possible(found: Stage) -> bool:
+        return not found.same_processor or (same_processor and prepared)
+
+    return tuple(
+        Way(found.name, name)
+        for found in _stages(stage, is_possible)
+        for name in _transports(found, transport, same_host=same_host)
+    )
 
 
-def _transports(choice: TransportChoice, *, same_host: bool) -> tuple[TransportName, ...]:
-    names: tuple[TransportName, ...] = ("shm", "inline") if same_host else ("inline",)
-    return tuple(name for name in names if choice in ("auto", name))
+def _stages(choice: StageChoice, is_possible: Callable[[Stage], bool]) -> Iterator[Stage]:
+    if choice != "auto":
+        yield from filter(is_possible, [STAGES[choice]])
+        return
+    name: StageName | None = BEST_STAGE
+    while name is not None:
+        stage = STAGES[name]
+        if is_possible(stage):
+            yield stage
+            name = stage.fallback
+        else:
+            name = stage.instead
+
+
+def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool) -> tuple[TransportName, ...]:
+    found = tuple(name for name in stage.transports if choice in ("auto", name) and (same_host or name != "shm"))
+    return found or stage.last_resort

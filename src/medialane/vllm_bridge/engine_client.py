@@ -7,7 +7,6 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, VLLMValidationError
@@ -21,11 +20,11 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.core import admin
 from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected, WorkersNotDone
-from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.adapters import with_own_id
 from medialane.vllm_bridge.outputs import to_request_output
-from medialane.vllm_bridge.renderer_hook import PreparedItems, remembered_errors
+from medialane.vllm_bridge.prepared_input import prepared_prompt
+from medialane.vllm_bridge.renderer_hook import remembered_errors
 from medialane.vllm_bridge.story import Story
 
 
@@ -131,7 +130,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                 cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
             )
             prompt_token_ids = request.prompt.token_ids
-            async with aclosing(self._story.generate(request, _prepared(prompt))) as deltas:
+            async with aclosing(self._story.generate(request, prepared_prompt(prompt))) as deltas:
                 async for delta in deltas:
                     prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
                     yield to_request_output(
@@ -257,27 +256,6 @@ def _token_ids(prompt: Any) -> list[int]:
     if not isinstance(prompt, dict) or prompt.get("type") not in ("token", "multimodal"):
         raise InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
     return list(prompt["prompt_token_ids"])
-
-
-def _prepared(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
-    """Our half of an engine input, its placeholders as vLLM left them: truncation may have moved them."""
-    if prompt["type"] == "token":
-        return None
-    if not isinstance(prompt["mm_kwargs"], PreparedItems):
-        raise InvalidRequest("media given as processed tensors are not supported by this gateway")
-    prepared = prompt["mm_kwargs"].prepared
-    if not prepared.features:
-        return prepared
-    moved = {m: iter(ranges) for m, ranges in prompt["mm_placeholders"].items()}
-    features = []
-    for placed in prepared.features:
-        offset = next(moved[placed.feature.modality]).offset
-        if offset != placed.placeholder.offset:
-            place = msgspec.structs.replace(placed.placeholder, offset=offset)
-            features.append(PlacedFeature(placed.feature, place))
-        else:
-            features.append(placed)
-    return msgspec.structs.replace(prepared, features=tuple(features))
 
 
 __all__ = ["BridgedError", "RoutedEngineClient"]

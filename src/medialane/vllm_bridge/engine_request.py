@@ -20,7 +20,7 @@ from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_encoder import ArenaItem
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.renderer_hook import to_vllm_range
+from medialane.vllm_bridge.prepared_input import to_vllm_range
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
 

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
-import torch
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import mm_input
-from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
@@ -29,13 +26,13 @@ from medialane.core.errors import (
     PromptTooLong,
     UnknownMediaUuid,
 )
-from medialane.core.feature import MediaPrompt, PreparedPrompt
-from medialane.core.feature import PlaceholderRange as Placeholder
+from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.media_options import final_io, model_io
 from medialane.vllm_bridge.option_limits import check_options
 from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
+from medialane.vllm_bridge.prepared_input import engine_input
 from medialane.vllm_bridge.processor_options import check_processor_options
 from medialane.vllm_bridge.story import Story
 
@@ -43,88 +40,56 @@ from medialane.vllm_bridge.story import Story
 CONNECTOR = "medialane"
 
 
-class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not typed
-    """Our half of an engine input, in the one place that vLLM passes on as it is: beam search makes new inputs with the
-    `mm_kwargs` of the first. vLLM's app does not look into it."""
+class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
+    """Leaves fetching to the gateway: a URL in the body is already a reference. vLLM makes a connector per request, of
+    the subclass that `install` registers.
 
-    def __init__(self, prepared: PreparedPrompt) -> None:
-        found: dict[str, list[None]] = {}
-        for placed in prepared.features:
-            found.setdefault(placed.feature.modality, []).append(None)
-        super().__init__(found)
-        self.prepared = prepared
+    vLLM's own fetching, which every other method of its connector comes down to, would go round our guard.
+    """
+
+    hook: ClassVar[RendererHook]
+
+    async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
+        return self._ref("image", image_url)
+
+    async def fetch_video_async(
+        self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None
+    ) -> Any:
+        return self._ref("video", video_url)
+
+    async def fetch_audio_async(self, audio_url: str) -> Any:
+        return self._ref("audio", audio_url)
+
+    def _refuse_embeddings(self, data: str) -> None:
+        """Embeddings that intake has not taken out: vLLM's own connector would unpickle them in this process."""
+        self._refuse("this form of embeddings is not supported by this gateway")
+
+    async def _refuse_embeddings_async(self, data: str) -> None:
+        self._refuse_embeddings(data)
+
+    fetch_image_embedding = fetch_audio_embedding = fetch_video_embedding = _refuse_embeddings
+    fetch_image_embedding_async = fetch_audio_embedding_async = _refuse_embeddings_async
+    fetch_video_embedding_async = _refuse_embeddings_async
+
+    def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> None:
+        self._refuse("this form of media is not supported by this gateway")
+
+    async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> None:
+        self.load_from_url(url)
+
+    def _ref(self, modality: Modality, url: str) -> MediaRef:
+        return self.hook.reference(modality, url, self.media_io_kwargs)
+
+    def _refuse(self, message: str) -> NoReturn:
+        with remembered_errors(self.hook.story):
+            raise InvalidRequest(message)
 
 
 def install(renderer: BaseRenderer, story: Story) -> None:
     """Send this renderer's media through `story`."""
-    references = _References(renderer, story)
-
-    class Connector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
-        """Leaves fetching to the gateway: a URL in the body is already a reference.
-
-        vLLM's own fetching, which every other method of its connector comes down to, would go round our guard.
-        """
-
-        async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
-            return self._ref("image", image_url)
-
-        async def fetch_video_async(
-            self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None
-        ) -> Any:
-            return self._ref("video", video_url)
-
-        async def fetch_audio_async(self, audio_url: str) -> Any:
-            return self._ref("audio", audio_url)
-
-        def _refuse_embeddings(self, data: str) -> None:
-            """Embeddings that intake has not taken out: vLLM's own connector would unpickle them in this process."""
-            with remembered_errors(story):
-                raise InvalidRequest("this form of embeddings is not supported by this gateway")
-
-        async def _refuse_embeddings_async(self, data: str) -> None:
-            self._refuse_embeddings(data)
-
-        fetch_image_embedding = fetch_audio_embedding = fetch_video_embedding = _refuse_embeddings
-        fetch_image_embedding_async = fetch_audio_embedding_async = _refuse_embeddings_async
-        fetch_video_embedding_async = _refuse_embeddings_async
-
-        def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> None:
-            with remembered_errors(story):
-                raise InvalidRequest("this form of media is not supported by this gateway")
-
-        async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> None:
-            self.load_from_url(url)
-
-        def _ref(self, modality: Modality, url: str) -> MediaRef:
-            with remembered_errors(story):
-                return references.completed(story.resolve(url), modality, self.media_io_kwargs)
-
-    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(Connector)
-
-    async def process(
-        prompt: list[int],
-        mm_data: Mapping[str, Any],
-        mm_uuids: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, object] | None = None,
-        media_io_kwargs: Mapping[str, Mapping[str, object]] | None = None,
-        *,
-        skip_mm_cache: bool = False,
-    ) -> Any:
-        with remembered_errors(story):
-            check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
-            check_processor_options(mm_processor_kwargs)
-            options = canonical_options(mm_processor_kwargs or {})
-            items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
-            return await _prepared_input(story, MediaPrompt(list(prompt), items, options))
-
-    renderer._process_multimodal_async = process
-
-
-async def _prepared_input(story: Story, prompt: MediaPrompt) -> Any:
-    try:
-        return engine_input(await story.prepare(prompt))
-    except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
-        raise VLLMValidationError(error.message) from error
+    hook = RendererHook(renderer, story)
+    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
+    renderer._process_multimodal_async = hook.process
 
 
 @contextmanager
@@ -137,33 +102,42 @@ def remembered_errors(story: Story) -> Iterator[None]:
         raise
 
 
-def engine_input(prepared: PreparedPrompt) -> Any:
-    """vLLM's engine input of a prepared prompt; without features (stages `decoded` and `url`), none of its items is
-    placed yet."""
-    hashes: dict[str, list[str]] = {}
-    placeholders: dict[str, list[PlaceholderRange]] = {}
-    for placed in prepared.features:
-        modality = placed.feature.modality
-        hashes.setdefault(modality, []).append(placed.feature.mm_hash)
-        placeholders.setdefault(modality, []).append(to_vllm_range(placed.placeholder))
-    return mm_input(prepared.token_ids, PreparedItems(prepared), hashes, placeholders)
-
-
-def to_vllm_range(placeholder: Placeholder) -> PlaceholderRange:
-    mask = placeholder.is_embed
-    is_embed = None if mask is None else torch.frombuffer(bytearray(mask), dtype=torch.uint8).bool()
-    return PlaceholderRange(offset=placeholder.offset, length=placeholder.length, is_embed=is_embed)
-
-
-class _References:
-    """The references that intake left, completed with what vLLM knows of model and request."""
+class RendererHook:
+    """The two ends of the seams: the references that intake left, completed with what vLLM knows of model and request,
+    and the prompt that the gateway makes of them."""
 
     def __init__(self, renderer: BaseRenderer, story: Story) -> None:
-        self._story = story
+        self.story = story
         self._io = model_io(renderer.model_config)
         self._most_pixels = most_pixels(renderer.get_mm_processor())
 
-    def completed(self, ref: MediaRef, modality: Modality, request_io: Mapping[str, Any] | None) -> MediaRef:
+    def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
+        """What stands for a media URL of the body. Raises as `Story.resolve`, and InvalidRequest for its options."""
+        with remembered_errors(self.story):
+            return self._completed(self.story.resolve(url), modality, request_io)
+
+    async def process(
+        self,
+        prompt: list[int],
+        mm_data: Mapping[str, Any],
+        mm_uuids: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+        media_io_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+        *,
+        skip_mm_cache: bool = False,
+    ) -> Any:
+        """In place of `BaseRenderer._process_multimodal_async`."""
+        with remembered_errors(self.story):
+            check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
+            check_processor_options(mm_processor_kwargs)
+            options = canonical_options(mm_processor_kwargs or {})
+            items = self._references(mm_data, mm_uuids or {}, media_io_kwargs)
+            try:
+                return engine_input(await self.story.prepare(MediaPrompt(list(prompt), items, options)))
+            except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
+                raise VLLMValidationError(error.message) from error
+
+    def _completed(self, ref: MediaRef, modality: Modality, request_io: Mapping[str, Any] | None) -> MediaRef:
         """The reference, with the decode options of model, request and item put together, and those processor options
         of the item that the model takes.
 
@@ -174,7 +148,7 @@ class _References:
         options = item_options(ref.options, self._most_pixels.get(modality), ref.param)
         return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
 
-    def of(
+    def _references(
         self, mm_data: Mapping[str, Any], mm_uuids: Mapping[str, Any], request_io: Mapping[str, Any] | None
     ) -> tuple[MediaRef, ...]:
         """The references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
@@ -193,13 +167,13 @@ class _References:
         if not uuid:
             raise EmptyMedia(f"{modality} given without URL, data or uuid")
         ref = self._by_uuid(modality, uuid)
-        return ref if ref.is_embeds else self.completed(ref, ref.modality, request_io)
+        return ref if ref.is_embeds else self._completed(ref, ref.modality, request_io)
 
     def _by_uuid(self, modality: str, uuid: str | None) -> MediaRef:
         """The reference that intake left in place of the uuid."""
         unknown = UnknownMediaUuid(f"{modality} given by a uuid alone that is not understood: send its URL or data")
         try:
-            ref = self._story.resolve(uuid or "")
+            ref = self.story.resolve(uuid or "")
         except InvalidMediaUrl as error:
             raise unknown from error
         if ref.modality != modality or not (ref.is_embeds or ref.content):

@@ -1,4 +1,4 @@
-"""Stages `decoded` and `url`: the worker processes media itself, by vLLM's own renderer.
+"""Stages that leave processing to the worker: it does it by vLLM's own renderer.
 
 In stage `decoded` an item comes as pixels, frames or samples, which are given to the renderer as vLLM's own loaders
 would give them; in stage `url` it comes as encoded bytes, which those loaders decode here. Embeddings come in stage
@@ -8,7 +8,7 @@ would give them; in stage `url` it comes as encoded bytes, which those loaders d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +36,7 @@ from medialane.core.errors import (
 from medialane.core.feature import HandedMedia
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.core.stage import StageName
 from medialane.vllm_bridge.embeds import EmbedsReader
 from medialane.vllm_bridge.foreign_errors import public_text
 from medialane.vllm_bridge.item_shape import UNFIT
@@ -72,6 +73,11 @@ class SourceRenderer:
         self._model_io = model_io(model_config)
         self._embeds_reader: EmbedsReader | None = None
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
+        #: What the worker does before vLLM's processor, by stage.
+        self._loads: Mapping[StageName, Callable[[HandedMedia, memoryview], Awaitable[Any]]] = {
+            "decoded": self._decoded,
+            "url": self._encoded,
+        }
 
     async def render(
         self, request: EngineRequest, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
@@ -120,8 +126,7 @@ class SourceRenderer:
         for item, datas in zip(prompt.media, tensors, strict=True):
             if len(datas) != 1:
                 raise InvalidFeature(f"{item.modality}: {len(datas)} tensors instead of one")
-            load = self._decoded if prompt.stage == "decoded" else self._encoded
-            load = self._embeds if item.media_type == EMBEDS_TYPE else load
+            load = self._embeds if item.media_type == EMBEDS_TYPE else self._loads[prompt.stage]
             media.setdefault(item.modality, []).append(await load(item, datas[0]))
             hashes.setdefault(item.modality, []).append(item.mm_hash)
         return media, hashes

@@ -33,4 +33,4 @@ def test_feature_counts_its_tensors_bytes_and_prints_none():
     assert feature.nbytes == 12
     assert "secret" not in repr(feature)
     source = MediaPrompt([1, 2], (MediaRef("image", "p", data=b"secret"),))
-    assert "secret" not in repr(PreparedPrompt([1], (), (), source)) + repr(source)
+    assert "secret" not in repr(PreparedPrompt([1], (), (), source, None)) + repr(source)

@@ -118,3 +118,82 @@ async def test_error_that_nobody_waits_for_is_not_reported_as_lost(caplog):
     await asyncio.sleep(0.01)
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+class Room:
+    """A result with an end, which counts those who hold it."""
+
+    def __init__(self):
+        self.num_held = 1
+
+    def share(self):
+        assert self.num_held, "shared after its end"
+        self.num_held += 1
+        return self
+
+    def release(self):
+        assert self.num_held, "released more often than held"
+        self.num_held -= 1
+
+
+def flights_of_rooms():
+    return SingleFlight(share=Room.share, release=Room.release)
+
+
+async def test_each_caller_owns_a_share_of_the_result_and_the_flight_keeps_none():
+    flights, room = flights_of_rooms(), Room()
+    work = Work(room)
+    tasks = await started(flights, work, 3)
+    work.go.set()
+    await asyncio.gather(*tasks)
+    assert room.num_held == 3
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_caller_that_is_cancelled_as_the_flight_lands_leaves_no_share(num_turns):
+    flights, rooms, go = flights_of_rooms(), [], asyncio.Event()
+
+    async def work():
+        await go.wait()
+        rooms.append(Room())
+        return rooms[0]
+
+    (task,) = await started(flights, work, 1)
+    go.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    assert sum(room.num_held for room in rooms) == (not task.cancelled())
+    assert len(flights) == 0
+
+
+async def test_result_that_comes_though_every_caller_has_left_is_released():
+    flights, room = flights_of_rooms(), Room()
+
+    async def stubborn():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return room
+
+    (task,) = await started(flights, stubborn, 1)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert room.num_held == 0
+
+
+async def test_caller_after_a_flight_that_nobody_waited_for_begins_its_own():
+    flights, work = flights_of_rooms(), Work(Room())
+    (task,) = await started(flights, work, 1)
+    work.go.set()
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    again = Work(Room())
+    again.go.set()
+    assert await flights.do("key", again) is again.result
+    assert (work.result.num_held, again.result.num_held) == (0, 1)

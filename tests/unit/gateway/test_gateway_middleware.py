@@ -9,6 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import BodyTooLarge
+from medialane.core.feature import Feature, StagedItem
+from medialane.core.media import MediaSize
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns, current_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
@@ -114,7 +116,7 @@ async def test_reference_holds_the_bytes_while_the_request_lasts_and_no_longer()
     app = Looking()
     await Exchange(app).run(BODY)
     assert app.data == DATA
-    assert app.request.refs == ()
+    assert app.request.lifted.refs == ()
 
 
 async def test_only_the_lifted_media_are_held_while_the_answer_lasts():
@@ -261,10 +263,10 @@ async def test_cancelled_request_ends_its_scope():
     app = Waiting()
     task = asyncio.create_task(Exchange(app).run(BODY))
     await asyncio.sleep(0.01)
-    assert app.request.refs
+    assert app.request.lifted.refs
     task.cancel()
     await asyncio.wait([task])
-    assert app.request.refs == ()
+    assert app.request.lifted.refs == ()
 
 
 @pytest.mark.parametrize(("method", "count"), [("POST", 1), ("GET", 0)])
@@ -282,7 +284,8 @@ class Answering(App):
     async def __call__(self, scope, receive, send):
         await receive()
         request = current_scope()
-        request.note_item(request.resolve("medialane:0"), mm_hash="h", cache="hit", num_tokens=4)
+        ref = request.resolve("medialane:0")
+        request.note_prepared([StagedItem(ref, Feature("image", "h", b"", (), MediaSize()), None, is_hit=True)], [4])
         headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"id":"a"}'})

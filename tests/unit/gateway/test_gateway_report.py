@@ -7,8 +7,10 @@ import msgspec
 import openai
 import pytest
 
+from medialane.core.feature import Feature, StagedItem
 from medialane.core.media import MediaRef, MediaSize
-from medialane.gateway import open_scope
+from medialane.core.request import RoutingDecision
+from medialane.gateway import Lifted, open_scope, report
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
 
 REPORT = b'{"items":[{"param":"x"}]}'
@@ -225,6 +227,7 @@ def test_openais_client_reads_a_stream_of_responses():
     assert events[1].model_extra["medialane"] == TOLD
 
 
+NO_SIZE = MediaSize()
 VIDEO = MediaSize(width=640, height=360, num_frames=3, metadata=b'{"fps":30.0,"frames_indices":[0,15,31],"x":[]}')
 
 
@@ -237,17 +240,23 @@ def test_video_that_tells_no_times_has_no_timestamps(metadata):
     assert timestamps(MediaSize(metadata=metadata)) == ()
 
 
+def item(ref, mm_hash, size=NO_SIZE, **more):
+    return StagedItem(ref, Feature(ref.modality, mm_hash, b"", (), size), None, **more)
+
+
 def test_scope_reports_items_in_the_order_of_the_request():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:
-        scope.wants_report = True
-        scope.refs = refs
-        scope.note_item(refs[1], mm_hash="h2", cache="miss", size=VIDEO, num_tokens=9)
-        scope.note_item(refs[0], mm_hash="h1")
-        scope.note_way("features", "shm")
+        scope.lifted = Lifted(refs, wants_report=True)
+        scope.note_prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
+        scope.note_prepared([item(refs[0], "h1")])
+        scope.note_sent(report.Sent("features", "shm", RoutingDecision("w0", "idle")))
+        scope.note_answered(7)
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
         found = msgspec.json.decode(scope.report())
+    routing = found.pop("routing")
+    assert (routing["worker"], routing["reason"], routing["engine_cached_tokens"]) == ("w0", "idle", 7)
     assert found == {
         "items": [
             {"param": "a", "modality": "image", "cache": "none", "mm_hash": "h1"},
@@ -272,6 +281,5 @@ def test_scope_reports_items_in_the_order_of_the_request():
 
 def test_scope_notes_nothing_where_nobody_asks():
     with open_scope() as scope:
-        scope.note_item(MediaRef("image", "a", data=b"1"), mm_hash="h", size=MediaSize(metadata=b"broken"))
-        assert scope.items == []
+        scope.note_prepared([item(MediaRef("image", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))])
         assert msgspec.json.decode(scope.report()) == {"items": []}

@@ -23,7 +23,7 @@ from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
 from medialane.vllm_bridge.administration import ACTIONS
 from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
-from medialane.vllm_bridge.renderer_hook import engine_input
+from medialane.vllm_bridge.prepared_input import engine_input
 
 
 class Story:
@@ -66,7 +66,7 @@ def prepared_prompt(*placeholders):
         for n, place in enumerate(placeholders)
     )
     hashes = tuple(f.feature.mm_hash for f in features)
-    return PreparedPrompt(list(range(20)), features, hashes, MediaPrompt([1, 2], items))
+    return PreparedPrompt(list(range(20)), features, hashes, MediaPrompt([1, 2], items), None)
 
 
 async def outputs(generator):
@@ -146,7 +146,7 @@ async def test_placeholders_are_where_vllm_left_them():
 
 
 async def test_prompt_left_to_the_worker_has_no_placed_items():
-    prepared = PreparedPrompt([1, 2], (), ("a" * 64,), MediaPrompt([1, 2], (MediaRef("image", "p", data=b"x"),)))
+    prepared = PreparedPrompt([1, 2], (), ("a" * 64,), MediaPrompt([1, 2], (MediaRef("image", "p", data=b"x"),)), None)
     story = Story()
     prompt = engine_input(prepared)
     assert (prompt["prompt_token_ids"], prompt["mm_placeholders"]) == ([1, 2], {})

@@ -1,0 +1,65 @@
+"""The media of one request, in the form of each stage that the request needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from medialane.arena import describe
+from medialane.core.feature import Feature, MediaPrompt, StagedItem
+from medialane.core.media import MediaRef, MediaSize
+from medialane.core.stage import STAGES, StageName
+from medialane.core.tensor import TensorSpec
+from medialane.gateway.features import FeatureSource
+from medialane.gateway.scope import RequestScope
+from medialane.gateway.side_by_side import side_by_side
+
+
+class RequestMedia:
+    """The items of one prompt (a `core.feature.StagedMedia`): what is found is the scope's from then on."""
+
+    def __init__(self, source: MediaPrompt, features: FeatureSource, scope: RequestScope) -> None:
+        self.source = source
+        self.features = features
+        self.scope = scope
+        self._found: dict[StageName, tuple[StagedItem, ...]] = {}
+
+    async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
+        """A URL may have other content than when another stage was prepared: each item is known by what is sent."""
+        if (found := self._found.get(stage)) is None:
+            find = FINDERS[STAGES[stage].sends]
+            found = self._found[stage] = await side_by_side([find(self, ref) for ref in self.source.items])
+        return found
+
+
+async def _processed(request: RequestMedia, ref: MediaRef) -> StagedItem:
+    found = await request.features.find(ref, request.source.options, request.scope.timeline)
+    request.scope.take(found.lease)
+    return StagedItem(ref, found.lease.value, found.lease, is_hit=found.is_hit)
+
+
+async def _decoded(request: RequestMedia, ref: MediaRef) -> StagedItem:
+    found = await request.features.decoded(ref, request.scope.timeline)
+    request.scope.take(found.lease)
+    key = request.features.key(ref, request.source.options, content=found.content_hash)
+    feature = msgspec.structs.replace(found.lease.value, mm_hash=key)
+    return StagedItem(ref, feature, found.lease, is_hit=found.is_hit)
+
+
+async def _encoded(request: RequestMedia, ref: MediaRef) -> StagedItem:
+    lease = await request.features.encoded(ref, request.scope.timeline)
+    request.scope.take(lease)
+    key = request.features.key(ref, request.source.options, content=lease.value.content_hash)
+    tensors = describe(lease.range, (TensorSpec("uint8", (lease.value.num_bytes,)),))
+    feature = Feature(ref.modality, key, b"", tensors, MediaSize())
+    return StagedItem(ref, feature, lease, media_type=lease.value.media_type)
+
+
+#: How an item is found, by what its stage sends.
+FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef], Coroutine[Any, Any, StagedItem]]] = {
+    "processed": _processed,
+    "decoded": _decoded,
+    "encoded": _encoded,
+}

@@ -1,0 +1,69 @@
+"""A prepared prompt as vLLM's engine input, and back.
+
+vLLM's app passes an engine input from its renderer to `EngineClient.generate`. On the way truncation makes new token
+ids and placeholders, and beam search makes new inputs with the `mm_kwargs` of the first. So the prepared prompt travels
+as those `mm_kwargs`, which the app does not look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from vllm.inputs import mm_input
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+from medialane.core.errors import InvalidRequest
+from medialane.core.feature import PlacedFeature, PreparedPrompt
+from medialane.core.feature import PlaceholderRange as Placeholder
+
+
+class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not typed
+    """The `mm_kwargs` of a prepared prompt: its items, without data."""
+
+    def __init__(self, prepared: PreparedPrompt) -> None:
+        found: dict[str, list[None]] = {}
+        for placed in prepared.features:
+            found.setdefault(placed.feature.modality, []).append(None)
+        super().__init__(found)
+        self.prepared = prepared
+
+
+def engine_input(prepared: PreparedPrompt) -> Any:
+    """vLLM's engine input of a prepared prompt; without features, none of its items is placed yet."""
+    hashes: dict[str, list[str]] = {}
+    placeholders: dict[str, list[PlaceholderRange]] = {}
+    for placed in prepared.features:
+        modality = placed.feature.modality
+        hashes.setdefault(modality, []).append(placed.feature.mm_hash)
+        placeholders.setdefault(modality, []).append(to_vllm_range(placed.placeholder))
+    return mm_input(prepared.token_ids, PreparedItems(prepared), hashes, placeholders)
+
+
+def prepared_prompt(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
+    """The prepared prompt of an engine input, its placeholders as vLLM left them: truncation may have moved them. None
+    for text. Raises InvalidRequest for media that were not prepared by `engine_input`."""
+    if prompt["type"] == "token":
+        return None
+    if not isinstance(prompt["mm_kwargs"], PreparedItems):
+        raise InvalidRequest("media given as processed tensors are not supported by this gateway")
+    prepared = prompt["mm_kwargs"].prepared
+    if not prepared.features:
+        return prepared
+    ranges = {modality: iter(found) for modality, found in prompt["mm_placeholders"].items()}
+    features = tuple(_moved(placed, next(ranges[placed.feature.modality]).offset) for placed in prepared.features)
+    return msgspec.structs.replace(prepared, features=features)
+
+
+def to_vllm_range(placeholder: Placeholder) -> PlaceholderRange:
+    mask = placeholder.is_embed
+    is_embed = None if mask is None else torch.frombuffer(bytearray(mask), dtype=torch.uint8).bool()
+    return PlaceholderRange(offset=placeholder.offset, length=placeholder.length, is_embed=is_embed)
+
+
+def _moved(placed: PlacedFeature, offset: int) -> PlacedFeature:
+    if offset == placed.placeholder.offset:
+        return placed
+    return PlacedFeature(placed.feature, msgspec.structs.replace(placed.placeholder, offset=offset))

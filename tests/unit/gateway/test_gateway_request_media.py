@@ -1,0 +1,107 @@
+"""A request's media by stage: each found once, every lease the scope's."""
+
+import pytest
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.errors import InvalidImage
+from medialane.core.feature import Feature, MediaPrompt
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize
+from medialane.core.stage import STAGES
+from medialane.gateway import open_scope
+from medialane.gateway.features import Found
+from medialane.gateway.request_media import FINDERS, RequestMedia
+
+REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))
+PROMPT = MediaPrompt([1, 7, 7, 7], REFS)
+
+
+class Source:
+    """Leases on entries of an arena, as `FeatureSource` gives them; what is asked for is kept."""
+
+    def __init__(self, arena):
+        self.arena = arena
+        self.asked = []
+        self.refused = None
+
+    async def find(self, ref, options, timeline):
+        return Found("content", self._lease("processed", ref), is_hit=False)
+
+    async def decoded(self, ref, timeline):
+        return Found("content", self._lease("decoded", ref), is_hit=True)
+
+    async def encoded(self, ref, timeline):
+        self._ask("encoded", ref)
+        reservation = self.arena.reserve(10, "encoded")
+        value = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
+        return self.arena.publish(reservation, ref.param, value)
+
+    def key(self, ref, options, *, content):
+        return f"key of {content}"
+
+    def _ask(self, kind, ref):
+        self.asked.append((kind, ref.param))
+        if ref.param == self.refused:
+            raise InvalidImage("no", param=ref.param)
+
+    def _lease(self, kind, ref):
+        self._ask(kind, ref)
+        feature = Feature("image", f"{kind} entry", b"", (), MediaSize(2, 1))
+        return self.arena.publish(self.arena.reserve(10, kind), ref.param, feature)
+
+
+@pytest.fixture
+def source():
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    yield Source(arena)
+    num_leases = arena.stats().num_leases
+    arena.close()
+    assert num_leases == 0
+
+
+def test_every_stage_has_a_finder_for_what_it_sends():
+    assert {stage.sends for stage in STAGES.values()} == set(FINDERS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "mm_hash", "media_type", "is_hit"),
+    [
+        ("features", "processed entry", None, False),
+        ("decoded", "key of content", None, True),
+        ("url", "key of content", "image/png", None),
+    ],
+)
+async def test_items_are_found_once_and_known_by_the_features_key(source, stage, mm_hash, media_type, is_hit):
+    with open_scope() as scope:
+        media = RequestMedia(PROMPT, source, scope)
+        items = await media.in_stage(stage)
+        assert await media.in_stage(stage) is items
+        assert source.asked == [(STAGES[stage].sends, ref.param) for ref in REFS]
+        assert [item.ref for item in items] == list(REFS)
+        assert {(i.feature.mm_hash, i.media_type, i.is_hit) for i in items} == {(mm_hash, media_type, is_hit)}
+        assert source.arena.stats().num_leases == 3
+        for item in items:
+            item.hold.duplicate().release()
+    assert source.arena.stats().num_leases == 0
+
+
+async def test_each_stage_is_found_apart_and_all_leases_end_with_the_scope(source):
+    with open_scope() as scope:
+        media = RequestMedia(PROMPT, source, scope)
+        for stage in STAGES:
+            await media.in_stage(stage)
+        assert source.arena.stats().num_leases == 3 * len(STAGES)
+
+
+async def test_items_beside_a_refused_one_are_the_scopes_too(source):
+    source.refused = REFS[1].param
+    with open_scope() as scope:
+        with pytest.raises(InvalidImage):
+            await RequestMedia(PROMPT, source, scope).in_stage("features")
+        assert source.arena.stats().num_leases > 0
+
+
+async def test_media_found_after_the_request_has_ended_are_released_at_once(source):
+    with open_scope() as scope:
+        media = RequestMedia(PROMPT, source, scope)
+    await media.in_stage("url")
+    assert source.arena.stats().num_leases == 0

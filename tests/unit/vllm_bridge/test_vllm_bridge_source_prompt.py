@@ -1,0 +1,14 @@
+"""What a worker does for each stage. No model: the renderer is never asked."""
+
+from types import SimpleNamespace
+
+from medialane.core.stage import STAGES
+from medialane.vllm_bridge.source_prompt import SourceRenderer
+
+
+def test_every_stage_that_leaves_processing_to_the_worker_has_its_code_there():
+    source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
+    try:
+        assert set(source._loads) == {stage.name for stage in STAGES.values() if not stage.is_processed}
+    finally:
+        source.close()
