@@ -3,7 +3,8 @@
 Theory of operation. A worker's front end sends requests to its EngineCore as msgpack; an item whose tensors lie in
 arenas that EngineCore has mapped is sent by `arena_encoder` as `{"medialane": bytes}`, the bytes being a `WireItem`:
 the item's header, and where its tensors lie. EngineCore's input thread decodes requests with `MsgpackDecoder`, a name
-that it looks up in its module when it starts: `seams.engine_core` puts a subclass there that makes such an item over views.
+that it looks up in its module when it starts: `seams.engine_core` puts a subclass there, which makes such an item over
+views.
 
 An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
 what it cannot resolve becomes an empty item, and the request is marked. A marked request is refused one step
@@ -26,7 +27,7 @@ from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.seams.engine import ItemDecoder
+from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class ArenaResolver:
 RESOLVER = ArenaResolver()
 
 
-class ArenaDecoder(ItemDecoder):  # type: ignore[misc]  # vllm is not typed
+class ArenaDecoder(ItemDecoder):
     """vLLM's decoder, which makes items of ours, too."""
 
     _faulted = False

@@ -40,7 +40,7 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
         return MultiModalKwargsItem(self.data)
 
 
-class ArenaEncoder(ItemEncoder):  # type: ignore[misc]  # vllm is not typed
+class ArenaEncoder(ItemEncoder):
     """vLLM's encoder; an `ArenaItem` travels as its `WireItem`."""
 
     def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Two seams of vLLM's renderer that send media through the gateway.
 
-vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with what the connector
-gave. Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call
-has the gateway prepare all of them at once. What vLLM fetches nothing for (embeddings, media given by uuid alone) comes
-to the second call as None with a uuid, in whose place intake has left the reference. The first seam is public (a
-registry), the second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
+vLLM's renderer calls a *media connector* for every media URL, then a method of its own with what the connector gave.
+Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call has the
+gateway prepare all of them at once. What vLLM fetches nothing for (embeddings, media given by uuid alone) comes to the
+second call as None with a uuid, in whose place intake has left the reference. The first seam is public (a registry),
+the second is private (`seams.multimodal`); `tests/contract/test_renderer_hook.py` pins both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from medialane.vllm_bridge.media_options import final_io, model_io
 from medialane.vllm_bridge.option_limits import check_options
 from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
 from medialane.vllm_bridge.processor_options import check_processor_options
+from medialane.vllm_bridge.seams.multimodal import prepare_media_by
 from medialane.vllm_bridge.story import Story
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
@@ -117,7 +118,7 @@ def install(renderer: BaseRenderer, story: Story) -> None:
             items = references.of(mm_data, mm_uuids or {}, media_io_kwargs)
             return await _prepared_input(story, MediaPrompt(list(prompt), items, options))
 
-    renderer._process_multimodal_async = process
+    prepare_media_by(renderer, process)
 
 
 async def _prepared_input(story: Story, prompt: MediaPrompt) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.stats import RequestStateStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -79,6 +80,7 @@ def encoder_cache_tokens(llm: AsyncLLM) -> int:
 
 
 __all__ = [
+    "EngineCoreRequest",
     "FrontEndInputs",
     "ItemDecoder",
     "ItemEncoder",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.v1.engine import EngineCoreRequest, core
+from vllm.v1.engine import core
 
-from medialane.vllm_bridge.seams.engine import ItemDecoder
+from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
 
 def change(
@@ -37,4 +37,4 @@ def change(
         setattr(core.EngineCore, name, utility)
 
 
-__all__ = ["EngineCoreRequest", "change"]
+__all__ = ["change"]

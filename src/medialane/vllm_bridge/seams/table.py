@@ -14,7 +14,7 @@ TESTED_VLLM = "0.32.0"
 
 #: How a seam is used.
 #: `call`: we call it, with `parameters` by name; vLLM may add parameters that have defaults.
-#: `override`: a subclass of ours defines it and vLLM calls that: its parameters are `parameters`, all of them, in order.
+#: `override`: a subclass of ours defines it and vLLM calls that; `parameters` are all of its parameters, in order.
 #: `replace`: we put something of ours in its place; as `override`, unless it is a class.
 #: `order`: values are passed or decoded by position: `parameters` are all of them, in order.
 #: `read`: a class, object or module of which we use `attributes`.
@@ -29,8 +29,8 @@ class Seam:
     """One name of vLLM, or of a library through which we change vLLM's app.
 
     `where` is `module:qualified.name`, or a module alone. `attributes` are members of it, or are set by its methods.
-    `called_in` is the function of vLLM's in which the last name of `where` (or `lookup`) occurs: once it occurs there no
-    more, an override or a replacement has no effect.
+    `called_in` is the function of vLLM's in which the last name of `where` (or `lookup`) occurs: once it does not occur
+    there any more, an override or a replacement has no effect.
     """
 
     where: str
@@ -256,9 +256,7 @@ GROUPS: tuple[Group, ...] = (
         without="requests with `image_embeds` fail",
         instead="none",
         tests=("tests/contract/test_embeds.py",),
-        seams=(
-            Seam("vllm.renderers.chat_utils:_get_embeds_data", "call", ("modality", "data_items", "mm_processor")),
-        ),
+        seams=(Seam("vllm.renderers.chat_utils:_get_embeds_data", "call", ("modality", "data_items", "mm_processor")),),
     ),
     Group(
         name="video loaders",
@@ -285,10 +283,11 @@ GROUPS: tuple[Group, ...] = (
                 called_in="vllm.multimodal.video_decoders.opencv:decode_opencv",
             ),
             Seam(
-                "vllm.multimodal.video_decoders.base:VideoSourceMetadata",
+                "vllm.multimodal.video_decoders:VideoSourceMetadata",
                 "order",
                 ("total_frames_num", "original_fps", "duration"),
             ),
+            Seam("vllm.multimodal.video_decoders:VideoTargetMetadata", "read"),
             Seam("vllm.multimodal.video:VIDEO_LOADER_REGISTRY", "read", attributes=("backend_requires_gpu",)),
             Seam(
                 "vllm.multimodal.media.video:VideoMediaIO",
@@ -442,7 +441,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="model on a CPU",
-        purpose="a CPU model of one rank runs in EngineCore; the processes of larger ones share the cores while they wait",
+        purpose="a CPU model of one rank runs in EngineCore; processes of larger ones leave cores free while they wait",
         adapter="cpu",
         users=("cpu_executor", "cpu_waiting"),
         processes=("worker",),
