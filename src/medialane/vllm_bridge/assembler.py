@@ -1,7 +1,7 @@
 """The light half of vLLM's multimodal processor: prompts are expanded (fills `prepare.Assembler`).
 
 Theory of operation. The expansion of placeholders reads no pixels. So the gateway runs it over items whose large
-tensors are stand-ins, by calling the family's own `apply` with the heavy step replaced (`seams.multimodal`):
+tensors are stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`) replaced:
 families that override `apply` stay right. Stand-ins carry the media's true size, on which several families' token
 counts depend. Private methods of vLLM 0.32 are used; `tests/contract/test_preparation.py` pins them.
 """

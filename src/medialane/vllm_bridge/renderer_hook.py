@@ -1,10 +1,10 @@
 """Two seams of vLLM's renderer that send media through the gateway.
 
-vLLM's renderer calls a *media connector* for every media URL, then a method of its own with what the connector gave.
-Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call has the
-gateway prepare all of them at once. What vLLM fetches nothing for (embeddings, media given by uuid alone) comes to the
-second call as None with a uuid, in whose place intake has left the reference. The first seam is public (a registry),
-the second is private (`seams.multimodal`); `tests/contract/test_renderer_hook.py` pins both.
+vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with what the connector
+gave. Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call
+has the gateway prepare all of them at once. What vLLM fetches nothing for (embeddings, media given by uuid alone) comes
+to the second call as None with a uuid, in whose place intake has left the reference. The first seam is public (a
+registry), the second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
 """
 
 from __future__ import annotations

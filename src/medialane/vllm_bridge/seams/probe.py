@@ -87,6 +87,8 @@ def _faults(seam: Seam) -> Iterator[str]:
     except _Missing as error:
         yield str(error)
         return
+    if getattr(found, "__isabstractmethod__", False):  # only functions that are have it
+        yield "is abstract"
     if seam.parameters is not None and (why := _other_parameters(found, seam)):
         yield why
     for name in seam.attributes:
@@ -101,12 +103,14 @@ class _Missing(Exception):
 
 
 def resolve(where: str) -> Any:
-    """The object at `module:qualified.name`. Raises _Missing."""
+    """The object at `module:qualified.name`. Raises _Missing, and whatever a module raises that is there and broken."""
     module, _, path = where.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # a broken module raises anything while it is imported, and that is the finding
-        raise _Missing(f"is not there: {type(error).__name__}: {error}") from error
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # a dependency of vLLM's is missing
+        raise _Missing(f"is not there: no module {error.name}") from error
     for name in filter(None, path.split(".")):
         try:
             found = getattr(found, name)
