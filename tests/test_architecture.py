@@ -1,9 +1,11 @@
-"""The import table of DESIGN.md, and the owners of heavy dependencies."""
+"""The import table of DESIGN.md, the owners of heavy dependencies, and of vLLM's private names."""
 
 import ast
 from pathlib import Path
 
 import pytest
+
+from medialane.vllm_bridge.seams.table import GROUPS
 
 SRC = Path(__file__).parents[1] / "src" / "medialane"
 
@@ -104,3 +106,170 @@ def test_every_folder_is_a_room():
 @pytest.mark.parametrize("module", sorted(PROTOCOLS))
 def test_file_of_protocols_exists(module):
     assert SRC.parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
+
+
+BRIDGE = SRC / "vllm_bridge"
+
+#: What `vllm_bridge` may import of vLLM anywhere: what vLLM documents for those who embed it, write plugins, loaders or
+#: models, with the types in its signatures. Everything else goes through `vllm_bridge.seams`, and stands in its table.
+PUBLIC = {
+    "vllm": {"envs"},
+    "vllm.config": {"KVEventsConfig", "ModelConfig", "VllmConfig"},
+    "vllm.engine.arg_utils": {"AsyncEngineArgs"},
+    "vllm.engine.protocol": {"EngineClient"},
+    "vllm.exceptions": {
+        "GenerationError", "GracefulHTTPError", "VLLMClientError", "VLLMError", "VLLMServerError",
+        "VLLMUnprocessableEntityError", "VLLMValidationError",
+    },
+    "vllm.inputs": {"mm_input", "tokens_input"},
+    "vllm.logprobs": {"Logprob"},
+    "vllm.lora.request": {"LoRARequest"},
+    "vllm.multimodal": {"MULTIMODAL_REGISTRY"},
+    "vllm.multimodal.inputs": {
+        "BaseMultiModalField", "MultiModalBatchedField", "MultiModalFieldElem", "MultiModalFlatField",
+        "MultiModalKwargsItem", "MultiModalKwargsItems", "MultiModalSharedField", "PlaceholderRange",
+    },
+    "vllm.multimodal.media": {"MEDIA_CONNECTOR_REGISTRY", "ImageMediaIO", "MediaConnector", "VideoMediaIO"},
+    "vllm.multimodal.media.audio": {"AudioMediaIO"},
+    "vllm.multimodal.media.image": {"ImageMediaIO"},
+    "vllm.multimodal.media.video": {"VideoMediaIO"},
+    "vllm.multimodal.parse": {"MultiModalDataItems"},
+    "vllm.multimodal.processing.processor": {"BaseMultiModalProcessor", "PromptUpdateDetails"},
+    "vllm.outputs": {"CompletionOutput", "PoolingRequestOutput", "RequestOutput"},
+    "vllm.platforms": {"current_platform"},
+    "vllm.reasoning": {"ReasoningParserManager"},
+    "vllm.renderers": {"BaseRenderer", "renderer_from_config"},
+    "vllm.sampling_params": {"RequestOutputKind", "SamplingParams"},
+    "vllm.tool_parsers": {"ToolParserManager"},
+    "vllm.usage.usage_lib": {"UsageContext"},
+    "vllm.v1.engine.async_llm": {"AsyncLLM"},
+    "vllm.v1.engine.exceptions": {"EngineDeadError"},
+    "vllm.v1.metrics.loggers": {"StatLoggerBase"},
+    "vllm.version": {"__version__"},
+}  # fmt: skip
+
+_SEAMS = [seam for group in GROUPS for seam in group.seams]
+_NAMES = {seam.where.rpartition(":")[2].rpartition(".")[2] for seam in _SEAMS} | {seam.lookup for seam in _SEAMS}
+_ATTRIBUTES = {name for seam in _SEAMS for name in seam.attributes}
+
+#: Names of vLLM's that stand in no file but those of `seams`: as an attribute, a method or a string. Those with an
+#: underscore, and the members of a front end, whatever they are called; only `self` may have one of the same name.
+PRIVATE = {name for name in _NAMES | _ATTRIBUTES if name.startswith("_")} | {
+    name
+    for group in GROUPS
+    if group.name == "engine front end"
+    for seam in group.seams
+    for name in (*seam.attributes, seam.where.rpartition(".")[2])
+    if "v1" not in name
+}
+
+
+def vllm_imports(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of everything that a file imports of vLLM; (module, "") for a module itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module, alias.name) for alias in node.names}
+    return {(module, name) for module, name in found if module.split(".")[0] == "vllm"}
+
+
+def is_public(module: str, name: str) -> bool:
+    return (module, name) == ("vllm", "") or name in PUBLIC.get(module, ())
+
+
+def private_uses(tree: ast.AST) -> list[str]:
+    """Accesses of `something._name` where something is not self or cls, and private names of vLLM's."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            is_hidden = node.attr.startswith("_") and not node.attr.startswith("__")
+            if not is_own and (is_hidden or node.attr in PRIVATE):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += [node.name] if node.name in PRIVATE and node.name.startswith("_") else []
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE:
+            found.append(repr(node.value))
+    return found
+
+
+def patched(tree: ast.AST) -> list[str]:
+    """Attributes of what was imported from vLLM that are assigned to."""
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vllm"
+        for alias in node.names
+    }
+    targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
+    return [ast.unparse(t) for t in targets if isinstance(t, ast.Attribute) and _root(t) in imported]
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+OUTSIDE = sorted(BRIDGE.glob("*.py"))
+ADAPTERS = sorted((BRIDGE / "seams").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
+def test_private_names_of_vllm_stand_in_the_seams_alone(path):
+    tree = ast.parse(path.read_text())
+    assert {found for found in vllm_imports(path) if not is_public(*found)} == set()
+    assert private_uses(tree) == []
+    assert patched(tree) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "renderer._process_multimodal_async = 1",
+        "self.processor._find_mm_placeholders(1)",
+        "class A:\n    def _decode_mm_item(self): ...",
+        "setattr(x, '_init_executor', 1)",
+        "llm.engine_core.encoder",
+        "self._llm.output_processor",
+    ],
+)
+def test_use_of_a_private_name_is_seen(source):
+    assert private_uses(ast.parse(source))
+
+
+def test_patch_of_an_import_is_seen():
+    assert patched(ast.parse("from vllm.v1.engine import core\ncore.EngineCore.step = 1")) == ["core.EngineCore.step"]
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda p: p.name)
+def test_what_the_seams_import_and_touch_of_vllm_is_in_their_table(path):
+    places = {seam.where.partition(":")[::2] for seam in _SEAMS}
+    listed = {(module, name.partition(".")[0]) for module, name in places}
+    listed |= {(seam.where, name) for seam in _SEAMS for name in seam.attributes}
+    modules = {module for module, _ in places}
+    unlisted = {
+        (module, name)
+        for module, name in vllm_imports(path)
+        if not is_public(module, name) and (module, name) not in listed and f"{module}.{name}" not in modules
+    }
+    assert unlisted == set()
+    touched = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+    }
+    assert touched <= PRIVATE
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_table_of_seams_names_their_users_and_tests(group):
+    users = {path.stem for path in OUTSIDE if f"medialane.vllm_bridge.seams.{group.adapter}" in imports(path)}
+    if group.adapter:
+        assert set(group.users) <= users
+        others = {user for other in GROUPS if other.adapter == group.adapter for user in other.users}
+        assert users <= others
+    assert all((BRIDGE / f"{user}.py").is_file() for user in group.users)
+    assert all((SRC.parents[1] / test).is_file() for test in group.tests)

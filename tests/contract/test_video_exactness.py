@@ -16,6 +16,7 @@ from medialane.media import MediaConfig
 from medialane.media.container_type import sniff_video
 from medialane.media.video import open_video
 from medialane.vllm_bridge import frame_sampler
+from medialane.vllm_bridge.seams import multimodal
 from video_clips import broken, clip, jpegs, remux
 
 LOADERS = ["opencv", "qwen2_vl", "qwen3_vl", "opencv_dynamic", "glm46v", "glmga", "molmo2", "openpangu", "glm5next"]
@@ -56,7 +57,7 @@ def sampler(own: dict | None = None):
 @pytest.fixture(autouse=True)
 def _no_model(monkeypatch):
     """No model's folder is looked up: tests name the loader."""
-    monkeypatch.setattr(frame_sampler, "get_video_processor_cls_name", lambda _config: None)
+    monkeypatch.setattr(multimodal, "get_video_processor_cls_name", lambda _config: None)
 
 
 def assert_exact(data: bytes, io: dict) -> None:

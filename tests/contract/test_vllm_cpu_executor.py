@@ -8,6 +8,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from medialane.vllm_bridge import cpu_executor
 from medialane.vllm_bridge.engine_options import engine_args
@@ -46,7 +47,7 @@ def threads(monkeypatch):
 
 def test_cores_are_those_that_vllm_would_bind_its_process_to(tiny_model, threads, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "3-5")
-    monkeypatch.setattr(cpu_executor.UniProcExecutor, "_init_executor", lambda _self: None)
+    monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)
     config = engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config()
     cpu_executor.CpuExecutor(config)
     assert threads == {"number": 3, "pid": 0, "cores": [3, 4, 5]}
@@ -59,6 +60,6 @@ def test_single_thread_may_run_on_every_core(threads):
 
 def test_threads_are_left_alone_where_binding_is_off(tiny_model, threads, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setattr(cpu_executor.UniProcExecutor, "_init_executor", lambda _self: None)
+    monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)
     cpu_executor.CpuExecutor(engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config())
     assert threads == {}

@@ -24,10 +24,10 @@ from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
 from medialane.config import Config, format_size, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.seams.table import TESTED_VLLM
 
 Verdict = Literal["ok", "warn", "fail"]
 
-TESTED_VLLM = "0.32.0"
 #: MADV_POPULATE_WRITE (madvise(2)); without it the arena's pages are made when they are first written.
 _POPULATE_KERNEL = (5, 14)
 #: Sockets of clients, workers and preparers, and vLLM's own.
@@ -53,7 +53,12 @@ from medialane.media.kinds import installed_kinds
 kinds = installed_kinds()
 print(json.dumps([kinds.line(), sorted({kind.cure for kind in kinds.off})]))
 """
-
+_SEAMS = """
+import json
+from medialane.vllm_bridge.seams.probe import probe, summary
+broken = probe()
+print(json.dumps([summary(broken), not broken]))
+"""
 
 #: In a process of its own: it forks, and has one thread.
 _SANDBOX = """
@@ -94,6 +99,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _python()
     yield _vllm()
     yield from _imports()
+    yield _seams()
     yield _media()
     yield _plugin()
     yield _devices()
@@ -133,6 +139,16 @@ def _imports() -> Iterator[Finding]:
     for name, (loads, text) in found.items():
         advice = "" if loads else f"install {name} again, in the version that the installed vLLM asks for"
         yield Finding(name, "ok" if loads else "fail", text, advice)
+
+
+def _seams() -> Finding:
+    """What medialane uses of vLLM beyond its public interface, compared with the installed vLLM."""
+    try:
+        line, is_whole = _ask(_SEAMS)
+    except _NoAnswer as error:
+        return Finding("vLLM seams", "fail", str(error), error.advice or "vLLM cannot be imported: install it again")
+    advice = "" if is_whole else f"install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
+    return Finding("vLLM seams", "ok" if is_whole else "fail", line, advice)
 
 
 def _media() -> Finding:

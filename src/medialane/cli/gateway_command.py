@@ -12,6 +12,7 @@ from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 from medialane.rpc.address import TcpAddress, parse_address
+from medialane.vllm_bridge.seams import probe
 
 ROOMS: tuple[RoomName, ...] = (
     "server",
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     print(installed_kinds().line(), flush=True)
     on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
+    probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 
     return gateway.run(config, args.model, args.vllm_args, args.workers)

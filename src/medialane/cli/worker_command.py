@@ -16,6 +16,7 @@ from medialane.config import Config, RoomName, enter_environ, load_config, proce
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_address
+from medialane.vllm_bridge.seams import probe
 
 ROOMS: tuple[RoomName, ...] = ("worker", "simulated", "rpc", "logging")
 _COMMON = ("rpc-token", "log-level", "arena-directory", "simulated-workers", "speedup")
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
+    probe.check("worker")
     return _run_vllm(config, args)
 
 

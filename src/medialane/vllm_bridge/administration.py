@@ -7,11 +7,11 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.serial_utils import MsgpackDecoder
 
 from medialane.core import admin
 from medialane.core.admin import AdminCall
 from medialane.vllm_bridge.engine_request import readable
+from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 
 _LORA = MsgpackDecoder(LoRARequest)
 

@@ -5,20 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
@@ -34,6 +28,13 @@ from medialane.vllm_bridge.fail_fast import failing_fast
 from medialane.vllm_bridge.http_server import check_http, serve_http
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.seams.api_server import (
+    AuthenticationMiddleware,
+    build_app,
+    init_app_state,
+    middleware_stack_not_built,
+    validate_api_server_args,
+)
 from medialane.vllm_bridge.settings import processor_settings
 from medialane.vllm_bridge.story import Story
 
@@ -103,7 +104,7 @@ class Frontend:
         if self.takes_media:
             renderer_hook.install(self.renderer, story)
         client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
-        with _stack_not_built(), failing_fast():
+        with middleware_stack_not_built(), failing_fast():
             app = build_app(self.args, TASKS, self.config.model_config)
         app.user_middleware.extend(inner)
 
@@ -127,21 +128,6 @@ class Frontend:
         """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `http` is
         uvicorn's setting of that name."""
         await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, http=http)
-
-
-@contextmanager
-def _stack_not_built() -> Iterator[None]:
-    """vLLM's SageMaker bootstrap builds the middleware stack as soon as vLLM's own middleware is known, before ours.
-
-    Built once more, every middleware would exist twice: the user's, and the one that counts requests, whose second
-    instance counts nothing because the first one's metrics are registered.
-    """
-    build = FastAPI.build_middleware_stack
-    FastAPI.build_middleware_stack = lambda _app: None  # type: ignore[assignment, method-assign, return-value]
-    try:
-        yield
-    finally:
-        FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
 
 
 class _NoAssembler:

@@ -3,7 +3,8 @@
 Theory of operation. A worker's front end sends requests to its EngineCore as msgpack; an item whose tensors lie in
 arenas that EngineCore has mapped is sent by `arena_encoder` as `{"medialane": bytes}`, the bytes being a `WireItem`:
 the item's header, and where its tensors lie. EngineCore's input thread decodes requests with `MsgpackDecoder`, a name
-that it looks up in its module when it starts: `engine_core` puts a subclass there that makes such an item over views.
+that it looks up in its module when it starts: `seams.engine_core` puts a subclass there, which makes such an item over
+views.
 
 An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
 what it cannot resolve becomes an empty item, and the request is marked. A marked request is refused one step
@@ -21,13 +22,12 @@ from typing import Any
 
 import msgspec
 from vllm.multimodal.inputs import MultiModalKwargsItem
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.serial_utils import MsgpackDecoder, OOBTensorProvider
 
 from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +107,10 @@ class ArenaResolver:
 RESOLVER = ArenaResolver()
 
 
-class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
+class ArenaDecoder(ItemDecoder):
     """vLLM's decoder, which makes items of ours, too."""
 
-    def __init__(
-        self, t: Any | None = None, share_mem: bool = True, oob_tensor_provider: OOBTensorProvider | None = None
-    ) -> None:
-        super().__init__(t, share_mem, oob_tensor_provider)
-        self._faulted = False
+    _faulted = False
 
     def decode(self, bufs: Any) -> Any:
         self._faulted = False
@@ -123,9 +119,9 @@ class ArenaDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
             found.mm_features = Unreadable()
         return found
 
-    def _decode_mm_item(self, obj: dict[str, Any]) -> MultiModalKwargsItem:
+    def decode_item(self, obj: dict[str, Any]) -> MultiModalKwargsItem:
         if KEY not in obj:
-            return super()._decode_mm_item(obj)
+            return super().decode_item(obj)
         item = RESOLVER.resolve(obj[KEY])
         self._faulted = self._faulted or item is None
         return MultiModalKwargsItem() if item is None else item

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
-from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_decoder import KEY, WireItem
 from medialane.vllm_bridge.features import check_tensors, decode_item
+from medialane.vllm_bridge.seams.engine import ItemEncoder
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -40,11 +40,11 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
         return MultiModalKwargsItem(self.data)
 
 
-class ArenaEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
+class ArenaEncoder(ItemEncoder):
     """vLLM's encoder; an `ArenaItem` travels as its `WireItem`."""
 
-    def _encode_mm_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
+    def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
         if isinstance(item, ArenaItem):
             return {KEY: _ENCODER.encode(item.wire)}
-        found: dict[str, Any] = super()._encode_mm_item(item)
+        found: dict[str, Any] = super().encode_item(item)
         return found

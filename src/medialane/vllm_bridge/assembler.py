@@ -8,19 +8,17 @@ counts depend. Private methods of vLLM 0.32 are used; `tests/contract/test_prepa
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from vllm.multimodal.processing.context import TimingContext
-from vllm.multimodal.processing.inputs import ProcessorInputs
-from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.prepare.processor import AssembledPrompt
 from medialane.vllm_bridge.foreign_errors import public_text
 from medialane.vllm_bridge.placing import Placing, Placings, decode_options
+from medialane.vllm_bridge.seams.multimodal import expand_prompt, processes_items_apart
 
 #: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
 #: (facts of vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL has a grid, too, and counts by size.
@@ -64,21 +62,15 @@ class VllmAssembler:
         hashes: dict[str, list[str]] = {}
         for feature in features:
             hashes.setdefault(feature.modality, []).append(feature.mm_hash)
-        processor = copy.copy(self._processor)
-
-        def prepared_already(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
-            return MultiModalProcessingResult(
-                prompt_ids=processor._postprocess_prompt(inputs.prompt),
-                kwargs=placing.kwargs,
-                hashes=hashes,
-                prompt_updates=_copied(placing),
-            )
-
-        processor._cached_apply_hf_processor = prepared_already
-        inputs = ProcessorInputs(
-            prompt=token_ids, mm_data_items=placing.data, hf_processor_mm_kwargs=decode_options(options)
+        return expand_prompt(
+            self._processor,
+            token_ids,
+            data=placing.data,
+            options=decode_options(options),
+            kwargs=placing.kwargs,
+            hashes=hashes,
+            updates=_copied(placing),
         )
-        return processor.apply(inputs, TimingContext(enabled=False))
 
 
 def supports_split(processor: BaseMultiModalProcessor) -> bool:
@@ -87,7 +79,7 @@ def supports_split(processor: BaseMultiModalProcessor) -> bool:
     Not where the family overrides the step that we replace: its results depend on the number of items in the request
     (DeepSeek-VL2, H2OVL). Such models are served by stages `decoded` and `url`.
     """
-    return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
+    return processes_items_apart(processor)
 
 
 def _copied(placing: Placing) -> dict[str, list[list[Any]]]:

@@ -14,18 +14,17 @@ from __future__ import annotations
 import os
 
 import torch
-from vllm.utils.ompmultiprocessing import OMPProcessManager
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from medialane.vllm_bridge.seams.cpu import OneProcessExecutor, cores_of_ranks
 
 QUALIFIED_NAME = f"{__name__}.CpuExecutor"
 
 
-class CpuExecutor(UniProcExecutor):  # type: ignore[misc]  # vllm is not typed
+class CpuExecutor(OneProcessExecutor):
     """Runs the model on the thread that schedules, with vLLM's own choice of cores."""
 
-    def _init_executor(self) -> None:
-        _set_threads(OMPProcessManager(self.vllm_config).cpu_lists)
-        super()._init_executor()
+    def before_load(self) -> None:
+        _set_threads(cores_of_ranks(self.vllm_config))
 
 
 def _set_threads(cpu_lists: list[list[int]]) -> None:

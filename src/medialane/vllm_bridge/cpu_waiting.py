@@ -18,8 +18,9 @@ from __future__ import annotations
 import os
 import time
 
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
+
+from medialane.vllm_bridge.seams.cpu import SpinCondition, wait_by
 
 #: Of so many looks one is a sleep: 30 to 50 us of spinning, then about 55 us (Linux's default timer slack) for others.
 LOOKS_PER_SLEEP = 32
@@ -28,7 +29,7 @@ LOOKS_PER_SLEEP = 32
 SPIN_S = 0.01
 
 
-class _Spinning(shm_broadcast.SpinCondition):  # type: ignore[misc]  # vllm is not typed
+class _Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
     """vLLM's wait with both constants above."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -50,4 +51,4 @@ class _Spinning(shm_broadcast.SpinCondition):  # type: ignore[misc]  # vllm is n
 def install() -> None:
     """Have this process's readers wait so, if it computes on the CPU. Idempotent."""
     if current_platform.is_cpu():
-        shm_broadcast.SpinCondition = _Spinning
+        wait_by(_Spinning)

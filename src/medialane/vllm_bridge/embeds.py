@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
-from vllm.renderers.chat_utils import _get_embeds_data
 
 from medialane.core.embeds import UNNAMED, Embeds
 from medialane.core.errors import InvalidEmbeds
 from medialane.core.media import Modality
 from medialane.vllm_bridge.features import tensor_over
+from medialane.vllm_bridge.seams.multimodal import embeds_data
 from medialane.vllm_bridge.validation import merge_size
 
 #: An object of `image_embeds` and `image_grid_thw`.
@@ -66,7 +66,7 @@ class EmbedsReader:
     def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
         """What vLLM's renderer wants of all items of one modality."""
         found = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
-        return _get_embeds_data(modality, found, self._processor)
+        return embeds_data(modality, found, self._processor)
 
     def check(self, modality: Modality, engine_input: Mapping[str, Any], num_items: int) -> None:
         """Raise InvalidEmbeds unless each item has as many embeddings as its placeholder takes."""

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -31,7 +30,6 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import SchedulerStats
 
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import (
@@ -53,6 +51,15 @@ from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_me
 from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.outputs import to_delta
 from medialane.vllm_bridge.private_folder import PrivateFolder
+from medialane.vllm_bridge.seams.engine import (
+    SchedulerStats,
+    call_every_engine,
+    encode_with,
+    encoder_cache_tokens,
+    is_engine_dead,
+    num_unfinished_by_rank,
+    stop_listening,
+)
 from medialane.vllm_bridge.settings import processor_settings
 
 logger = logging.getLogger(__name__)
@@ -152,8 +159,7 @@ class VllmEngine:
         self._closed = False
         self._tied = False
         self._arenas: set[str] = set()
-        inner = llm.engine_core.encoder
-        llm.engine_core.encoder = ArenaEncoder(inner.size_threshold, inner.oob_tensor_consumer)
+        encode_with(llm, ArenaEncoder)
         self._reader = RequestReader(llm, self._arenas)
         self._adapters = KnownAdapters(self._load_adapter)
         self.card = _card(llm)
@@ -233,8 +239,7 @@ class VllmEngine:
             self._closed = True
             self._reader.close()
             await self._events.close()
-            if self._llm.output_handler is not None:
-                self._llm.output_handler.cancel()  # else it takes our stop for the engine's death, and says so
+            stop_listening(self._llm)
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
             self._folder.remove()
 
@@ -242,9 +247,7 @@ class VllmEngine:
         """Of each rank."""
         if self.card.data_parallel_size == 1:
             return [self._llm.get_num_unfinished_requests()]
-        core = self._llm.engine_core
-        found = Counter(core.reqs_in_flight.get(request_id) for request_id in self._llm.output_processor.request_states)
-        return [found[engine] for engine in core.core_engines]
+        return num_unfinished_by_rank(self._llm)
 
     async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's outputs. It ends only when EngineCore has let go of the request."""
@@ -276,7 +279,7 @@ class VllmEngine:
             for _ in range(num_calls):
                 await self._ask("is_sleeping", timeout_s=self._release_timeout_s)
         except (GenerationFailed, WorkerLost):
-            if self._llm.engine_core.resources.engine_dead:
+            if is_engine_dead(self._llm):
                 return  # a dead process reads nothing
             self._num_releases_unknown += 1
             logger.critical("request %s: the engine does not confirm that it has let go", request_id)
@@ -285,7 +288,7 @@ class VllmEngine:
     async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a utility of every EngineCore. Raises WorkerLost when it dies meanwhile, GenerationFailed when it does
         not answer in time or the utility fails."""
-        call = asyncio.ensure_future(self._llm.engine_core.call_utility_all_async(method, *args))
+        call = asyncio.ensure_future(call_every_engine(self._llm, method, *args))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._done_or_dead(call)
@@ -294,7 +297,7 @@ class VllmEngine:
         finally:
             call.cancel()
         try:
-            return list(call.result())
+            return call.result()
         except EngineDeadError as error:
             raise WorkerLost("the worker's engine has died") from error
         except Exception as error:  # vLLM has no narrower type for a failed utility
@@ -348,7 +351,7 @@ def _card(llm: AsyncLLM) -> ModelCard:
         block_size=cache.effective_attention_block_size or cache.block_size,
         mm_limits=_media_limits(llm),
         processor=processor_settings(llm.model_config, llm.renderer),
-        encoder_cache_tokens=llm.input_processor.mm_encoder_cache_size,
+        encoder_cache_tokens=encoder_cache_tokens(llm),
         num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM adds up its ranks' blocks
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,

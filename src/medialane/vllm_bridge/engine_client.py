@@ -15,8 +15,6 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.core import admin
 from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected, WorkersNotDone
@@ -25,6 +23,7 @@ from medialane.vllm_bridge.adapters import with_own_id
 from medialane.vllm_bridge.outputs import to_request_output
 from medialane.vllm_bridge.prepared_input import prepared_prompt
 from medialane.vllm_bridge.renderer_hook import remembered_errors
+from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
 from medialane.vllm_bridge.story import Story
 
 
@@ -45,14 +44,6 @@ class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class FrontEndInputs(InputProcessor):  # type: ignore[misc]  # vllm is not typed
-    """What vLLM's app asks of an input processor (beam search does, whether answers are watermarked), without what
-    only an engine needs: to check requests is the worker's."""
-
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self.vllm_config = vllm_config
 
 
 class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typed

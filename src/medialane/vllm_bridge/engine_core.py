@@ -10,34 +10,31 @@ import os
 import signal
 from typing import Any
 
-from vllm.v1.engine import EngineCoreRequest, core
-
 from medialane.core.errors import InvalidFeature
 from medialane.core.parent_death import signal_on_parent_death
 from medialane.vllm_bridge.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
+from medialane.vllm_bridge.seams import engine_core
+from medialane.vllm_bridge.seams.engine import EngineCoreRequest
 
 
 def install() -> None:
     """Change this process's EngineCore, or the one that it will fork. Idempotent."""
-    if core.MsgpackDecoder is ArenaDecoder:
-        return
-    core.MsgpackDecoder = ArenaDecoder
-    inner = core.EngineCore.preprocess_add_request
+    engine_core.change(
+        ArenaDecoder,
+        before_add=_refuse_unreadable,
+        utilities={
+            "medialane_attach": _attach,
+            "medialane_detach": _detach,
+            "medialane_refused": _refused,
+            "medialane_die_with": _die_with,
+        },
+    )
 
-    def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
-        if isinstance(request.mm_features, Unreadable):
-            RESOLVER.refuse(request.external_req_id or request.request_id)
-            raise InvalidFeature("the features could not be read from the arena")
-        found = inner(self, request)
-        # The input thread's frame keeps this message until the next one: not its items, and with them their arena.
-        request.mm_features = None
-        return found
 
-    core.EngineCore.preprocess_add_request = preprocess_add_request
-    core.EngineCore.medialane_attach = _attach
-    core.EngineCore.medialane_detach = _detach
-    core.EngineCore.medialane_refused = _refused
-    core.EngineCore.medialane_die_with = _die_with
+def _refuse_unreadable(request: EngineCoreRequest) -> None:
+    if isinstance(request.mm_features, Unreadable):
+        RESOLVER.refuse(request.external_req_id or request.request_id)
+        raise InvalidFeature("the features could not be read from the arena")
 
 
 def _attach(_engine: Any, arena: str, directory: str, nonce: str) -> bool:

@@ -12,7 +12,6 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.serial_utils import MsgpackDecoder
 
 from medialane.core.errors import InvalidFeature, PromptRejected
 from medialane.core.feature import HandedMedia, MediaSpan
@@ -21,6 +20,7 @@ from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_encoder import ArenaItem
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.prepared_input import to_vllm_range
+from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
 

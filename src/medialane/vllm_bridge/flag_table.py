@@ -13,18 +13,18 @@ import sys
 from argparse import Action, ArgumentTypeError
 from typing import Any
 
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__
+
+from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, parser_actions
 
 Kind = str | list[str]
 
 
 def flag_table() -> dict[str, Any]:
     """The installed vLLM's version and flags."""
-    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    actions = parser_actions(make_arg_parser(FlexibleArgumentParser()))
     flags = {spelling: _kind(action) for action in actions for spelling in action.option_strings}
     parsers = {
         "--tool-call-parser": sorted(ToolParserManager.list_registered()),

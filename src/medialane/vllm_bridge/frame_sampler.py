@@ -2,30 +2,40 @@
 
 Theory of operation. Each family has its own sampler in vLLM, a loader class that computes frame numbers from what the
 decoder says of the file, has them read, and tells of them in metadata. So the loader that vLLM would choose does all of
-that here too, with one step replaced: `decode_opencv`, which every loader looks up in its module for each call, is for
-that call a function over our `Video`. Loaders that walk OpenCV's capture in a way of their own (GLM-5) keep vLLM's
+that here too, with one step replaced: the function that decodes, which every loader looks up for each call, is for that
+call one over our `Video`. Loaders that walk OpenCV's capture in a way of their own (GLM-5) keep vLLM's
 decoder, as do frames to be recovered from a damaged file. A preparer is one thread, so nobody else meets the
 replacement; `tests/contract/test_video_exactness.py` pins it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 import numpy as np
 from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
-from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader, get_video_loader_backend_for_processor
-from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata, opencv
-from vllm.transformers_utils.processor import get_video_processor_cls_name
 
 from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
 from medialane.core.media import FrameBatch, Video
+from medialane.vllm_bridge.seams.multimodal import (
+    OpenCVError,
+    VideoLoader,
+    VideoSourceMetadata,
+    VideoTargetMetadata,
+    decodes_on_gpu,
+    decoding_by,
+    load_video,
+    reads_in_own_way,
+    source_for,
+    video_backend,
+    vllm_decode,
+)
 
 #: What samplers raise for videos and numbers that they cannot do with.
-_REFUSALS = (ValueError, AssertionError, ArithmeticError, LookupError, TypeError, NotImplementedError, opencv.cv2.error)
+_REFUSALS = (ValueError, AssertionError, ArithmeticError, LookupError, TypeError, NotImplementedError, OpenCVError)
 
 #: vLLM's samplers make lists of so many numbers before they cut them to what the video has.
 _MOST = 1_000_000
@@ -44,7 +54,7 @@ class VllmFrameSampler:
         given = (model_config.multimodal_config and model_config.multimodal_config.media_io_kwargs) or {}
         self._own: dict[str, Any] = dict(given.get("video") or {})
         self._image: dict[str, Any] = dict(given.get("image") or {})
-        self._backend = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
+        self._backend = video_backend(model_config)
         self._max_sampled_frames = max_sampled_frames
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
@@ -64,9 +74,7 @@ class VllmFrameSampler:
             frames, metadata = media_io.load_base64("video/jpeg", str(video.data, "ascii")).media
         else:
             with _decoding_with(video, self._max_sampled_frames):
-                frames, metadata = media_io.video_loader.load_bytes(
-                    b"", num_frames=media_io.num_frames, **media_io.kwargs
-                )
+                frames, metadata = load_video(media_io, b"")
         return frames, metadata
 
     def _media_io(self, options: dict[str, Any]) -> Any:
@@ -74,7 +82,7 @@ class VllmFrameSampler:
         if "video_backend" not in options and self._backend:
             options["video_backend"] = self._backend
         backend = options.get("backend", "opencv")
-        if backend != "opencv" or VIDEO_LOADER_REGISTRY.backend_requires_gpu(options.get("video_backend", "")):
+        if backend != "opencv" or decodes_on_gpu(options.get("video_backend", "")):
             raise InvalidRequest("videos are decoded by OpenCV's rules here, not by another backend of vLLM")
         return VideoMediaIO(ImageMediaIO(**({"image_mode": "RGB"} | self._image)), **options)
 
@@ -93,11 +101,8 @@ def _plain(value: object) -> object:
 
 # vLLM's decoder, replaced
 
-_vllm_decode: Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]] = opencv.decode_opencv
 
-
-@contextmanager
-def _decoding_with(video: Video, most: int) -> Iterator[None]:
+def _decoding_with(video: Video, most: int) -> AbstractContextManager[None]:
     """While this lasts, vLLM's loaders read `video`, whatever bytes they are given."""
 
     def decode(
@@ -109,23 +114,14 @@ def _decoding_with(video: Video, most: int) -> Iterator[None]:
         frame_recovery: bool = False,
     ) -> tuple[Any, VideoSourceMetadata, list[int], list[int]]:
         told = video.source
-        source = loader._prepare_source(VideoSourceMetadata(told.num_frames, told.fps, told.duration_s))
+        source = source_for(loader, told.num_frames, told.fps, told.duration_s)
         indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
         if len(set(indices)) > most:
             raise TooManyFrames(f"{len(set(indices))} frames of the video were asked for, more than {most}")
-        if not _reads_its_own_way(loader):
+        if not reads_in_own_way(loader):
             frames, valid = video.read(indices)
             if len(valid) == len(set(indices)) or not frame_recovery:
                 return frames, source, indices, valid
-        return _vllm_decode(loader, bytes(video.data), target, sampling, frame_recovery=frame_recovery)
+        return vllm_decode(loader, bytes(video.data), target, sampling, frame_recovery=frame_recovery)
 
-    opencv.decode_opencv = decode
-    try:
-        yield
-    finally:
-        opencv.decode_opencv = _vllm_decode
-
-
-def _reads_its_own_way(loader: type[VideoLoader]) -> bool:
-    own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
-    return own
+    return decoding_by(decode)

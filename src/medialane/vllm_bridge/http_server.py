@@ -15,16 +15,16 @@ from typing import Any
 import uvicorn
 from starlette.responses import JSONResponse
 from vllm import envs
-from vllm.entrypoints.launchers.launcher import NoSignalServer
-from vllm.entrypoints.launchers.utils.constants import (
-    H11_MAX_HEADER_COUNT_DEFAULT,
-    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
-)
-from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
-from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
-from vllm.logger import configure_logging_from_args
 
 from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.seams.api_server import (
+    H11_MAX_HEADER_COUNT_DEFAULT,
+    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
+    NoSignalServer,
+    SSLCertRefresher,
+    configure_logging_from_args,
+    get_uvicorn_log_config,
+)
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]

@@ -11,10 +11,10 @@ from typing import Any
 
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.metrics.stats import RequestStateStats
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, TokenLogprob
+from medialane.vllm_bridge.seams.engine import RequestStateStats
 
 
 def to_delta(

@@ -20,6 +20,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.media import MediaSize, Modality
 from medialane.vllm_bridge.features import decode_item_without_tensors
+from medialane.vllm_bridge.seams.multimodal import prompt_updates
 
 #: Bytes of keys and token lists that are kept, in all. A 1024x768 image of Qwen2.5-VL takes 9 kB.
 MAX_BYTES = 16 << 20
@@ -93,7 +94,7 @@ class Placings:
             items.setdefault(item.modality, []).append(decode_item_without_tensors(item.header))
         data = self._processor.info.parse_mm_data(sizes)
         kwargs = MultiModalKwargsItems(items)
-        updates = self._processor._get_mm_prompt_updates(data, decode_options(options), kwargs)
+        updates = prompt_updates(self._processor, data, decode_options(options), kwargs)
         num_tokens = sum(len(u.content.full) for found in updates.values() for item in found for u in item)
         nbytes = num_tokens * _TOKEN_BYTES + sum(len(item.header) + len(item.size.metadata) for item in media)
         return Placing(data, kwargs, updates, nbytes)

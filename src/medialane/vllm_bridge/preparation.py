@@ -40,6 +40,7 @@ from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
+from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
 
 
 class FactoryConfig(msgspec.Struct, frozen=True):
@@ -167,8 +168,8 @@ class VllmProcessor:
         modality = modality_of(media)
         items = self._processor.info.parse_mm_data({modality: [engine_media(media, as_tensor=as_tensor)]})
         with torch.inference_mode():
-            data = self._processor._apply_hf_processor_main(mm_items=items, hf_kwargs=kwargs)
-        fields = self._processor._get_mm_fields_config(data, kwargs)
+            data = run_hf_processor(self._processor, items, kwargs)
+        fields = fields_config(self._processor, data, kwargs)
         (item,) = MultiModalKwargsItems.from_hf_inputs(data, fields)[modality]
         header, specs, buffers = encode_item(item)
         return ProcessedItem(header=header, specs=specs, buffers=buffers, size=_processed_size(media, items))

@@ -34,6 +34,7 @@ from medialane.vllm_bridge.option_limits import check_options
 from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
 from medialane.vllm_bridge.prepared_input import engine_input
 from medialane.vllm_bridge.processor_options import check_processor_options
+from medialane.vllm_bridge.seams.multimodal import prepare_media_by
 from medialane.vllm_bridge.story import Story
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
@@ -89,7 +90,7 @@ def install(renderer: BaseRenderer, story: Story) -> None:
     """Send this renderer's media through `story`."""
     hook = RendererHook(renderer, story)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
-    renderer._process_multimodal_async = hook.process
+    prepare_media_by(renderer, hook.process)
 
 
 @contextmanager

@@ -19,9 +19,7 @@ from vllm.exceptions import VLLMError
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
-from vllm.multimodal.video import get_video_loader_backend_for_processor
 from vllm.renderers import BaseRenderer
-from vllm.transformers_utils.processor import get_video_processor_cls_name
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
 from medialane.core.errors import (
@@ -43,6 +41,7 @@ from medialane.vllm_bridge.item_shape import UNFIT
 from medialane.vllm_bridge.media_options import model_io
 from medialane.vllm_bridge.placing import decode_options
 from medialane.vllm_bridge.preparation import engine_media
+from medialane.vllm_bridge.seams.multimodal import video_backend
 from medialane.vllm_bridge.validation import FeatureChecker
 
 #: Threads that decode. vLLM's processor, which follows, has one thread: more would only wait for it.
@@ -171,7 +170,7 @@ class SourceRenderer:
 
     def _video_loader(self, options: Mapping[str, Any]) -> VideoMediaIO:
         """As `MediaConnector.fetch_video` makes it."""
-        name = get_video_loader_backend_for_processor(get_video_processor_cls_name(self._model_config))
+        name = video_backend(self._model_config)
         chosen = {"video_backend": name} if name else {}
         return VideoMediaIO(ImageMediaIO(image_mode="RGB"), **{**chosen, **options})
 

@@ -6,9 +6,9 @@ ask the model's own processor what it would have made of the same items, which c
 
 * which fields an item has, their dtypes and fixed dimensions, and with options of the request also how many embeddings
   the model makes of it: learned once from samples (`item_shape`);
-* how the rows of flat fields follow from the small fields (a grid): `_get_mm_fields_config` over the item as a batch of
-  one gives slices, which must end exactly where the tensor does;
-* which tokens stand for an item and which of them take embeddings: `_get_mm_prompt_updates` over the items and
+* how the rows of flat fields follow from the small fields (a grid): `fields_config` over the item as a batch of one
+  gives slices, which must end exactly where the tensor does;
+* which tokens stand for an item and which of them take embeddings: `prompt_updates` over the items and
   stand-ins of the true size, compared with the prompt at each placeholder.
 
 What is asked about is the features' headers, sizes and options, so what the answers were is kept: an image of a size
@@ -45,6 +45,7 @@ from medialane.core.media import Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.item_shape import UNFIT, learn, num_embeds
 from medialane.vllm_bridge.placing import Placing, Placings, decode_options
+from medialane.vllm_bridge.seams.multimodal import fields_config, find_placeholders, prompt_updates
 
 #: mm_hash is opaque to us, but it becomes a key in several caches.
 MAX_HASH_CHARS = 256
@@ -128,7 +129,7 @@ class FeatureChecker:
     ) -> None:
         try:
             data = self._processor.info.parse_mm_data(media)
-            own = self._processor._get_mm_prompt_updates(data, {}, MultiModalKwargsItems(kwargs))
+            own = prompt_updates(self._processor, data, {}, MultiModalKwargsItems(kwargs))
         except UNFIT as error:
             raise InvalidFeature("the model's processor cannot place these media in a prompt") from error
         for modality, items in kwargs.items():
@@ -157,7 +158,7 @@ class FeatureChecker:
         """Every flat field must have the length that the item's other fields say."""
         batch = BatchFeature({name: _as_batch(elem) for name, elem in item.items()})
         try:
-            configs = self._processor._get_mm_fields_config(batch, kwargs)
+            configs = fields_config(self._processor, batch, kwargs)
         except UNFIT as error:
             raise InvalidFeature(f"{modality}: the fields do not describe an item") from error
         for name, elem in item.items():
@@ -183,7 +184,7 @@ class FeatureChecker:
 
     def _found_there(self, prompt: ExpandedPrompt, updates: Any) -> bool:
         """Ask the family itself, for those that do not place an update's tokens as they are (Gemma-3's newlines)."""
-        found = self._processor._find_mm_placeholders(prompt.token_ids, updates)
+        found = find_placeholders(self._processor, prompt.token_ids, updates)
         ranges = {modality: iter([_own_range(p.to_range()) for p in places]) for modality, places in found.items()}
         return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
 

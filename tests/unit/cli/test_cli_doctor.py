@@ -11,8 +11,9 @@ IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: ope
 
 @pytest.fixture
 def light(monkeypatch):
-    """In place of the process that loads torch, one that says at once what it would have found."""
+    """In place of the processes that load torch and vLLM, some that say at once what they would have found."""
     monkeypatch.setattr(doctor, "_IMPORTS", f"print({IMPORTS!r})")
+    monkeypatch.setattr(doctor, "_SEAMS", """print('["vLLM 0.32.0: 64 private seams, all found", true]')""")
 
 
 @pytest.mark.usefixtures("light")
@@ -37,6 +38,31 @@ def test_broken_build_that_ends_python_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_KINDS", "import os; os.abort()")
     (finding,) = doctor._imports()
     assert finding.verdict == doctor._media().verdict == "fail"
+
+
+def test_private_seams_of_vllm_are_counted(light):
+    finding = doctor._seams()
+    assert (finding.verdict, finding.advice) == ("ok", "")
+    assert finding.text == "vLLM 0.32.0: 64 private seams, all found"
+
+
+def test_broken_seam_of_vllm_fails_with_its_name_and_what_to_do(monkeypatch):
+    broken = """
+import dataclasses
+from medialane.vllm_bridge.seams import probe as module, table
+seam = table.Seam("json:no_such_name", "read")
+module.GROUPS = (dataclasses.replace(table.GROUPS[0], seams=(seam,)),)
+"""
+    monkeypatch.setattr(doctor, "_SEAMS", broken + doctor._SEAMS)
+    finding = doctor._seams()
+    assert finding.verdict == "fail"
+    assert "json:no_such_name" in finding.text
+    assert "docs/upgrading-vllm.md" in finding.advice
+
+
+def test_vllm_that_cannot_be_imported_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "_SEAMS", "import os; os.abort()")
+    assert doctor._seams().verdict == "fail"
 
 
 def test_kinds_of_media_are_told():

@@ -1,0 +1,49 @@
+"""vLLM's OpenAI app and HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import FastAPI
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import NoSignalServer, validate_api_server_args
+from vllm.entrypoints.launchers.utils.constants import (
+    H11_MAX_HEADER_COUNT_DEFAULT,
+    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
+)
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.logger import configure_logging_from_args
+
+
+@contextmanager
+def middleware_stack_not_built() -> Iterator[None]:
+    """vLLM's SageMaker bootstrap builds the middleware stack as soon as vLLM's own middleware is known, before ours.
+
+    Built once more, every middleware would exist twice: the user's, and the one that counts requests, whose second
+    instance counts nothing because the first one's metrics are registered.
+    """
+    build = FastAPI.build_middleware_stack
+    FastAPI.build_middleware_stack = lambda _app: None  # type: ignore[assignment, method-assign, return-value]
+    try:
+        yield
+    finally:
+        FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
+
+
+__all__ = [
+    "H11_MAX_HEADER_COUNT_DEFAULT",
+    "H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT",
+    "AuthenticationMiddleware",
+    "NoSignalServer",
+    "SSLCertRefresher",
+    "build_app",
+    "configure_logging_from_args",
+    "get_uvicorn_log_config",
+    "init_app_state",
+    "middleware_stack_not_built",
+    "validate_api_server_args",
+]

@@ -1,0 +1,97 @@
+"""vLLM's front end in a worker, and the messages between it and EngineCore."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.stats import RequestStateStats, SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+if TYPE_CHECKING:
+    # It loads EngineCore: a gateway, which encodes messages too, must not (`plugin.register` goes by that).
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class ItemEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's encoder, with a public method for multimodal items, which subclasses override."""
+
+    def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
+        found: dict[str, Any] = super()._encode_mm_item(item)
+        return found
+
+    def _encode_mm_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
+        return self.encode_item(item)
+
+
+class ItemDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's decoder, with a public method for multimodal items, which subclasses override."""
+
+    def decode_item(self, obj: dict[str, Any]) -> MultiModalKwargsItem:
+        return super()._decode_mm_item(obj)
+
+    def _decode_mm_item(self, obj: dict[str, Any]) -> MultiModalKwargsItem:
+        return self.decode_item(obj)
+
+
+class FrontEndInputs(InputProcessor):  # type: ignore[misc]  # vllm is not typed
+    """What vLLM's app asks of an input processor (beam search does, whether answers are watermarked), without what
+    only an engine needs: to check requests is the worker's."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+
+
+def encode_with(llm: AsyncLLM, encoder: type[ItemEncoder]) -> None:
+    """Have the front end encode its messages to EngineCore by `encoder`."""
+    inner = llm.engine_core.encoder
+    llm.engine_core.encoder = encoder(inner.size_threshold, inner.oob_tensor_consumer)
+
+
+async def call_every_engine(llm: AsyncLLM, method: str, *args: Any) -> list[Any]:
+    """Call a method of every EngineCore, between two of its steps. Raises EngineDeadError, or Exception where the
+    method has failed."""
+    return list(await llm.engine_core.call_utility_all_async(method, *args))
+
+
+def is_engine_dead(llm: AsyncLLM) -> bool:
+    return bool(llm.engine_core.resources.engine_dead)
+
+
+def num_unfinished_by_rank(llm: AsyncLLM) -> list[int]:
+    """Requests of each data-parallel rank, of an engine with several."""
+    core = llm.engine_core
+    found = Counter(core.reqs_in_flight.get(request_id) for request_id in llm.output_processor.request_states)
+    return [found[engine] for engine in core.core_engines]
+
+
+def stop_listening(llm: AsyncLLM) -> None:
+    """Before a shutdown: else the front end takes it for the engine's death, and logs that."""
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+
+
+def encoder_cache_tokens(llm: AsyncLLM) -> int:
+    return int(llm.input_processor.mm_encoder_cache_size)
+
+
+__all__ = [
+    "EngineCoreRequest",
+    "FrontEndInputs",
+    "ItemDecoder",
+    "ItemEncoder",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
+    "RequestStateStats",
+    "SchedulerStats",
+    "call_every_engine",
+    "encode_with",
+    "encoder_cache_tokens",
+    "is_engine_dead",
+    "num_unfinished_by_rank",
+    "stop_listening",
+]

@@ -1,0 +1,163 @@
+"""vLLM's renderer, its multimodal processor and its video loaders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.feature_extraction_utils import BatchFeature
+from vllm.multimodal.inputs import MultiModalKwargsItems
+from vllm.multimodal.media import VideoMediaIO
+from vllm.multimodal.parse import MultiModalDataItems
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader, get_video_loader_backend_for_processor
+from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata, opencv
+from vllm.renderers import BaseRenderer
+from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
+from vllm.transformers_utils.processor import get_video_processor_cls_name
+
+# The renderer
+
+
+def prepare_media_by(renderer: BaseRenderer, process: Callable[..., Any]) -> None:
+    """Have this renderer call `process` for the media of a prompt."""
+    renderer._process_multimodal_async = process
+
+
+# The multimodal processor
+
+
+def run_hf_processor(
+    processor: BaseMultiModalProcessor, items: MultiModalDataItems, options: Mapping[str, object]
+) -> BatchFeature:
+    return processor._apply_hf_processor_main(mm_items=items, hf_kwargs=options)
+
+
+def fields_config(
+    processor: BaseMultiModalProcessor, data: BatchFeature, options: Mapping[str, object]
+) -> Mapping[str, Any]:
+    """How each field of the results is split into items."""
+    found: Mapping[str, Any] = processor._get_mm_fields_config(data, options)
+    return found
+
+
+def prompt_updates(
+    processor: BaseMultiModalProcessor,
+    items: MultiModalDataItems,
+    options: Mapping[str, object],
+    kwargs: MultiModalKwargsItems,
+) -> Mapping[str, Sequence[Sequence[Any]]]:
+    """Which tokens stand for each item: by modality, then by item, the updates of which one applies."""
+    found: Mapping[str, Sequence[Sequence[Any]]] = processor._get_mm_prompt_updates(items, options, kwargs)
+    return found
+
+
+def find_placeholders(
+    processor: BaseMultiModalProcessor, token_ids: list[int], updates: Any
+) -> Mapping[str, Sequence[Any]]:
+    found: Mapping[str, Sequence[Any]] = processor._find_mm_placeholders(token_ids, updates)
+    return found
+
+
+def processes_items_apart(processor: BaseMultiModalProcessor) -> bool:
+    """Whether the family leaves the step alone that `expand_prompt` replaces."""
+    return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
+
+
+def expand_prompt(
+    processor: BaseMultiModalProcessor,
+    token_ids: list[int],
+    *,
+    data: MultiModalDataItems,
+    options: Mapping[str, object],
+    kwargs: MultiModalKwargsItems,
+    hashes: Mapping[str, list[str]],
+    updates: Mapping[str, list[list[Any]]],
+) -> Any:
+    """The family's own `apply` over items that are processed already."""
+    own = copy.copy(processor)
+
+    def prepared_already(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
+        return MultiModalProcessingResult(
+            prompt_ids=own._postprocess_prompt(inputs.prompt), kwargs=kwargs, hashes=hashes, prompt_updates=updates
+        )
+
+    own._cached_apply_hf_processor = prepared_already
+    inputs = ProcessorInputs(prompt=token_ids, mm_data_items=data, hf_processor_mm_kwargs=options)
+    return own.apply(inputs, TimingContext(enabled=False))
+
+
+# Video loaders
+
+#: vLLM's own; it has the arguments of `Decode`.
+vllm_decode: Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]] = opencv.decode_opencv
+
+#: What OpenCV raises.
+OpenCVError: type[Exception] = opencv.cv2.error
+
+#: (loader, the file's bytes, target, sampling options, frame_recovery=): frames, source, wanted and decoded indices.
+Decode = Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]]
+
+
+@contextmanager
+def decoding_by(decode: Decode) -> Iterator[None]:
+    """While this lasts, vLLM's video loaders decode by `decode`."""
+    opencv.decode_opencv = decode
+    try:
+        yield
+    finally:
+        opencv.decode_opencv = vllm_decode
+
+
+def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_s: float) -> VideoSourceMetadata:
+    """What the loader's sampler is given of a file with these numbers."""
+    return loader._prepare_source(VideoSourceMetadata(num_frames, fps, duration_s))
+
+
+def reads_in_own_way(loader: type[VideoLoader]) -> bool:
+    """Whether the loader walks OpenCV's capture itself."""
+    own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
+    return own
+
+
+def video_backend(model_config: Any) -> str | None:
+    """The loader that vLLM chooses for a model; None where it has no preference."""
+    found: str | None = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
+    return found
+
+
+def decodes_on_gpu(backend: str) -> bool:
+    return bool(VIDEO_LOADER_REGISTRY.backend_requires_gpu(backend))
+
+
+def load_video(media_io: VideoMediaIO, data: bytes) -> tuple[Any, dict[str, Any]]:
+    """Frames and metadata of a file, by the loader and options of `media_io`."""
+    frames, metadata = media_io.video_loader.load_bytes(data, num_frames=media_io.num_frames, **media_io.kwargs)
+    return frames, metadata
+
+
+__all__ = [
+    "OpenCVError",
+    "VideoLoader",
+    "VideoSourceMetadata",
+    "VideoTargetMetadata",
+    "decodes_on_gpu",
+    "decoding_by",
+    "embeds_data",
+    "expand_prompt",
+    "fields_config",
+    "find_placeholders",
+    "load_video",
+    "prepare_media_by",
+    "processes_items_apart",
+    "prompt_updates",
+    "reads_in_own_way",
+    "run_hf_processor",
+    "source_for",
+    "video_backend",
+    "vllm_decode",
+]

