@@ -1,8 +1,14 @@
 """vLLM with the tiny model, shared by the contract tests of this session: its renderer alone, its app, and a whole
-engine."""
+engine; and the renderers of all families."""
+
+import os
+from functools import cache
 
 import pytest
 import pytest_asyncio
+from tiny_families import FAMILIES
+
+from medialane.vllm_bridge.tiny_model import cache_folder
 
 VLLM_ARGS = [
     "--max-model-len=8192",
@@ -23,6 +29,27 @@ def renderer(tiny_model):
     renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
     yield renderer
     renderer.shutdown()
+
+
+@pytest.fixture(scope="session")
+def family_renderer():
+    """vLLM's renderer by a family's name, each made when it is first asked for."""
+    made = []
+
+    @cache
+    def of(name):
+        from vllm.renderers import renderer_from_config
+
+        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+
+        folder = FAMILIES[name].build(cache_folder(os.environ))
+        args = parse_vllm_args(str(folder), [*FAMILIES[name].flags, "--mm-processor-cache-gb=0"])
+        made.append(renderer_from_config(create_frontend_config(args)))
+        return made[-1]
+
+    yield of
+    for renderer in made:
+        renderer.shutdown()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -465,7 +466,8 @@ async def test_preparers_that_die_before_their_first_job_are_replaced_ever_more_
         killed = set()
         while time.monotonic() < deadline:
             for pid in pool.stats().pids:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # dead, and not yet known to be
+                    os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
             await asyncio.sleep(0.01)
         assert 2 <= len(killed) <= 5
