@@ -38,7 +38,7 @@ check: $(STAMP) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then every test that needs no GPU
-	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist loadfile)
+	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
 	@$(call pytest,tests/unit/vllm_bridge tests/contract)
 	@$(call pytest,tests/hostile)
 	@$(call pytest,tests/fuzz)
@@ -63,7 +63,7 @@ clean:          ## remove .venv and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process for each kind of test: vLLM, once it is in a process, changes its logging and leaves children there. Tests
-# that neither import vLLM nor start it run in several (pytest-xdist), those of a file in one.
+# that neither import vLLM nor start it run in several processes side by side (pytest-xdist).
 # Examples of property tests are the same in every run, so that a change is judged by its own faults; `make fuzz` seeks new
 # ones, as does pytest by itself. With ARGS a kind may be left without any test (pytest's exit status 5).
 pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }

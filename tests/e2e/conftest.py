@@ -1,8 +1,8 @@
 """Real vLLM for whole requests: a plain server, and `medialane serve` with two workers, for the whole session.
 
-Starting them takes a minute of both cores, so they start side by side, and all tests share them: tests that kill
-processes wait until everything is up again, and the files' names put those that kill and stop last. The gateways of
-GATEWAYS start while the first tests run.
+Starting them takes a minute of both cores, so they start side by side, and all tests share them. The gateways of
+GATEWAYS start while those tests run that need none. Tests that kill processes come after all others and wait until
+everything is up again; then `serve` is stopped.
 """
 
 import json
@@ -35,6 +35,21 @@ SERVER_FLAGS = (
 #: Test pictures are served from the loopback interface.
 MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 API_KEY = "tested-key"
+
+#: The files that come last, in this order.
+_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm", "test_worker_process")
+
+
+def pytest_collection_modifyitems(items):
+    places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
+        items[number] = item
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.path.stem in _LAST:
+        return 2 + _LAST.index(item.path.stem)
+    return int("gateways" in item.fixturenames)
 
 
 @pytest.fixture(scope="session")
