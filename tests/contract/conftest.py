@@ -10,6 +10,9 @@ from tiny_families import FAMILIES
 
 from medialane.vllm_bridge.tiny_model import cache_folder
 
+#: Read when torch is imported. Of two threads on two busy cores, each spins while it waits for the other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 VLLM_ARGS = [
     "--max-model-len=8192",
     "--enforce-eager",

@@ -18,6 +18,7 @@ import pytest_asyncio
 from medialane_process import ONE_PROCESS_ENGINE, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
 from process_tree import command_of, descendants
+from tiny_families import with_small_dummies
 
 from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
@@ -25,6 +26,7 @@ from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAG
 #: Tools are parsed as a user would have them parsed; usage tells of prefix cache hits.
 SERVER_FLAGS = (
     *TINY_MODEL_FLAGS,
+    with_small_dummies({"image": 8, "video": 1}),
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     "--enable-prompt-tokens-details",

@@ -18,6 +18,15 @@ import tiny_recipe
 
 from medialane.vllm_bridge import tiny_model
 
+#: Of what vLLM processes once when it starts: of the largest media that takes seconds, in every process.
+_SMALL = {"image": {"width": 56, "height": 56}, "video": {"width": 56, "height": 56, "num_frames": 4}, "audio": {}}
+
+
+def with_small_dummies(limits: Mapping[str, int]) -> str:
+    """vLLM's flag for these limits of items in a prompt, small media for its warm-up included."""
+    options = {modality: {"count": limit, **_SMALL[modality]} for modality, limit in limits.items()}
+    return f"--limit-mm-per-prompt={json.dumps(options)}"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -41,7 +50,7 @@ class Family:
             "--enforce-eager",
             "--skip-mm-profiling",
             "--max-model-len=4096",
-            f"--limit-mm-per-prompt={json.dumps(dict(self.limits))}",
+            with_small_dummies(self.limits),
         )
 
     def prompt(self, *parts: str) -> str:
