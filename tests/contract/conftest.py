@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import pytest_asyncio
-from tiny_families import FAMILIES
 
 from medialane.vllm_bridge.tiny_model import cache_folder
 
@@ -41,6 +40,7 @@ def family_renderer():
 
     @cache
     def of(name):
+        from tiny_families import FAMILIES
         from vllm.renderers import renderer_from_config
 
         from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args

@@ -18,7 +18,7 @@ import pytest_asyncio
 from medialane_process import ONE_PROCESS_ENGINE, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
 from process_tree import command_of, descendants
-from tiny_families import with_small_dummies
+from small_dummies import with_small_dummies
 
 from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS

@@ -6,7 +6,6 @@ A family is chosen for what its processor does that the others do not: `tests/co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,9 @@ import audio_families
 import image_families
 import qwen_families
 import tiny_recipe
+from small_dummies import with_small_dummies
 
 from medialane.vllm_bridge import tiny_model
-
-#: Of what vLLM processes once when it starts: of the largest media that takes seconds, in every process.
-_SMALL = {"image": {"width": 56, "height": 56}, "video": {"width": 56, "height": 56, "num_frames": 4}, "audio": {}}
-
-
-def with_small_dummies(limits: Mapping[str, int]) -> str:
-    """vLLM's flag for these limits of items in a prompt, small media for its warm-up included."""
-    options = {modality: {"count": limit, **_SMALL[modality]} for modality, limit in limits.items()}
-    return f"--limit-mm-per-prompt={json.dumps(options)}"
 
 
 @dataclass(frozen=True)
