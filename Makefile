@@ -39,7 +39,7 @@ check: $(STAMP) ## lint, format, types, architecture
 
 test: check     ## check, then every test that needs no GPU
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
-	@$(call pytest,tests/unit/vllm_bridge tests/contract)
+	@$(call pytest,tests/contract tests/unit/vllm_bridge -n $(JOBS) --no-loadscope-reorder)
 	@$(call pytest,tests/hostile)
 	@$(call pytest,tests/fuzz)
 	@$(call pytest,tests/e2e)

@@ -3,6 +3,7 @@ engine; and the renderers of all families."""
 
 import os
 from functools import cache
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -20,6 +21,29 @@ VLLM_ARGS = [
     "--mm-processor-cache-gb=0",
     "--trust-request-mm-kwargs",
 ]
+
+
+#: Files whose tests share engines. They come first, and with pytest-xdist one process has them all.
+_ENGINE_FILES = ("test_vllm_engine", "test_vllm_kv", "test_simulated_engine")
+
+
+def pytest_collection_modifyitems(items):
+    places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    engines_first = sorted((items[n] for n in places), key=lambda item: not item.path.name.startswith(_ENGINE_FILES))
+    for number, item in zip(places, engines_first, strict=True):
+        items[number] = item
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "engines" if Path(file).name.startswith(_ENGINE_FILES) else file
+
+    return FileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
