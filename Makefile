@@ -3,6 +3,7 @@
 #   EXTRA=cpu|vllm   which vLLM goes into .venv (default: vllm where a GPU is found, cpu else)
 #   PYTHON=python3   the Python (3.11 or newer) that .venv is made from
 #   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
+#   JOBS=2           how many processes run unit tests side by side
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -13,6 +14,7 @@ EXTRA ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl),vllm,cpu)
 ARGS ?=
 SECONDS ?= 600
 SEED ?= 1
+JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.filled-$(EXTRA)
@@ -36,8 +38,8 @@ check: $(STAMP) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then every test that needs no GPU
-	@$(call pytest,tests/unit tests/seams tests/test_architecture.py tests/test_conftest.py)
-	@$(call pytest,tests/contract)
+	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
+	@$(call pytest,tests/contract tests/unit/vllm_bridge -n $(JOBS) --no-loadscope-reorder)
 	@$(call pytest,tests/hostile)
 	@$(call pytest,tests/fuzz)
 	@$(call pytest,tests/e2e)
@@ -60,7 +62,8 @@ clean:          ## remove .venv and every cache
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One process for each kind of test: vLLM, once it is in a process, changes its logging and leaves children there.
+# One process for each kind of test: vLLM, once it is in a process, changes its logging and leaves children there. Tests
+# that neither import vLLM nor start it run in several processes side by side (pytest-xdist).
 # Examples of property tests are the same in every run, so that a change is judged by its own faults; `make fuzz` seeks new
 # ones, as does pytest by itself. With ARGS a kind may be left without any test (pytest's exit status 5).
 pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }

@@ -7,7 +7,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 PREAMBLE = """
-import asyncio, time
+import asyncio, mmap, time
 from pathlib import Path
 HELD = []
 """
@@ -22,6 +22,15 @@ CASES = {
         "def test_it():\n"
         "    path = Path('/dev/shm/medialane-conftest-open')\n"
         "    HELD.append(path.open('wb'))\n"
+        "    path.unlink()",
+        "arena files left behind",
+    ),
+    "mapped_arena_file": (
+        "def test_it():\n"
+        "    path = Path('/dev/shm/medialane-conftest-mapped')\n"
+        "    path.write_bytes(bytes(4096))\n"
+        "    with path.open('rb') as file:\n"
+        "        HELD.append(mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ))\n"
         "    path.unlink()",
         "arena files left behind",
     ),

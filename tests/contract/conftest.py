@@ -1,8 +1,17 @@
 """vLLM with the tiny model, shared by the contract tests of this session: its renderer alone, its app, and a whole
-engine."""
+engine; and the renderers of all families."""
+
+import os
+from functools import cache
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
+from medialane.vllm_bridge.tiny_model import cache_folder
+
+#: Read when torch is imported. Of two threads on two busy cores, each spins while it waits for the other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VLLM_ARGS = [
     "--max-model-len=8192",
@@ -14,6 +23,29 @@ VLLM_ARGS = [
 ]
 
 
+#: Files whose tests share engines. They come first, and with pytest-xdist one process has them all.
+_ENGINE_FILES = ("test_vllm_engine", "test_vllm_kv", "test_simulated_engine")
+
+
+def pytest_collection_modifyitems(items):
+    places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    engines_first = sorted((items[n] for n in places), key=lambda item: not item.path.name.startswith(_ENGINE_FILES))
+    for number, item in zip(places, engines_first, strict=True):
+        items[number] = item
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "engines" if Path(file).name.startswith(_ENGINE_FILES) else file
+
+    return FileScheduling(config, log)
+
+
 @pytest.fixture(scope="session")
 def renderer(tiny_model):
     from vllm.renderers import renderer_from_config
@@ -23,6 +55,28 @@ def renderer(tiny_model):
     renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
     yield renderer
     renderer.shutdown()
+
+
+@pytest.fixture(scope="session")
+def family_renderer():
+    """vLLM's renderer by a family's name, each made when it is first asked for."""
+    made = []
+
+    @cache
+    def of(name):
+        from tiny_families import FAMILIES
+        from vllm.renderers import renderer_from_config
+
+        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+
+        folder = FAMILIES[name].build(cache_folder(os.environ))
+        args = parse_vllm_args(str(folder), [*FAMILIES[name].flags, "--mm-processor-cache-gb=0"])
+        made.append(renderer_from_config(create_frontend_config(args)))
+        return made[-1]
+
+    yield of
+    for renderer in made:
+        renderer.shutdown()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -112,8 +112,9 @@ CASES = [
 class Model(Halves):
     """A family's gate and its model."""
 
-    def __init__(self, family, folder):
-        super().__init__(family, folder)
+    def __init__(self, family, renderer):
+        super().__init__(family, renderer)
+        folder = family.build(cache_folder(os.environ))
         args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
         self._config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         with set_current_vllm_config(self._config):
@@ -152,23 +153,14 @@ class Model(Halves):
 
 
 @pytest.fixture(scope="module")
-def models():
+def models(family_renderer):
     """`Model` by family, each made when it is first asked for."""
-
-    @cache
-    def of(name):
-        made.append(Model(FAMILIES[name], FAMILIES[name].build(cache_folder(os.environ))))
-        return made[-1]
-
-    made = []
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as store:
         for name, value in vllm_defaults("model", [], on_gpu=False, num_workers=1).items():
             patch.setenv(name, value)
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does
         init_distributed_environment(1, 0, f"file://{store}/store", 0, backend="gloo")
-        yield of
-        for each in made:
-            each.renderer.shutdown()
+        yield cache(lambda name: Model(FAMILIES[name], family_renderer(name)))
         cleanup_dist_env_and_memory()
 
 

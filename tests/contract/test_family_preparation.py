@@ -1,6 +1,5 @@
 """Our two halves of vLLM's processor against its whole, for eight families: ids, placeholder ranges, tensors."""
 
-import os
 from functools import cache
 
 import numpy as np
@@ -16,7 +15,6 @@ from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.preparation import VllmProcessor, engine_media, modality_of
-from medialane.vllm_bridge.tiny_model import cache_folder
 from medialane.vllm_bridge.validation import FeatureChecker
 
 pytestmark = [
@@ -98,14 +96,9 @@ CASES = [
 class Halves:
     """A family's renderer, and our two halves over its processor."""
 
-    def __init__(self, family, folder):
-        from vllm.renderers import renderer_from_config
-
-        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-
-        args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
+    def __init__(self, family, renderer):
         self.family = family
-        self.renderer = renderer_from_config(create_frontend_config(args))
+        self.renderer = renderer
         self.processor = VllmProcessor(self.renderer.get_mm_processor())
         self.assembler = VllmAssembler(self.renderer.get_mm_processor())
         self.checker = FeatureChecker(self.renderer.get_mm_processor())
@@ -135,18 +128,9 @@ class Halves:
 
 
 @pytest.fixture(scope="module")
-def halves():
+def halves(family_renderer):
     """`Halves` by family, each made when it is first asked for."""
-
-    @cache
-    def of(name):
-        made.append(Halves(FAMILIES[name], FAMILIES[name].build(cache_folder(os.environ))))
-        return made[-1]
-
-    made = []
-    yield of
-    for each in made:
-        each.renderer.shutdown()
+    return cache(lambda name: Halves(FAMILIES[name], family_renderer(name)))
 
 
 def assert_same_item(item, expected, padded=()):

@@ -1,6 +1,5 @@
 """What eight families say of an image's tokens by its size alone, against what stands for it in a prompt."""
 
-import os
 from functools import cache
 
 import numpy as np
@@ -13,7 +12,6 @@ from medialane.core.media import Image
 from medialane.vllm_bridge.image_tokens import ImageTokens, _Trial
 from medialane.vllm_bridge.placing import Placings
 from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.tiny_model import cache_folder
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -37,27 +35,16 @@ SMALL = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 31
 
 
 @pytest.fixture(scope="module")
-def processor():
+def processor(family_renderer):
     """A family's processor as preparers have it, warm, for prompts of 100 tokens; made when it is first asked for."""
 
     @cache
     def of(name):
-        from vllm.renderers import renderer_from_config
-
-        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-
-        family = FAMILIES[name]
-        folder = str(family.build(cache_folder(os.environ)))
-        args = parse_vllm_args(folder, [*family.flags, "--mm-processor-cache-gb=0"])
-        made.append(renderer_from_config(create_frontend_config(args)))
-        one = VllmProcessor(made[-1].get_mm_processor(), max_model_len=100)
+        one = VllmProcessor(family_renderer(name).get_mm_processor(), max_model_len=100)
         one.warm_up()
         return one
 
-    made = []
-    yield of
-    for renderer in made:
-        renderer.shutdown()
+    return of
 
 
 def in_prompt(engine_processor, item, options=b"{}"):

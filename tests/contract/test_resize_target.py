@@ -1,6 +1,5 @@
 """What eight families' processors tell of the size they resize to, and what is made of JPEGs decoded smaller for it."""
 
-import os
 from functools import cache
 from io import BytesIO
 
@@ -17,7 +16,6 @@ from medialane.media.jpeg_scale import EIGHTHS
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.resize_target import MAX_REMEMBERED, ResizeTargets
-from medialane.vllm_bridge.tiny_model import cache_folder
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -42,25 +40,9 @@ MAX_PIXELS = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge
 
 
 @pytest.fixture(scope="module")
-def processor():
+def processor(family_renderer):
     """A family's processor, made when it is first asked for."""
-
-    @cache
-    def of(name):
-        from vllm.renderers import renderer_from_config
-
-        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-
-        family = FAMILIES[name]
-        folder = str(family.build(cache_folder(os.environ)))
-        args = parse_vllm_args(folder, [*family.flags, "--mm-processor-cache-gb=0"])
-        made.append(renderer_from_config(create_frontend_config(args)))
-        return VllmProcessor(made[-1].get_mm_processor())
-
-    made = []
-    yield of
-    for renderer in made:
-        renderer.shutdown()
+    return cache(lambda name: VllmProcessor(family_renderer(name).get_mm_processor()))
 
 
 def photograph():

@@ -1,20 +1,24 @@
 """Real vLLM for whole requests: a plain server, and `medialane serve` with two workers, for the whole session.
 
-Starting them takes a minute or two of both cores, so they start side by side, and all tests share them: tests that kill
-processes wait until everything is up again, and the files' names put those that kill and stop last.
+Starting them takes a minute of both cores, so they start side by side, and all tests share them. The gateways of
+GATEWAYS start while those tests run that need none. Tests that kill processes come after all others and wait until
+everything is up again; then `serve` is stopped.
 """
 
+import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import MedialaneProcess
+from medialane_process import ONE_PROCESS_ENGINE, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
 from process_tree import command_of, descendants
+from small_dummies import with_small_dummies
 
 from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
@@ -22,6 +26,7 @@ from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAG
 #: Tools are parsed as a user would have them parsed; usage tells of prefix cache hits.
 SERVER_FLAGS = (
     *TINY_MODEL_FLAGS,
+    with_small_dummies({"image": 8, "video": 1}),
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     "--enable-prompt-tokens-details",
@@ -32,6 +37,21 @@ SERVER_FLAGS = (
 #: Test pictures are served from the loopback interface.
 MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 API_KEY = "tested-key"
+
+#: The files that come last, in this order.
+_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm", "test_worker_process")
+
+
+def pytest_collection_modifyitems(items):
+    places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
+        items[number] = item
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.path.stem in _LAST:
+        return 2 + _LAST.index(item.path.stem)
+    return int("gateways" in item.fixturenames)
 
 
 @pytest.fixture(scope="session")
@@ -68,14 +88,17 @@ def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory
 async def plain_vllm(starting_serve, tiny_model, vllm_environ, tmp_path_factory):
     """Plain vLLM with the tiny model: `base_url`, `model`. Its answers are the right ones."""
     log = tmp_path_factory.mktemp("plain_vllm") / "server.log"
-    async with start_plain_vllm(str(tiny_model), SERVER_FLAGS, environ=vllm_environ, log=log) as server:
+    flags = (*SERVER_FLAGS, ONE_PROCESS_ENGINE)
+    async with start_plain_vllm(str(tiny_model), flags, environ=vllm_environ, log=log) as server:
         yield server
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def serve(starting_serve, plain_vllm) -> MedialaneProcess:
+async def serve(request, starting_serve, plain_vllm) -> MedialaneProcess:
     """`medialane serve` with two workers, ready."""
     await starting_serve.answers()
+    if any("gateways" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("starting_gateways")
     return starting_serve
 
 
@@ -91,12 +114,16 @@ def plain(plain_vllm) -> OpenAiHttp:
     return OpenAiHttp(plain_vllm.base_url.removesuffix("/v1"), plain_vllm.model)
 
 
-@pytest.fixture(scope="session")
-def worker_addresses(serve) -> list[str]:
-    """Where the two workers listen."""
+def addresses_of_workers(serve: MedialaneProcess) -> list[str]:
     commands = map(command_of, descendants(serve.pid))
     words = [command.split() for command in commands if "medialane worker" in command]
     return sorted(found[found.index("--listen") + 1] for found in words)
+
+
+@pytest.fixture(scope="session")
+def worker_addresses(serve) -> list[str]:
+    """Where the two workers listen."""
+    return addresses_of_workers(serve)
 
 
 #: Gateways over the workers of `serve`, each with one way to hand over; `apart` has its arena where no worker looks.
@@ -107,36 +134,41 @@ GATEWAYS = {
     "url": ("--stage", "url"),
     "apart": ("--transfer-max-inline-bytes", "1MiB"),
 }
+PROGRAM = Path(__file__).with_name("gateways_program.py")
+
+
+@pytest.fixture(scope="session")
+def starting_gateways(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[dict[str, MedialaneProcess]]:
+    """GATEWAYS, not ready yet: ask for `gateways` instead. They are children of one process, which `stop` ends."""
+    serve = starting_serve
+    apart = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
+    workers = [word for address in addresses_of_workers(serve) for word in ("--worker", address)]
+    logs = tmp_path_factory.mktemp("gateways")
+    commands, places = [], {}
+    for name, flags in GATEWAYS.items():
+        directory = ["--arena-directory", str(apart)] if name == "apart" else []
+        key = ["--api-key", API_KEY] if name == "features/shm" else []
+        places[name] = (free_port(), logs / f"{name.replace('/', '-')}.log")
+        port, log = places[name]
+        ours = [serve.model, "--port", str(port), *workers, *flags, *directory, *MEDIALANE_FLAGS]
+        commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
+    process = launch(
+        [sys.executable, str(PROGRAM), json.dumps(commands)],
+        environ={**vllm_environ, "VLLM_MEDIA_CONNECTOR": "medialane"},  # as the command sets it before it imports vLLM
+        log=next(iter(places.values()))[1],  # what it prints before it forks
+    )
+    started = {name: MedialaneProcess(process, port, serve.model, log) for name, (port, log) in places.items()}
+    yield started
+    started["apart"].stop()
+    shutil.rmtree(apart)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def gateways(serve, worker_addresses, vllm_environ, tmp_path_factory):
+async def gateways(serve, starting_gateways) -> dict[str, OpenAiHttp]:
     """A client for each of GATEWAYS. The one of features/shm wants API_KEY."""
-    apart = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
-    workers = [word for address in worker_addresses for word in ("--worker", address)]
-    logs = tmp_path_factory.mktemp("gateways")
-    own = {"features/shm": ["--api-key", API_KEY]}
-    processes = {}
-    try:
-        for name, flags in GATEWAYS.items():
-            directory = ["--arena-directory", str(apart)] if name == "apart" else []
-            processes[name] = MedialaneProcess.spawn(
-                "gateway",
-                serve.model,
-                [*workers, *flags, *directory, *MEDIALANE_FLAGS],
-                [*SERVER_FLAGS, *own.get(name, ())],
-                environ=vllm_environ,
-                log=logs / f"{name.replace('/', '-')}.log",
-            )
-        for process in processes.values():
-            await process.answers()
-        yield {
-            name: OpenAiHttp(process.base_url, process.model, api_key=API_KEY if name in own else "")
-            for name, process in processes.items()
-        }
-    finally:
-        for process in processes.values():
-            process.process.terminate()
-        for process in processes.values():
-            process.stop()
-        shutil.rmtree(apart)
+    for process in starting_gateways.values():
+        await process.answers()
+    return {
+        name: OpenAiHttp(process.base_url, process.model, api_key=API_KEY if name == "features/shm" else "")
+        for name, process in starting_gateways.items()
+    }

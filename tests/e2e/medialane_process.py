@@ -15,6 +15,10 @@ from pathlib import Path
 import aiohttp
 from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
 
+#: For plain vLLM: it computes in the process that schedules, as our workers do on a CPU. A process of its own for the
+#: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step, while ours want to work.
+ONE_PROCESS_ENGINE = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
 START_S = 400
 STOP_S = 90
 _LOG_LINES = 40
@@ -45,18 +49,9 @@ class MedialaneProcess:
         log: Path,
     ) -> "MedialaneProcess":
         """Start `medialane command MODEL --port ... FLAGS -- VLLM_FLAGS`; returns before it is ready."""
-        port = _free_port()
+        port = free_port()
         argv = [sys.executable, "-m", "medialane", command, model, "--port", str(port), *flags, "--", *vllm_flags]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                argv,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=_die_with_parent,
-            )
-        return cls(process, port, model, log)
+        return cls(launch(argv, environ=environ, log=log), port, model, log)
 
     @property
     def pid(self) -> int:
@@ -111,6 +106,19 @@ class MedialaneProcess:
             return False
 
 
+def launch(argv: Sequence[str], *, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process that is asked to stop when this one ends; what it prints goes to `log`."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent,
+        )
+
+
 async def until(
     condition: Callable[[], bool | Awaitable[bool]],
     what: str,
@@ -137,7 +145,7 @@ def _children_running(pid: int, command: str) -> list[int]:
     return [child for child in descendants(pid) if command in command_of(child)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

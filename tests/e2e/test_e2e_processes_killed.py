@@ -14,6 +14,8 @@ from openai_http import Answer, chat, data_url, long_chat, picture, text
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
+from medialane.worker import EXIT_ENGINE_LOST
+
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
@@ -124,7 +126,8 @@ async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours,
     await until(lambda: in_flight(ours, 1), "the request runs")
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     killed = serve.worker_pid(address)
-    for engine in descendants(killed):
+    engines = descendants(killed)
+    for engine in engines:
         kill(engine)
     failed = await request
     assert failed.status in (500, 502, 503)
@@ -137,7 +140,10 @@ async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours,
         return answer.status == 200
 
     await until(answers, "the other worker answers", AT_ONCE_S)
-    await until(lambda: not is_alive(killed), "the worker ends without its engine", 60)
+    await until(lambda: not any(map(is_alive, [killed, *engines])), "the worker ends without its engine", 60)
+    await until(
+        lambda: f"exit status {EXIT_ENGINE_LOST}" in serve.log.read_text(), "it ends by itself, and says why", 20
+    )
     await comes_back(ours, 2)
     answers = await asyncio.gather(*(ours.succeed(chat(picture(164), ASK)) for _ in range(4)))
     assert [answer.ids for answer in answers] == [right] * 4

@@ -1,22 +1,21 @@
-"""A worker's whole process over real vLLM: what is left when one of its processes is killed."""
+"""A worker's whole process over real vLLM, without a supervisor: what is left when it is killed or asked to stop."""
 
 import asyncio
-import os
-import signal
+import subprocess
 import sys
 import tempfile
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from process_tree import command_of
+from medialane_process import launch, until
+from process_tree import descendants, is_alive
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.core.errors import NoWorkerReady, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.rpc import Hello, RpcClient, RpcConfig
-from medialane.worker import EXIT_ENGINE_LOST
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -25,10 +24,13 @@ START_S = 180
 END_S = 30
 
 
+@dataclass(frozen=True)
 class WorkerProcess:
-    def __init__(self, process, address):
-        self.process = process
-        self.address = address
+    """`sockets` is where vLLM's processes make theirs."""
+
+    process: subprocess.Popen
+    address: str
+    sockets: Path
 
     async def connect(self):
         async with asyncio.timeout(START_S):
@@ -36,53 +38,39 @@ class WorkerProcess:
                 try:
                     return await RpcClient.connect(self.address, Hello(gateway_id="g"), RpcConfig())
                 except NoWorkerReady:
-                    assert self.process.returncode is None, "the worker ended during its start"
+                    assert self.process.poll() is None, "the worker ended during its start"
                     await asyncio.sleep(0.2)
 
-    def family(self):
-        """The processes that the worker started, and those that they did."""
-        found, todo = [], [self.process.pid]
-        while todo:
-            started = children(todo.pop())
-            found += started
-            todo += started
-        return found
-
-    def engine_core(self):
-        (pid,) = [pid for pid in children(self.process.pid) if "EngineCore" in command_of(pid)]
-        return pid
+    async def end(self):
+        """Wait until it has ended. Returns the exit status."""
+        await until(lambda: self.process.poll() is not None, "the worker ends", END_S)
+        return self.process.returncode
 
 
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@asynccontextmanager
-async def running(model, environ, folder):
-    address = f"unix:{folder}/w"
-    with (folder / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(PROGRAM), str(model), address, env=environ, stdout=log, stderr=log
-        )
-    try:
-        yield WorkerProcess(process, address)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+@pytest.fixture(scope="module")
+def workers(tiny_model, vllm_environ, tmp_path_factory):
+    """A worker for each test of this file. They start at the same time."""
+    with tempfile.TemporaryDirectory(prefix="ml-", dir="/tmp") as folder:  # sockets need a short path
+        started = []
+        for number in range(2):
+            sockets = Path(folder, str(number))
+            sockets.mkdir()
+            address = f"unix:{folder}/w{number}"
+            process = launch(
+                [sys.executable, str(PROGRAM), str(tiny_model), address],
+                environ={**vllm_environ, "VLLM_RPC_BASE_PATH": str(sockets)},
+                log=tmp_path_factory.mktemp("worker") / "log",
+            )
+            started.append(WorkerProcess(process, address, sockets))
+        yield iter(started)
+        for worker in started:
+            worker.process.kill()
+            worker.process.wait()
 
 
 @pytest.fixture
-def sockets():
-    """Where vLLM's processes make theirs: a short path."""
-    with tempfile.TemporaryDirectory(prefix="ml-", dir="/tmp") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-async def worker(tiny_model, vllm_environ, tmp_path, sockets):
-    async with running(tiny_model, {**vllm_environ, "VLLM_RPC_BASE_PATH": str(sockets)}, tmp_path) as worker:
-        yield worker
+def worker(workers):
+    return next(workers)
 
 
 async def start_long_answer(client):
@@ -93,63 +81,34 @@ async def start_long_answer(client):
     return remote
 
 
-async def gone(pids):
-    for _ in range(END_S * 10):
-        if not [pid for pid in pids if _lives(pid)]:
-            return
-        await asyncio.sleep(0.1)
-    raise TimeoutError("the worker's processes are still there")
-
-
 async def read_to_the_end(remote):
     async with asyncio.timeout(END_S):
         async for _ in remote:
             pass
 
 
-def _lives(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-async def test_killed_engine_core_fails_its_requests_and_ends_the_worker(worker):
-    client = await worker.connect()
-    remote = await start_long_answer(client)
-    family = worker.family()
-    os.kill(worker.engine_core(), signal.SIGKILL)
-    with pytest.raises(WorkerLost):
-        await read_to_the_end(remote)
-    async with asyncio.timeout(END_S):
-        assert await worker.process.wait() == EXIT_ENGINE_LOST
-    await gone(family)
-    await client.close()
-
-
 async def test_killed_worker_leaves_no_process_behind(worker):
     client = await worker.connect()
     remote = await start_long_answer(client)
-    family = worker.family()
+    family = descendants(worker.process.pid)
     assert family
     worker.process.kill()
     with pytest.raises(WorkerLost):
         await read_to_the_end(remote)
-    await gone(family)
+    await worker.end()
+    await until(lambda: not any(map(is_alive, family)), "all that it started has ended", END_S)
     await client.close()
 
 
-async def test_terminated_worker_ends_cleanly_with_a_request_under_way(worker, sockets):
+async def test_terminated_worker_ends_cleanly_with_a_request_under_way(worker):
     client = await worker.connect()
-    assert any(path.is_socket() for path in sockets.rglob("*"))
+    assert any(path.is_socket() for path in worker.sockets.rglob("*"))
     remote = await start_long_answer(client)
-    family = worker.family()
+    family = descendants(worker.process.pid)
     worker.process.terminate()
     with pytest.raises(WorkerLost):
         await read_to_the_end(remote)
-    async with asyncio.timeout(END_S):
-        assert await worker.process.wait() == 0
-    await gone(family)
-    assert not list(sockets.iterdir())
+    assert await worker.end() == 0
+    await until(lambda: not any(map(is_alive, family)), "all that it started has ended", END_S)
+    assert not list(worker.sockets.iterdir())
     await client.close()

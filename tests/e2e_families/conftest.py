@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import START_S, MedialaneProcess
+from medialane_process import ONE_PROCESS_ENGINE, START_S, MedialaneProcess
 from openai_http import OpenAiHttp
 from tiny_families import FAMILIES, Family
 
@@ -70,8 +70,9 @@ async def servers(request, environ, tmp_path_factory):
     ours = MedialaneProcess.spawn(
         "serve", model, MEDIALANE_FLAGS, family.flags, environ=environ, log=logs / "serve.log"
     )
+    flags = (*family.flags, ONE_PROCESS_ENGINE)
     try:
-        async with plain_vllm(model, family.flags, environ=environ, log=logs / "plain.log", start_s=START_S) as plain:
+        async with plain_vllm(model, flags, environ=environ, log=logs / "plain.log", start_s=START_S) as plain:
             await ours.answers()
             yield Servers(
                 family,

@@ -6,7 +6,6 @@ A family is chosen for what its processor does that the others do not: `tests/co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import audio_families
 import image_families
 import qwen_families
 import tiny_recipe
+from small_dummies import with_small_dummies
 
 from medialane.vllm_bridge import tiny_model
 
@@ -41,7 +41,7 @@ class Family:
             "--enforce-eager",
             "--skip-mm-profiling",
             "--max-model-len=4096",
-            f"--limit-mm-per-prompt={json.dumps(dict(self.limits))}",
+            with_small_dummies(self.limits),
         )
 
     def prompt(self, *parts: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS, SEED = 60.0, 1
+SECONDS, SEED = 15.0, 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

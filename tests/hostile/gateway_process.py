@@ -122,13 +122,14 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
     folder.joinpath("config.json").write_bytes(msgspec.json.encode(config))
     port = _free_port()
     here = Path(__file__).resolve().parent
+    python_path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     with folder.joinpath("log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder), *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
     gateway = GatewayProcess(process, port, model)

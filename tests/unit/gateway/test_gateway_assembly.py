@@ -15,10 +15,12 @@ class Recorder:
 
     def __init__(self):
         self.threads = []
+        self.called = threading.Event()
         self.go = threading.Event()
 
     def assemble(self, token_ids, features, options):
         self.threads.append(threading.current_thread())
+        self.called.set()
         if threading.current_thread() is not threading.main_thread():
             self.go.wait(5)
         if token_ids == [0]:
@@ -71,7 +73,7 @@ async def test_prompt_with_processor_options_is_expanded_in_the_thread(assembly,
 
 async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(assembly, recorder):
     long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(recorder.called.wait, 5)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
     await asyncio.sleep(0.05)
     assert not short.done()
@@ -84,7 +86,7 @@ async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(as
 
 async def test_caller_that_leaves_does_not_give_the_assembler_away(assembly, recorder):
     long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(recorder.called.wait, 5)
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))

@@ -137,7 +137,7 @@ async def test_leases_wait_until_nobody_listens_there(net):
     link = await net.connected()
     held = Held()
     link.submit(request(), [held])
-    await asyncio.sleep(0.05)
+    await eventually(lambda: server.num_in_flight == 1)
     closing = asyncio.create_task(server.close())
     await asyncio.sleep(0.05)
     assert held.num_released == 0
@@ -154,7 +154,7 @@ async def test_cancelled_link_hangs_up_and_gives_everything_back(net):
     await eventually(lambda: link.client is not None)
     client, held = link.client, Held()
     link.submit(request(), [held])
-    await asyncio.sleep(0.05)
+    await eventually(lambda: server.num_in_flight == 1)
     await net._end(running)
     assert client.closed.is_set()
     assert held.num_released == 1

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -142,7 +143,7 @@ async def test_two_preparers_work_at_the_same_time(arena, encoded):
 async def test_crash_fails_its_job_and_no_other(arena, encoded, fault):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         other = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.4), "b" * 64))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: pool.stats().num_busy == 1)
         with pytest.raises(PreparerCrashed):
             await pool.prepare_item(encoded, options(fault=fault), "a" * 64)
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
@@ -465,7 +466,8 @@ async def test_preparers_that_die_before_their_first_job_are_replaced_ever_more_
         killed = set()
         while time.monotonic() < deadline:
             for pid in pool.stats().pids:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # dead, and not yet known to be
+                    os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
             await asyncio.sleep(0.01)
         assert 2 <= len(killed) <= 5

@@ -109,12 +109,16 @@ async def test_worker_that_accepts_and_says_nothing_is_lost_at_the_deadline(work
 
 async def test_cancelled_connect_leaves_no_connection(net):
     class Slow(FakeHandler):
+        called = asyncio.Event()
+
         async def register(self, hello):
+            self.called.set()
             await asyncio.sleep(HOUR_S)
 
-    await net.serve(Slow())
+    handler = Slow()
+    await net.serve(handler)
     connecting = asyncio.create_task(net.connect())
-    await asyncio.sleep(0.05)
+    await handler.called.wait()
     connecting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await connecting
@@ -275,10 +279,11 @@ async def test_slow_consumer_is_aborted_when_its_bound_is_reached(net):
 
 
 async def test_close_fails_what_is_under_way_and_is_idempotent(net):
-    await net.serve(FakeHandler([1], delay_s=HOUR_S))
+    handler = FakeHandler([1], delay_s=HOUR_S)
+    await net.serve(handler)
     client = await net.connect()
     reading = asyncio.create_task(tokens_of(client.submit(engine_request("r"))))
-    await asyncio.sleep(0.02)
+    await eventually(lambda: handler.num_active == 1)
     await client.close()
     await client.close()
     with pytest.raises(WorkerLost):

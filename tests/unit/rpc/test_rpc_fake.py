@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from rpc_requests import engine_request
+from rpc_requests import engine_request, eventually
 
 from medialane.core.errors import GenerationFailed, StartupFailed
 from medialane.rpc import FakeHandler, Handler, Hello
@@ -36,9 +36,9 @@ async def test_fake_refuses_when_told():
 async def test_cancelled_fake_takes_its_time_to_let_go():
     handler = FakeHandler([1], delay_s=60, release_s=0.05)
     running = asyncio.create_task(collect(handler))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: handler.num_active == 1)
     running.cancel()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     assert (handler.loads()[0].num_running, handler.num_cancelled) == (1, 1)
     with pytest.raises(asyncio.CancelledError):
         await running
