@@ -1,0 +1,79 @@
+"""README and docs: links resolve, named settings and error codes exist, generated figures are current."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medialane.cli.bench import names
+from medialane.config import settings
+from medialane.core.errors import MedialaneError
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+#: A room's settings begin with its name; flags without such a prefix may be vLLM's.
+_OWN_FLAG = re.compile(
+    r"--((?:gateway|media|prepare|arena|transfer|routing|rpc|simulated)-[a-z0-9-]*[a-z0-9])(?![\w.-])"
+)
+
+
+def _classes(cls: type[MedialaneError]) -> list[type[MedialaneError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _classes(child))]
+
+
+def _anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_resolve(page):
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_a_page_names_exist(page):
+    known = {setting.name for setting in settings()} | {"media-io-kwargs"}  # the latter is vLLM's
+    assert set(_OWN_FLAG.findall(page.read_text())) <= known
+
+
+def test_error_codes_of_the_troubleshooting_page_exist():
+    rows = re.findall(r"^\| [45]\d\d (.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    named = {code for row in rows for code in re.findall(r"`([a-z]+_[a-z_]+)`", row)}
+    codes = {cls.code for cls in _classes(MedialaneError)}
+    assert "arena_full" in named
+    assert named - {"mm_processor_kwargs", "media_io_kwargs"} <= codes
+
+
+def test_configuration_page_names_every_benchmark():
+    row = re.search(r"^\| `medialane bench NAME` .*$", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
+    assert row is not None
+    assert set(names(ROOT / "benchmarks")) <= set(re.findall(r"`(\w+)`", row[0]))
+
+
+def test_glossary_has_each_term_once():
+    terms = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
+    assert len(terms) > 40
+    assert len(set(terms)) == len(terms)
+
+
+def test_readme_fits_two_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+def test_generated_figures_are_current():
+    check = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), "--check"]
+    assert subprocess.run(check, timeout=20).returncode == 0, "run `python benchmarks/figures.py`"
