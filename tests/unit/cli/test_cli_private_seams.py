@@ -23,9 +23,9 @@ def test_start_is_refused_before_anything_is_loaded(name, monkeypatch, capsys):
     monkeypatch.setattr(probe, "GROUPS", (broken,))
     monkeypatch.setattr(module, "check_start", lambda *_: None)
     monkeypatch.setattr(module, "enter_environ", lambda *_, **__: None)
-    monkeypatch.delitem(sys.modules, f"medialane.cli.{name}", raising=False)
+    for heavy in ("medialane.vllm_bridge.app", "medialane.vllm_bridge.engine"):
+        monkeypatch.setitem(sys.modules, heavy, None)  # importing it raises
     assert main([name, "model", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(ERROR_PREFIX)
     assert "no_such_module:name" in line
-    assert f"medialane.cli.{name}" not in sys.modules

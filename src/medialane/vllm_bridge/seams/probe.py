@@ -87,8 +87,8 @@ def _faults(seam: Seam) -> Iterator[str]:
     except _Missing as error:
         yield str(error)
         return
-    if getattr(found, "__isabstractmethod__", False):  # only functions that are have it
-        yield "is abstract"
+    if seam.kind == "override" and getattr(found, "__isabstractmethod__", False):  # only abstract functions have it
+        yield "is abstract: there is nothing of vLLM's to extend"
     if seam.parameters is not None and (why := _other_parameters(found, seam)):
         yield why
     for name in seam.attributes:
