@@ -116,7 +116,7 @@ async def serve(
         started = await unless_set(stop, starting)
         if started is not None:
             frontend, app = started
-            http = http_protocol(config.gateway)
+            http = http_protocol(config.gateway, max_headers=frontend.max_headers)
             await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
             if not stop.is_set():
                 tasks.fail("the HTTP server")

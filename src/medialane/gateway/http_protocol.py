@@ -28,8 +28,8 @@ from medialane.observability.logging import RareWarning
 
 logger = logging.getLogger(__name__)
 
-#: As vLLM's `--h11-max-header-count` has it.
-_MAX_HEADERS = 256
+#: The default of vLLM's `--h11-max-header-count`.
+MAX_HEADERS = 256
 #: Requests sent before the first of them was answered. Each is a task, and a read has room for thousands.
 _MAX_PIPELINED = 16
 #: Pieces of a body in one read: each takes half a microsecond, and 256 KiB have room for 40,000 of them.
@@ -43,14 +43,16 @@ _warn = RareWarning(logger)
 class HttpBounds(msgspec.Struct, frozen=True):
     max_connections: int
     max_header_bytes: int
+    max_headers: int
     header_timeout_s: float
 
 
-def http_protocol(config: GatewayConfig) -> Any:
-    """What uvicorn's `http` setting takes."""
+def http_protocol(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> Any:
+    """What uvicorn's `http` setting takes. Its own `h11_max_incomplete_event_size` bounds a header's bytes, too."""
     bounds = HttpBounds(
         max_connections=_connections(config.max_connections),
         max_header_bytes=config.max_header_bytes,
+        max_headers=max_headers,
         header_timeout_s=config.header_timeout_s,
     )
     return partial(BoundedHttpProtocol, bounds=bounds)
@@ -158,12 +160,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _count_header(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
-        if self._header_bytes > self._max_header_bytes or self._num_headers > _MAX_HEADERS:
+        if self._header_bytes > self._max_header_bytes or self._num_headers > self._bounds.max_headers:
             self._fail(self._too_large())
 
     def _too_large(self) -> MedialaneError:
         return HeaderTooLarge(
-            f"the request's header has more than {self._max_header_bytes} bytes or {_MAX_HEADERS} lines"
+            f"the request's header has more than {self._max_header_bytes} bytes or {self._bounds.max_headers} lines"
         )
 
     def _fail(self, error: MedialaneError) -> None:

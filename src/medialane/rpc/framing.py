@@ -70,7 +70,7 @@ def append_frame(buffer: bytearray, message: msgspec.Struct, max_frame_bytes: in
         length = len(buffer) - start - HEADER.size
         if length > max_frame_bytes:
             raise ProtocolViolation(f"a message of {length} bytes is larger than the {max_frame_bytes} allowed")
-    except BaseException:
+    except BaseException:  # whatever it was, no half frame may stay before the next message
         del buffer[start:]
         raise
     HEADER.pack_into(buffer, start, length)

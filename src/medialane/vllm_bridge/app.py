@@ -76,6 +76,11 @@ class Frontend:
         """Whether items of this model may be processed one by one; else workers must do it."""
         return self.takes_media and supports_split(self.renderer.get_mm_processor())
 
+    @property
+    def max_headers(self) -> int:
+        """Header lines of a request, from vLLM's flags."""
+        return int(self.args.h11_max_header_count)
+
     def tells_resize_target(self) -> bool:
         """Whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`). Processes an
         image to find out."""

@@ -13,13 +13,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import uvicorn
-from starlette.responses import JSONResponse
 from vllm import envs
 
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.seams.api_server import (
-    H11_MAX_HEADER_COUNT_DEFAULT,
-    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
     NoSignalServer,
     SSLCertRefresher,
     configure_logging_from_args,
@@ -38,7 +35,7 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0, *
         configure_logging_from_args(args)
         log_config = get_uvicorn_log_config(args)
         config = uvicorn.Config(
-            HeaderLimits.around(app, args),
+            app,
             loop="uvloop",
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
@@ -71,7 +68,8 @@ async def serve_http(
     app: Any, args: Namespace, sock: socket.socket, stop: Awaitable[object], *, drain_timeout_s: float, **more: Any
 ) -> None:
     """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `more` are settings
-    of uvicorn's."""
+    of uvicorn's: the limits of headers that flags name are for its `http` to hold, since its own protocols have none.
+    """
     config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, **more)
     server = NoSignalServer(config)
     app.state.server = server  # vLLM's error handlers look for it
@@ -97,32 +95,3 @@ def _refresher(config: uvicorn.Config, args: Namespace) -> Any:
         cert_path=config.ssl_certfile,
         ca_path=config.ssl_ca_certs,
     )
-
-
-class HeaderLimits:
-    """ASGI middleware for the limits that vLLM's `--h11-...` flags name.
-
-    uvicorn has the first for h11 alone, and the second not at all; its parser is httptools where that is installed.
-    """
-
-    def __init__(self, app: App, *, max_bytes: int, max_headers: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._max_headers = max_headers
-
-    @classmethod
-    def around(cls, app: App, args: Namespace) -> App:
-        """`app` itself where the flags have their defaults: those are far beyond what a server takes anyway."""
-        limits = args.h11_max_incomplete_event_size, args.h11_max_header_count
-        if limits == (H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT, H11_MAX_HEADER_COUNT_DEFAULT):
-            return app
-        return cls(app, max_bytes=limits[0], max_headers=limits[1])
-
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        headers = scope.get("headers", ())
-        if len(headers) > self._max_headers or sum(len(k) + len(v) for k, v in headers) > self._max_bytes:
-            message = f"the request has more than {self._max_headers} headers or {self._max_bytes} bytes of them"
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": "headers_too_large"}
-            await JSONResponse({"error": error}, 431, {"connection": "close"})(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)

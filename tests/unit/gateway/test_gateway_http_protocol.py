@@ -50,13 +50,18 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app=None, **limits):
+async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
     """A server with these bounds: (its port, its app)."""
     config = GatewayConfig(**limits)
     app, turns = app or App(), Turns()
     stack = ScopeMiddleware(IntakeMiddleware(app, MediaConfig(), config, turns), Metrics(CollectorRegistry()))
     settings = uvicorn.Config(
-        stack, port=0, http=http_protocol(config), lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        stack,
+        port=0,
+        http=http_protocol(config, max_headers=max_headers),
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     server = Server(settings)
     task = asyncio.create_task(server.serve())
@@ -137,6 +142,44 @@ async def test_endless_header_is_refused(start, piece):
         assert headers[b"connection"] == b"close"
         assert await sending < 50_000_000
         assert app.num_calls == 0
+
+
+@pytest.mark.parametrize(("num_headers", "status"), [(300, 200), (301, 431)])
+async def test_number_of_header_lines_is_the_one_that_was_set(num_headers, status):
+    async with serving(max_headers=300) as (port, _), connection(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\n" + b"x: a\r\n" * num_headers + b"\r\n")
+        assert (await status_and_body(reader))[0] == status
+
+
+class WebSocketApp(App):
+    """Accepts WebSockets and keeps them open."""
+
+    async def __call__(self, scope, receive, send):
+        await send({"type": "websocket.accept"})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+
+
+async def test_open_websockets_count_as_connections():
+    handshake = b"\r\n".join(
+        [
+            b"GET / HTTP/1.1",
+            b"host: a",
+            b"connection: upgrade",
+            b"upgrade: websocket",
+            b"sec-websocket-version: 13",
+            b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==",
+            b"\r\n",
+        ]
+    )
+    async with serving(WebSocketApp(), max_connections=2) as (port, _), contextlib.AsyncExitStack() as held:
+        for _ in range(2):
+            reader, writer = await held.enter_async_context(connection(port))
+            writer.write(handshake)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        reader, _ = await held.enter_async_context(connection(port))
+        status, body, _ = await status_and_body(reader)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
 
 
 async def test_header_within_the_bound_passes_however_long_its_body_is():

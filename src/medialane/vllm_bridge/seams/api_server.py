@@ -9,10 +9,6 @@ from fastapi import FastAPI
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import NoSignalServer, validate_api_server_args
-from vllm.entrypoints.launchers.utils.constants import (
-    H11_MAX_HEADER_COUNT_DEFAULT,
-    H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
-)
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -35,8 +31,6 @@ def middleware_stack_not_built() -> Iterator[None]:
 
 
 __all__ = [
-    "H11_MAX_HEADER_COUNT_DEFAULT",
-    "H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT",
     "AuthenticationMiddleware",
     "NoSignalServer",
     "SSLCertRefresher",

@@ -111,11 +111,6 @@ GROUPS: tuple[Group, ...] = (
                 ("ssl_context", "key_path", "cert_path", "ca_path"),
                 ("stop",),
             ),
-            Seam(
-                f"{_LAUNCHERS}.utils.constants",
-                "read",
-                attributes=("H11_MAX_HEADER_COUNT_DEFAULT", "H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT"),
-            ),
             Seam("vllm.logger:configure_logging_from_args", "call", ("args",)),
             Seam(
                 "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware",
