@@ -15,16 +15,8 @@ from medialane.rpc.address import TcpAddress, parse_address
 from medialane.vllm_bridge.seams import probe
 
 ROOMS: tuple[RoomName, ...] = (
-    "server",
-    "gateway",
-    "media",
-    "prepare",
-    "arena",
-    "transfer",
-    "routing",
-    "rpc",
-    "logging",
-)
+    "server", "gateway", "media", "prepare", "arena", "transfer", "routing", "rpc", "logging",
+)  # fmt: skip
 _COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "router", "rpc-token", "log-level")
 
 #: vLLM's app asks the media connector of this name for every URL: ours, which leaves fetching to the gateway.

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from medialane.arena import reap
 from medialane.cli.flags import add_settings, given_settings
@@ -21,31 +22,10 @@ from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 
-ROOMS: tuple[RoomName, ...] = (
-    "server",
-    "cluster",
-    "gateway",
-    "media",
-    "prepare",
-    "arena",
-    "transfer",
-    "routing",
-    "rpc",
-    "worker",
-    "logging",
-)
+ROOMS: tuple[RoomName, ...] = tuple(room for room in get_args(RoomName) if room != "simulated")
 _COMMON = (
-    "workers",
-    "preparers",
-    "host",
-    "port",
-    "arena-size",
-    "stage",
-    "transport",
-    "router",
-    "single-gpu",
-    "log-level",
-)
+    "workers", "preparers", "host", "port", "arena-size", "stage", "transport", "router", "single-gpu", "log-level",
+)  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130
 
