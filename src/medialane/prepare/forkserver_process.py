@@ -326,7 +326,7 @@ async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) 
         *arguments,
         stdin=DEVNULL,
         pass_fds=[control_fd],
-        # The environment is handed on, not read: settings are the business of `config`.
+        # The environment is handed on, not read: settings are config.py's business.
         env={**os.environ, **environment, **ENVIRONMENT},
         # A Ctrl-C in the terminal is for the gateway, which then ends this process.
         start_new_session=True,
