@@ -21,6 +21,7 @@ def test_start_is_refused_before_anything_is_loaded(name, monkeypatch, capsys):
     module, flags = COMMANDS[name]
     broken = dataclasses.replace(GROUPS[0], seams=(Seam("no_such_module:name", "read"),), processes=BOTH)
     monkeypatch.setattr(probe, "GROUPS", (broken,))
+    monkeypatch.setattr(module, "configure", lambda _: None)
     monkeypatch.setattr(module, "check_start", lambda *_: None)
     monkeypatch.setattr(module, "enter_environ", lambda *_, **__: None)
     for heavy in ("medialane.vllm_bridge.app", "medialane.vllm_bridge.engine"):
