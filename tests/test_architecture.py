@@ -51,7 +51,7 @@ OWNERS = {
     "numba": ("core/compiled.py", "core/native_hash.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": "routing/native_view.py",
     # Locks of files, which say whether an owner lives.
-    "fcntl": "core/owner_lock.py",
+    "fcntl": ("core/owner_lock.py",),
     "av": ("media/video.py", "media/audio.py", "media/kinds.py"),
 }
 

@@ -1,4 +1,4 @@
-"""`medialane worker`: the command line of a worker alone; `worker.py` is what it runs, but for simulated workers."""
+"""`medialane worker`: the command line of a worker alone; `worker.py` and `simulated_worker.py` are what it runs."""
 
 from __future__ import annotations
 
@@ -57,20 +57,9 @@ def run(args: argparse.Namespace) -> int:
 def _run_simulated(config: Config, args: argparse.Namespace) -> int:
     if args.vllm_args:
         raise StartupFailed("a simulated worker takes no flags of vLLM: its settings begin with --simulated")
-    import uvloop  # neither is needed by a worker that loads a model
+    from medialane.cli import simulated_worker
 
-    from medialane.worker.simulated import serve_simulated
-
-    return uvloop.run(
-        serve_simulated(
-            config.simulated,
-            config.worker,
-            config.rpc,
-            model=args.model,
-            listen=args.listen,
-            arena_directory=config.arena.directory,
-        )
-    )
+    return simulated_worker.run(config, args.model, args.listen)
 
 
 def _check_listen(address: str) -> None:
