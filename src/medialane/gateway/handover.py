@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import HandedMedia, Hold, PreparedPrompt, StagedItem
+from medialane.core.feature import HandedMedia, Hold, PlacedFeature, PreparedPrompt, StagedItem
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import TensorDescriptor
@@ -45,7 +45,7 @@ class Handover:
         options = prepared.source.options
         prompt: Prompt
         if is_processed:
-            prompt = ExpandedPrompt(token_ids, _features(prepared, published), options)
+            prompt = ExpandedPrompt(token_ids, tuple(map(_feature, prepared.features, published)), options)
         else:
             prompt = SourcePrompt(token_ids, tuple(map(_source, items, published)), options, way.stage)
         return prompt, _pins(way, [item.hold for item in items])
@@ -64,13 +64,10 @@ class Handover:
         return [self._transports[way.transport].publish(item) for item in tensors]
 
 
-def _features(prepared: PreparedPrompt, published: Sequence[HandedTensors]) -> tuple[HandedMedia, ...]:
-    """Features, each with the place that it has in the prompt now."""
-    return tuple(
-        HandedMedia(f.modality, f.mm_hash, f.header, tensors, f.size, placed.placeholder)
-        for placed, tensors in zip(prepared.features, published, strict=True)
-        for f in (placed.feature,)
-    )
+def _feature(placed: PlacedFeature, tensors: HandedTensors) -> HandedMedia:
+    """A feature, and the place that it has in the prompt now."""
+    found = placed.feature
+    return HandedMedia(found.modality, found.mm_hash, found.header, tensors, found.size, placed.placeholder)
 
 
 def _source(item: StagedItem, tensors: HandedTensors) -> HandedMedia:
