@@ -256,11 +256,8 @@ async def test_app_that_raises_still_ends_its_scope():
 
 async def test_cancelled_request_ends_its_scope():
     class Waiting(App):
-        called = asyncio.Event()
-
         async def __call__(self, scope, receive, send):
             self.request = current_scope()
-            self.called.set()
             await asyncio.Event().wait()
 
     app = Waiting()
