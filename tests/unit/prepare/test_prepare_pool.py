@@ -108,7 +108,10 @@ def forging(expect, addresses):
     return forged
 
 
-async def test_large_tensors_are_copied_whole(arena):
+@pytest.mark.parametrize("at_once_bytes", [pool_module.COPIED_AT_ONCE_BYTES, 1 << 20])
+async def test_large_tensors_are_copied_whole(arena, monkeypatch, at_once_bytes):
+    """By the event loop, or by a thread."""
+    monkeypatch.setattr(pool_module, "COPIED_AT_ONCE_BYTES", at_once_bytes)
     with put(arena, png(900, 700, seed=9)) as encoded:
         async with running(make_pool(arena)) as pool:
             with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
@@ -116,6 +119,20 @@ async def test_large_tensors_are_copied_whole(arena):
                 pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
                 expected = np.random.default_rng(9).integers(0, 256, (700, 900, 3), dtype=np.uint8)
                 assert np.array_equal(np.frombuffer(pixels, np.float32), expected.astype(np.float32).ravel())
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
+async def test_preparers_ask_for_huge_pages_and_keep_the_operators_own_tunables(arena, encoded, monkeypatch, own):
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this kernel gives no huge pages")
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    async with running(make_pool(arena)) as pool:
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        (pid,) = pool.stats().pids
+        flags = [line for line in Path(f"/proc/{pid}/smaps").read_text().splitlines() if line.startswith("VmFlags")]
+        assert any("hg" in line.split() for line in flags)
+        assert own is None or own.encode() in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 async def test_without_options_an_item_is_only_decoded(arena):
