@@ -48,6 +48,7 @@ class Routed:
 
     _decision: RoutingDecision | None = None
     _is_queued = False
+    _is_computed = False
     _is_released = False
 
     def __init__(self, known: Knowledge, offer: Offer, choice: Choice, slot: Slot, picked_at: float) -> None:
@@ -109,7 +110,10 @@ class Routed:
             self._unqueue(computed=False)
             known.predictions.drop(self._expected)
         if known.slots.is_current(self._slot):
-            known.index.forget(self._note)
+            if self._is_computed:
+                known.index.fade(self._note, self._offer.request.block_ids)
+            else:
+                known.index.forget(self._note)
             self._slot.num_in_flight -= 1
             known.slots.update(self._slot)
 
@@ -131,6 +135,7 @@ class Routed:
 
     def _unqueue(self, *, computed: bool) -> None:
         self._is_queued = False
+        self._is_computed = computed
         known = self._known
         if known.slots.is_current(self._slot):
             known.slots.unqueue(self._slot, self._work_ms)
