@@ -42,7 +42,7 @@ class ImageTokens:
         self._processor = processor
         self._max_model_len = max_model_len
         self.is_trusted = False
-        # To count costs a family 0.2-0.4 ms, most of it in vLLM's and transformers' handling of options: 4 % of an image.
+        # Counting takes 0.2-0.4 ms, 4 % of an image, most of it in vLLM's and transformers' handling of options.
         self._known = lru_cache(maxsize=512)(self.fewest)
 
     def verify(self, items: Iterable[ProcessedItem]) -> None:
