@@ -1,6 +1,7 @@
 """What eight families say of an image's tokens by its size alone, against what stands for it in a prompt."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,3 +117,22 @@ def test_options_that_break_a_processor_are_the_clients_error(processor, options
 
     with pytest.raises(InvalidRequest):
         processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options))
+
+
+def test_tokens_of_a_size_are_counted_once():
+    asked = []
+
+    def get_num_image_tokens(*, image_width, image_height):
+        asked.append((image_width, image_height))
+        return image_width
+
+    info = SimpleNamespace(get_num_image_tokens=get_num_image_tokens)
+    tokens = ImageTokens(SimpleNamespace(info=info), max_model_len=100)
+    tokens.is_trusted = True
+    for _ in range(3):
+        tokens.check((640, 90), b"{}")
+        with pytest.raises(PromptTooLong):
+            tokens.check((640, 480), b"{}")
+    assert sorted(asked) == [(90, 640), (480, 640), (640, 90), (640, 480)]
+    tokens.check((640, 90), SMALL)
+    assert len(asked) == 6, "with other options they may be others"

@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from medialane.arena import Lease, Reservation
 from medialane.core.errors import MedialaneError, PreparersBusy
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
 from medialane.observability.timeline import StageTimeline
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended: with an error or, without one, with a lease (none for a probe); and whether its preparer may be
+    given another job."""
+
+    lease: Lease[Feature] | None = None
+    error: MedialaneError | None = None
+    is_preparer_usable: bool = True
 
 
 class Job:
@@ -46,18 +57,18 @@ class Job:
         self.is_disowned = False
         self._closed = False
 
-    def finish(self, lease: Lease[Feature] | None) -> None:
-        """Give the result, whose reservation is published, to the caller."""
-        self.reservation = None
-        if not self.result.done():
-            self.result.set_result(lease)
-        elif lease is not None:
-            lease.release()
-
-    def fail(self, error: MedialaneError) -> None:
-        """Tell the caller. What the job holds stays held: the preparer may still use it."""
-        if not self.result.done():
-            self.result.set_exception(error)
+    def settle(self, outcome: Outcome) -> None:
+        """Give the outcome to the caller. What the job holds stays held, for the preparer may still use it, but for a
+        reservation that is published. After the first outcome, a lease is released."""
+        if outcome.error is None:
+            self.reservation = None
+        if self.result.done():
+            if outcome.lease is not None:
+                outcome.lease.release()
+        elif outcome.error is not None:
+            self.result.set_exception(outcome.error)
+        else:
+            self.result.set_result(outcome.lease)
 
     def close(self) -> None:
         """No process reads or writes for this job any more: give back what it holds. Idempotent."""
@@ -136,8 +147,8 @@ class JobQueue:
         """Fail and close every waiting job."""
         for job in list(self._jobs):
             self.withdraw(job)
-            job.fail(error)
+            job.settle(Outcome(error=error))
 
     def _expire(self, job: Job) -> None:
         if self.withdraw(job):
-            job.fail(PreparersBusy(f"no preparer was free within {self._timeout_s:g} s"))
+            job.settle(Outcome(error=PreparersBusy(f"no preparer was free within {self._timeout_s:g} s")))

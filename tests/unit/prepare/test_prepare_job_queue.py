@@ -4,7 +4,7 @@ import pytest
 from preparer_pools import png, put
 
 from medialane.core.errors import PreparersBusy, Unavailable
-from medialane.prepare.job_queue import Job, JobQueue
+from medialane.prepare.job_queue import Job, JobQueue, Outcome
 
 
 @pytest.fixture
@@ -116,16 +116,16 @@ async def test_result_that_nobody_waits_for_is_released(arena, encoded, make_job
     job = make_job()
     job.disown(0.25)
     lease = encoded.duplicate()
-    job.finish(lease)
+    job.settle(Outcome(lease=lease))
     await asyncio.sleep(0)
     assert lease.released
 
 
 async def test_result_after_a_failure_is_released(encoded, make_job):
     job = make_job()
-    job.fail(Unavailable("late"))
+    job.settle(Outcome(error=Unavailable("late")))
     lease = encoded.duplicate()
-    job.finish(lease)
+    job.settle(Outcome(lease=lease))
     assert lease.released
     with pytest.raises(Unavailable):
         await job.result

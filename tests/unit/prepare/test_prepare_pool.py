@@ -33,8 +33,14 @@ from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare import NO_PROCESSOR_FACTORY, PrepareConfig, PreparerPool, forkserver_process, forkservers
-from medialane.prepare import pool as pool_module
+from medialane.prepare import (
+    NO_PROCESSOR_FACTORY,
+    PrepareConfig,
+    PreparerPool,
+    forkserver_process,
+    forkservers,
+    job_run,
+)
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES
 from medialane.prepare.sandbox import WRITE_ARENA
@@ -90,7 +96,7 @@ async def test_where_memory_cannot_be_read_preparers_write_the_arena_and_it_is_s
 
 @pytest.mark.parametrize("forged", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
 async def test_tensors_that_are_not_where_a_preparer_says_cost_it_its_life(arena, encoded, monkeypatch, forged):
-    monkeypatch.setattr(pool_module, "_expect", forging(pool_module._expect, forged))
+    monkeypatch.setattr(job_run, "_expect", forging(job_run._expect, forged))
     async with running(make_pool(arena)) as pool:
         (before,) = pool.stats().pids
         with pytest.raises(PreparerCrashed):
@@ -109,7 +115,10 @@ def forging(expect, addresses):
     return forged
 
 
-async def test_large_tensors_are_copied_whole(arena):
+@pytest.mark.parametrize("at_once_bytes", [job_run.COPIED_AT_ONCE_BYTES, 1 << 20])
+async def test_large_tensors_are_copied_whole(arena, monkeypatch, at_once_bytes):
+    """By the event loop, or by a thread."""
+    monkeypatch.setattr(job_run, "COPIED_AT_ONCE_BYTES", at_once_bytes)
     with put(arena, png(900, 700, seed=9)) as encoded:
         async with running(make_pool(arena)) as pool:
             with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
@@ -117,6 +126,26 @@ async def test_large_tensors_are_copied_whole(arena):
                 pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
                 expected = np.random.default_rng(9).integers(0, 256, (700, 900, 3), dtype=np.uint8)
                 assert np.array_equal(np.frombuffer(pixels, np.float32), expected.astype(np.float32).ravel())
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
+async def test_preparers_ask_for_huge_pages_and_keep_the_operators_own_tunables(arena, encoded, monkeypatch, own):
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    async with running(make_pool(arena)) as pool:
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        (pid,) = pool.stats().pids
+        assert "hg" in mapping_flags(pid)
+        assert own is None or own in environment_of(pid)
+
+
+def mapping_flags(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    return {flag for line in lines if line.startswith("VmFlags") for flag in line.split()[1:]}
+
+
+def environment_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode()
 
 
 async def test_without_options_an_item_is_only_decoded(arena):

@@ -1,0 +1,119 @@
+"""The preparers of one pool. One task per preparer (a *slot*) forks it, gives it jobs from the common queue, one at a
+time, and forks another when it has died, hung or served its time.
+
+A job's caller gets its outcome first. Where the preparer must not be used again it is then killed, its end is
+confirmed by its pidfd, and only then are the job's range and its pin on the encoded bytes given back, for until then
+the process may still write. Preparers that die before they have done a job are replaced ever more slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from medialane.arena import Arena
+from medialane.core.backoff import Backoff
+from medialane.core.errors import Unavailable
+from medialane.prepare.config import PrepareConfig
+from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
+from medialane.prepare.job_queue import Job, JobQueue, Outcome
+from medialane.prepare.job_run import JobRunner, to_the_end
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+
+logger = logging.getLogger(__name__)
+
+#: First and last pause before a preparer that failed at once is replaced; it doubles in between.
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 10.0
+
+#: How long an idle preparer may take to end by itself.
+GRACE_S = 1.0
+
+
+class Preparers:
+    """Keeps `num_wanted` preparers at work. Counts what they did, over all fork servers."""
+
+    def __init__(self, config: PrepareConfig, queue: JobQueue, arena: Arena) -> None:
+        self.num_wanted = config.resolved_num_preparers()
+        self.alive: set[PreparerProcess] = set()
+        self.num_busy = 0
+        self.num_restarts = 0
+        self.num_done = 0
+        self.num_failed = 0
+        self._max_jobs = config.max_jobs_per_preparer
+        self._queue = queue
+        self._runner = JobRunner(arena, num_preparers=self.num_wanted)
+
+    async def run_slot(
+        self, forkserver: ForkserverProcess, on_ready: Callable[[], None], on_failure: Callable[[], None]
+    ) -> None:
+        """Keep one preparer at work until the fork server is lost. Each is reported as ready, or as not to be had."""
+        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
+        while not forkserver.lost.is_set():
+            num_jobs = 0
+            try:
+                preparer = await forkserver.fork(self._queue.wake)
+            except ForkserverLost:
+                return
+            except PreparerLost as error:
+                logger.warning("no new preparer: %s", error)
+                on_failure()
+            else:
+                self.alive.add(preparer)
+                on_ready()
+                num_jobs = await self._serve(preparer, forkserver)
+            if num_jobs:
+                backoff.reset()
+            else:
+                await _wait(forkserver.lost, backoff.next())
+
+    def close(self) -> None:
+        """Call it when no slot runs any more."""
+        self._runner.close()
+
+    async def _serve(self, preparer: PreparerProcess, forkserver: ForkserverProcess) -> int:
+        """Give jobs to a preparer until it is gone or has served its time; return how many it was given."""
+        num_jobs = 0
+        has_served = False
+        try:
+            while not has_served and (job := await self._queue.take(lambda: preparer.gone)) is not None:
+                num_jobs += 1
+                if not await self._run(job, preparer, forkserver):
+                    break
+                has_served = num_jobs == self._max_jobs
+        finally:
+            self.alive.discard(preparer)
+            await to_the_end(preparer.stop(GRACE_S))
+        self.num_restarts += not has_served
+        return num_jobs
+
+    async def _run(self, job: Job, preparer: PreparerProcess, forkserver: ForkserverProcess) -> bool:
+        """Run one job to its outcome. False when its preparer is not to be used again; then it has been stopped."""
+        outcome = Outcome(error=Unavailable("media preparation has ended"), is_preparer_usable=False)  # if cancelled
+        self.num_busy += 1
+        try:
+            outcome = await self._runner.run(job, preparer, forkserver.has_ended)
+        finally:
+            job.settle(outcome)
+            if outcome.is_preparer_usable:
+                job.close()
+            else:
+                await to_the_end(_end(job, preparer))
+            self.num_busy -= 1
+            self.num_done += outcome.error is None
+            self.num_failed += outcome.error is not None
+        return outcome.is_preparer_usable
+
+
+async def _end(job: Job, preparer: PreparerProcess) -> None:
+    """End the preparer, then give back what its job held; if it does not die, that stays held for ever."""
+    if await preparer.stop(0):
+        job.close()
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
