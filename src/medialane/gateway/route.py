@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from medialane.core.block_hash import prompt_block_ids, warm_up
+from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
@@ -71,7 +71,6 @@ class Routes:
         self._slots: dict[str, list[int]] = {}
         self._event_lag_s: dict[str, float] = {}
         self._block_size = _ANY_BLOCK_SIZE
-        warm_up()  # now, not in a request
         workers.listen(self)
 
     def joined(self, link: WorkerLink) -> None:
