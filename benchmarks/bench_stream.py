@@ -1,6 +1,8 @@
 """Long answers through medialane and through plain vLLM: each server at its own defaults, in turns in one run.
 
-Every case is measured in turns, A B, B A, ...; a figure is the median over the turns, a ratio that of the medians.
+Every case is measured in turns, A B, B A, ...; a figure is the median over the turns, a ratio the median of the ratios
+of each pair of neighbouring turns: the speed of a shared machine drifts by a factor of two within a run, so only turns
+seconds apart compare.
 CPU time is that of all of a server's processes, spinning included.
 
 Inter-token times are taken where the client reads its socket. Events that are read together came in one burst: for the
@@ -30,8 +32,10 @@ NAME = "stream"
 ABOUT = "answers of 64 and 256 tokens through medialane and through plain vLLM: tokens/s, inter-token time, CPU"
 
 _SIZE = (512, 384)
-_ROUNDS = 3
+_ROUNDS = 5
 _ROUNDS_QUICK = 1
+#: Columns of the table.
+_KEYS = ("tokens/s", "gap_p50_ms", "gap_p99_ms", "cpu_ms/token")
 #: Of each request, in both servers: the model answers to the end of its budget.
 _SAMPLING = {"temperature": 0, "ignore_eos": True}
 
@@ -101,10 +105,11 @@ async def _measure(report: Report, case: Case, servers: tuple[Server, Server], m
         for server in servers if number % 2 == 0 else servers[::-1]:
             await settle()
             turns[server.name].append(await _turn(server, case, model))
-    rows = {name: _row(case, name, found) for name, found in turns.items()}
-    report.tables.setdefault(NAME, []).extend(rows.values())
-    ours, theirs = (rows[server.name] for server in servers)
-    report.bars += _bars(case, ours, theirs)
+    figures = {name: [_figures(turn, case) for turn in found] for name, found in turns.items()}
+    for name, found in figures.items():
+        row = {key: median(each[key] for each in found) for key in found[0]}
+        report.tables.setdefault(NAME, []).append({"case": case.name, "server": name, **dict.fromkeys(_KEYS), **row})
+    report.bars += _bars(case, *(figures[server.name] for server in servers))
 
 
 async def _turn(server: Server, case: Case, model: str) -> Turn:
@@ -171,20 +176,17 @@ def _body(case: Case, model: str) -> bytes:
     return json.dumps(body).encode()
 
 
-def _row(case: Case, server: str, turns: Sequence[Turn]) -> dict[str, object]:
-    return {
-        "case": case.name,
-        "server": server,
-        "tokens/s": median(t.num_tokens / t.wall_s for t in turns),
-        "gap_p50_ms": 1000 * median(median(t.shared_gaps_s) for t in turns) if case.streamed else None,
-        "gap_p99_ms": 1000 * median(percentile(t.gaps_s, 0.99) for t in turns) if case.streamed else None,
-        "cpu_ms/token": median(1000 * t.cpu_s / t.num_tokens for t in turns),
-    }
+def _figures(turn: Turn, case: Case) -> dict[str, float]:
+    figures = {"tokens/s": turn.num_tokens / turn.wall_s, "cpu_ms/token": 1000 * turn.cpu_s / turn.num_tokens}
+    if case.streamed:
+        figures["gap_p50_ms"] = 1000 * median(turn.shared_gaps_s)
+        figures["gap_p99_ms"] = 1000 * percentile(turn.gaps_s, 0.99)
+    return figures
 
 
-def _bars(case: Case, ours: dict[str, object], theirs: dict[str, object]) -> list[Bar]:
+def _bars(case: Case, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]) -> list[Bar]:
     def ratio(key: str) -> float:
-        return float(str(ours[key])) / float(str(theirs[key]))
+        return median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
 
     bars = [
         Bar(f"{case.name}: tokens/s / plain", ratio("tokens/s"), 0.97, "at least"),

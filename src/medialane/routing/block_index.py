@@ -27,6 +27,9 @@ MAX_PROBES: Final = 128
 _SWEPT_PLACES: Final = 1 << 13
 _SWEPT_BLOCKS: Final = 256
 _FIRST_SLOTS: Final = 64
+#: An answer may overtake the events of its own blocks: the worker collects those for 10 ms (`worker.block_reports`),
+#: and loops under load are late. Long enough for that, and short against the time in which a cache is turned over.
+_EVENTS_LATE_S: Final = 0.5
 _VIEW_LENGTH: Final = 27
 
 
@@ -137,9 +140,8 @@ class BlockIndex:
     def note(self, slot: int, ids: BlockIds) -> Note:
         """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
 
-        The note counts until `forget`, the slot's `clear`, or `ttl_s` later. A running request's blocks are not freed,
-        so it may be forgotten any time between its blocks' events and its end. Several notes of the same blocks count
-        each by itself: they are cached soon until the last of these is gone.
+        The note counts until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. Several notes
+        of the same blocks count each by itself: they are cached soon until the last of these is gone.
         """
         now = self._clock()
         self._soon.expire(now)
@@ -150,6 +152,14 @@ class BlockIndex:
     def forget(self, note: Note) -> None:
         """The note counts no more; it may have ended before."""
         self._soon.forget(note)
+
+    def fade(self, note: Note, ids: BlockIds) -> None:
+        """The request with these blocks has ended, and they were computed: unless the slot has reported the last of
+        them, the note counts a little longer, since the events that tell so may still be on their way."""
+        if len(ids) and not self.holds(note.slot, ids.item(-1)):
+            self._soon.fade(note, deadline=self._clock() + _EVENTS_LATE_S)
+        else:
+            self._soon.forget(note)
 
     def match(self, ids: BlockIds, slots: int) -> Matches:
         """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.

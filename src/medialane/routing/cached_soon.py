@@ -8,6 +8,7 @@ lengths of another prompt. What it finds is short of the truth by a third at mos
 from __future__ import annotations
 
 import math
+from collections import deque
 from functools import lru_cache
 from itertools import islice
 from typing import Final
@@ -44,7 +45,8 @@ class CachedSoon:
     gone. Pure; times are of any one clock."""
 
     def __init__(self) -> None:
-        self._notes: dict[Note, None] = {}  # in order of making, which is that of their deadlines
+        self._notes: dict[Note, None] = {}  # in order of making, which is that of their first deadlines
+        self._fading: deque[Note] = deque()  # in order of their last deadlines
         self._nothing_until = math.inf  # no deadline comes before
         self._holders = BlockHolders()
         self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
@@ -90,8 +92,16 @@ class CachedSoon:
         self._num_counts -= count
         self._holders.remove(note.slot, self._changed[:count])
 
+    def fade(self, note: Note, *, deadline: float) -> None:
+        """The note counts until `deadline` at most. Deadlines given here never go back."""
+        if note in self._notes and deadline < note.deadline:
+            note.deadline = deadline
+            self._fading.append(note)
+
     def expire(self, now: float) -> None:
         """Forget the notes whose deadline has come."""
+        while self._fading and self._fading[0].deadline <= now:
+            self.forget(self._fading.popleft())
         if now < self._nothing_until:
             return
         while self._notes:

@@ -123,6 +123,29 @@ def test_what_was_only_sent_is_forgotten_with_its_request(make):
     assert begin(router, request(text(1))).decision.cached_tokens == 0
 
 
+def test_answer_that_overtakes_its_blocks_events_is_counted_on_for_half_a_second(make, clock):
+    router = make(1)
+    asked = request(text(1))
+    routed = begin(router, asked)
+    routed.prefilled(0)
+    routed.release()
+    for seconds, num_blocks in ((0.4, 6), (0.2, 0)):
+        clock.now += seconds
+        assert router.index.match(asked.block_ids, 1).blocks[0] == num_blocks
+    assert router.index.num_notes == 0
+
+
+def test_removal_that_comes_with_an_answer_is_believed(make):
+    router = make(1)
+    asked = request(text(1))
+    routed = begin(router, asked)
+    routed.prefilled(0)
+    router.change(0, change(stored=asked.block_ids))
+    routed.release()
+    router.change(0, change(removed=asked.block_ids))
+    assert begin(router, asked).decision.cached_tokens == 0
+
+
 def test_what_was_only_sent_expires(make, clock):
     router = make(1, soon_ttl_s=30)
     begin(router, request(text(1)))
@@ -431,6 +454,7 @@ class Bookkeeping(RuleBasedStateMachine):
             watched = self.router._predictions._slots[slot.number]
             assert not watched.by_last
             assert not watched.by_prefix
+        self.router.index.expire(self.clock.now)
         assert self.router.index.num_notes == 0
         for name in list(self.joined):
             self.router.leave(self.joined.pop(name))
