@@ -63,9 +63,7 @@ class Routed:
     `begin`, or after `release`, nothing happens.
     """
 
-    def __init__(
-        self, state: RouterState, offer: Offer, choice: Choice, slot: Slot, *, picked_at: float
-    ) -> None:
+    def __init__(self, state: RouterState, offer: Offer, choice: Choice, slot: Slot, *, picked_at: float) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
