@@ -26,7 +26,7 @@ from medialane.routing.native_choice import (
     TOLD,
     choose,
 )
-from medialane.routing.native_view import Scores, View
+from medialane.routing.native_view import View
 from medialane.routing.slots import SlotTable
 
 #: Room for items of a prompt at first.

@@ -1,7 +1,7 @@
 """The router: keeps what it knows of the workers up to date, and picks one for each request.
 
-One thread; nothing here waits or reads a socket. What workers report comes in by `join`, `report`, `change` and `leave`;
-what is sent to them is known from `pick` and what becomes of its result.
+One thread; nothing here waits or reads a socket. What workers report comes in by `join`, `report`, `change` and
+`leave`; what is sent to them is known from `pick` and what becomes of its result.
 
 A request waits for `pick`, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the
 request is sent.

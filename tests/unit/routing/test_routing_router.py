@@ -438,11 +438,12 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @invariant()
     def queues_are_those_of_the_requests(self):
+        begun = [routed._begun for routed in self.routed if routed.has_begun]
         for slot in self.router._slots:
-            mine = [r for r in self.routed if r._slot is slot]
+            mine = [b.reservation for b in begun if b.reservation is not None and b.reservation._slot is slot]
             assert slot.num_in_flight == sum(not r._is_released for r in mine)
-            assert slot.num_queued == sum(r._is_queued for r in mine)
-            assert slot.queued_ms == pytest.approx(sum(r._work_ms for r in mine if r._is_queued))
+            assert slot.num_queued == sum(r.is_queued for r in mine)
+            assert slot.queued_ms == pytest.approx(sum(r._work_ms for r in mine if r.is_queued))
 
     def teardown(self):
         for routed in self.routed:
