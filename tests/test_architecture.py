@@ -49,8 +49,8 @@ OWNERS = {
     "tokenizers": ("vllm_bridge/",),
     "nixl": (),
     "ray": (),
-    # Machine code for block ids and the choice of a worker; half a second to import: only who needs them loads it.
-    "numba": ("core/compiled.py", "core/native_hash.py", "gateway/intake/native_json.py", "routing/native_view.py"),
+    # Machine code for the scan of bodies and the choice of a worker; half a second to import: gateways alone load it.
+    "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": ("routing/native_view.py",),
     # Locks of files, which say whether an owner lives.
     "fcntl": ("core/owner_lock.py",),

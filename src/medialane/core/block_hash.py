@@ -6,8 +6,8 @@ overlap the block and where they begin, LoRA, `cache_salt` and the block size.
 
 Recipe, all mod 2^64. A block's content is `c = fmix64(sum_k a_k * token_k + sum_items fmix64(digest + C * offset))`,
 offset relative to the block's start; a chain is `h_i = K * h_(i-1) + c_i`, which starts at a digest of salt, LoRA and
-block size. Since an id is the whole state of its chain, an event goes on from the id of the block before it. The loops
-over tokens and blocks are in `native_hash`.
+block size. Since an id is the whole state of its chain, an event goes on from the id of the block before it. The
+arithmetic is in `block_sums`.
 
 Equal prefixes have equal ids; unequal ones collide by chance only (2^-64 a pair), unless someone looks for collisions:
 the constants are public. What a collision costs is a request routed to the wrong worker, never a wrong answer.
@@ -18,13 +18,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from medialane.core.block_sums import add_media, add_overlaps, chain, token_sums
 from medialane.core.feature import MediaSpan
 from medialane.core.kv_events import BlockIds
 
@@ -45,10 +45,10 @@ def prompt_block_ids(
     the rest; uint32 arrays are taken as they are. `lora` is the adapter's name; an empty string is as none, in
     `cache_salt` too. Raises OverflowError for a token id that is none.
     """
-    ids: BlockIds = _native().token_sums(token_array(token_ids), _coefficients(block_size))
+    ids = token_sums(token_array(token_ids), _coefficients(block_size))
     if media:
         _add_media(ids, sorted(media, key=lambda item: item.offset), block_size)
-    _native().chain(ids, np.uint64(_start(block_size, lora or "", cache_salt or "")))
+    chain(ids, _start(block_size, lora or "", cache_salt or ""))
     return ids
 
 
@@ -67,27 +67,14 @@ def stored_block_ids(
     """
     if len(token_ids) % block_size:
         raise ValueError("a stored event's tokens are not whole blocks")
-    ids: BlockIds = _native().token_sums(token_array(token_ids), _coefficients(block_size))
+    ids = token_sums(token_array(token_ids), _coefficients(block_size))
     salt = ""
     if extra_keys is not None:
         if len(extra_keys) != len(ids):
             raise ValueError("a stored event has not one entry of extra keys for each block")
         salt = _add_extra_keys(ids, extra_keys, lora_name, first=parent is None)
-    _native().chain(ids, np.uint64(_start(block_size, lora_name or "", salt) if parent is None else parent))
+    chain(ids, _start(block_size, lora_name or "", salt) if parent is None else parent)
     return ids
-
-
-def warm_up() -> None:
-    """Load the native loops, which takes a second. For who will make ids and must not wait when the first are due."""
-    _native()
-
-
-@lru_cache(maxsize=1)
-def _native() -> Any:
-    """Loaded when needed: most processes that import this module's callers make no ids."""
-    from medialane.core import native_hash
-
-    return native_hash
 
 
 def token_array(token_ids: Sequence[int] | NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -99,7 +86,7 @@ def token_array(token_ids: Sequence[int] | NDArray[np.uint32]) -> NDArray[np.uin
 
 
 def _add_media(sums: BlockIds, items: Sequence[MediaSpan], block_size: int) -> None:
-    _native().add_media(
+    add_media(
         sums,
         block_size,
         np.array([item.offset for item in items], np.int64),
@@ -129,7 +116,7 @@ def _add_extra_keys(
             digests.append(digest)
             offsets.append(offset)
     if blocks:
-        _native().add_overlaps(sums, np.array(blocks, np.int64), np.array(digests, _U64), np.array(offsets, np.int64))
+        add_overlaps(sums, np.array(blocks, np.int64), np.array(digests, _U64), np.array(offsets, np.int64))
     return salt
 
 

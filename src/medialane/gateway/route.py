@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from opentelemetry import trace
 
-from medialane.core.block_hash import prompt_block_ids, warm_up
+from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
@@ -59,7 +59,6 @@ class Routes:
         self._slots: dict[str, list[int]] = {}
         self._event_lag_s: dict[str, float] = {}
         self._block_size = _ANY_BLOCK_SIZE
-        warm_up()  # now, not in a request
         workers.listen(self)
 
     def joined(self, link: WorkerLink) -> None:

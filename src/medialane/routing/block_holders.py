@@ -10,7 +10,7 @@ import numpy as np
 from medialane.core.kv_events import BlockIds
 from medialane.routing import native_table as native
 from medialane.routing.native_table import Holders
-from medialane.routing.native_view import Ints, Words, view_of
+from medialane.routing.native_view import Ints, View, Words
 
 _FIRST_LENGTH: Final = 64
 
@@ -30,7 +30,8 @@ class BlockHolders:
             state=np.zeros(7, np.int64),
         )
         self._now.state[native.NUM_ROWS] = native.FIRST_ROW
-        self.view = view_of(*self._now)  # always the same array, since others' views have it
+        self.view = View(native.LAYOUT)
+        self.view.show(*self._now)
 
     @property
     def num_bits(self) -> int:
@@ -60,7 +61,7 @@ class BlockHolders:
         return self._now.held.item(bit)
 
     def holds(self, bit: int, block: int) -> bool:
-        return native.holds(self.view, bit, np.uint64(block))
+        return native.holds(self.view.addresses, self._checked(bit), np.uint64(block))
 
     def store(self, bit: int, ids: BlockIds) -> None:
         """The bit holds these blocks from now on."""
@@ -72,7 +73,7 @@ class BlockHolders:
 
     def retire(self, bit: int) -> None:
         """What the bit holds does not count any more, and is swept. It must not be used before it holds nothing."""
-        native.retire(self.view, bit)
+        native.retire(self.view.addresses, self._checked(bit))
 
     def reuse(self, bit: int) -> None:
         """The bit, which was retired and holds nothing, may be used again."""
@@ -80,7 +81,7 @@ class BlockHolders:
 
     def sweep(self, num_places: int, num_blocks: int) -> None:
         """One step: look at so many places, and take retired bits from so many blocks."""
-        while not native.sweep(self.view, num_places, num_blocks):
+        while not native.sweep(self.view.addresses, num_places, num_blocks):
             self._more_rows()
 
     def widen(self, num_bits: int) -> None:
@@ -96,11 +97,18 @@ class BlockHolders:
             )
 
     def _change(self, change: Callable[[Ints, int, BlockIds, int], int], bit: int, ids: BlockIds) -> None:
-        done = 0
-        while (done := change(self.view, bit, ids, done)) < len(ids):
+        done, view = 0, self.view.addresses
+        self._checked(bit)
+        while (done := change(view, bit, ids, done)) < len(ids):
             self._grow()
         if len(self._now.old) > 1 and not self._state(native.NUM_OLD):
             self._use(old=_no_table())
+
+    def _checked(self, bit: int) -> int:
+        """Native code does not look whether there is such a bit."""
+        if not 0 <= bit < len(self._now.held):
+            raise IndexError(f"there is no bit {bit}")
+        return bit
 
     def _grow(self) -> None:
         """Let there be room for another block, or another set. When a table is full, `old` is empty."""
@@ -120,12 +128,12 @@ class BlockHolders:
             rows=np.pad(now.rows, ((0, count), (0, 0))),
             places=np.zeros(4 * count, np.int64),
         )
-        native.intern_all(self.view)
+        native.intern_all(self.view.addresses)
 
     def _use(self, **arrays: Any) -> None:
         """Other arrays from now on."""
         self._now = self._now._replace(**arrays)
-        self.view[:] = view_of(*self._now)
+        self.view.show(*self._now)
 
     def _state(self, place: int) -> int:
         return self._now.state.item(place)

@@ -17,8 +17,8 @@ import numpy as np
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_holders import BlockHolders
 from medialane.routing.cached_soon import CachedSoon, Note
-from medialane.routing.native_match import MAX_WAITING, NUM_WORK_ROWS, match
-from medialane.routing.native_view import Prefixes, view_of
+from medialane.routing.native_match import LAYOUT, MAX_WAITING, NUM_WORK_ROWS, match
+from medialane.routing.native_view import Prefixes, View
 from medialane.routing.slot_words import slot_words
 
 #: Bounds a match's time: a dozen of different lengths are found exactly.
@@ -30,7 +30,6 @@ _FIRST_SLOTS: Final = 64
 #: An answer may overtake the events of its own blocks: the worker collects those for 10 ms (`worker.block_reports`),
 #: and loops under load are late. Long enough for that, and short against the time in which a cache is turned over.
 _EVENTS_LATE_S: Final = 0.5
-_VIEW_LENGTH: Final = 27
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class BlockIndex:
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
         self._plain = np.empty(0, np.uint64)
-        self.view = np.zeros(_VIEW_LENGTH, np.int64)  # for native code; always the same array
+        self.view = View(LAYOUT)
         self.have_slots(_FIRST_SLOTS)
 
     @property
@@ -170,7 +169,7 @@ class BlockIndex:
         self.have_slots(num_slots)
         candidates = slot_words(slots, self._lengths.shape[1] // 64)
         self._soon.expire(self._clock())
-        match(ids, candidates, self.view, len(ids))
+        match(ids, candidates, self.view.addresses, len(ids))
         return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
 
     def expire(self, now: float) -> None:
@@ -236,7 +235,7 @@ class BlockIndex:
 
     def _look_again(self) -> None:
         """Arrays are others."""
-        self.view[:] = view_of(
+        self.view.show(
             self._bit_of,
             self._slot_of,
             self._work,

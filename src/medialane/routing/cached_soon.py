@@ -18,7 +18,7 @@ import numpy as np
 from medialane.core.kv_events import BlockIds
 from medialane.routing import native_match as native
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_view import Ints
+from medialane.routing.native_view import View
 
 #: Ids of a note at most: half as much again each time is beyond any prompt by then.
 _MAX_NOTED: Final = 64
@@ -58,8 +58,8 @@ class CachedSoon:
         return len(self._notes)
 
     @property
-    def view(self) -> Ints:
-        """Who will hold what, for `native_match`: bits are slots. Always the same array."""
+    def view(self) -> View:
+        """Who will hold what, for `native_match`: bits are slots."""
         return self._holders.view
 
     @property
@@ -69,16 +69,15 @@ class CachedSoon:
 
     def note(self, slot: int, ids: BlockIds, *, deadline: float) -> Note:
         """The slot was sent a prompt with these blocks, which begin at the prompt's start. Deadlines never go back."""
-        noted = self._noted[: native.noted_ids(ids, self._noted)].copy()
-        note = Note(slot, noted, deadline)
+        if 4 * (self._num_counts + _MAX_NOTED) > 3 * len(self._counts):
+            self._grow()
+        num_noted, count = native.note(self._counts, ids, _offset(slot), self._noted, self._changed)
+        note = Note(slot, self._noted[:num_noted].copy(), deadline)
         self._notes[note] = None
         if deadline < self._nothing_until:
             self._nothing_until = deadline
         if slot >= self._holders.num_bits:
             self._holders.widen(slot + 1)
-        if 4 * (self._num_counts + len(noted)) > 3 * len(self._counts):
-            self._grow()
-        count = native.count_up(self._counts, noted, _offset(slot), self._changed)
         self._num_counts += count
         self._holders.store(slot, self._changed[:count])
         return note

@@ -13,6 +13,10 @@ import numpy as np
 from medialane.core.compiled import compiled, compiled_part
 from medialane.routing.native_match import LENGTHS, find_prefixes
 from medialane.routing.native_view import (
+    INTS,
+    SCORE_LINE,
+    SCORE_ROWS,
+    WORD_ROWS,
     Ints,
     Prefixes,
     Scores,
@@ -44,6 +48,7 @@ ITEMS: Final = 2
 RATES: Final = 3
 PICKED: Final = 4
 INDEX: Final = 5
+LAYOUT: Final = (SCORE_ROWS, WORD_ROWS, SCORE_ROWS, SCORE_LINE, INTS, INTS)
 BEGIN: Final = 0
 LAST: Final = 1
 #: Columns of items: blocks of the prompt that cover it, and its embeddings.

@@ -20,7 +20,21 @@ import numpy as np
 
 from medialane.core.compiled import compiled, compiled_part
 from medialane.routing.native_table import EMPTY, Holders, delete, find, seen, set_of
-from medialane.routing.native_view import Ints, Prefixes, Words, int_rows, ints, prefix_rows, word_rows, words
+from medialane.routing.native_view import (
+    INT_ROWS,
+    INTS,
+    PREFIX_ROWS,
+    WORD_ROWS,
+    WORDS,
+    Ints,
+    Prefixes,
+    Words,
+    int_rows,
+    ints,
+    prefix_rows,
+    word_rows,
+    words,
+)
 
 #: Places of `counts`: those of `MatchCounts`, and how many probes a match may take.
 NUM_MATCHES: Final = 0
@@ -59,6 +73,7 @@ LENGTHS: Final = 5
 HELD: Final = 6
 SOON: Final = 7
 PLAIN: Final = 8
+LAYOUT: Final = (INTS, INTS, WORD_ROWS, INT_ROWS, INTS, PREFIX_ROWS, INTS, INTS, WORDS)
 
 
 @compiled
@@ -214,23 +229,15 @@ def next_noted(length: int, num_blocks: int) -> int:
 
 
 @compiled
-def noted_ids(ids: Words, out: Words) -> int:
-    """Write the last block of each length that is noted to `out`; returns how many there are."""
-    count = 0
+def note(table: Words, ids: Words, offset: np.uint64, noted: Words, out: Words) -> tuple[int, int]:
+    """Write the last block of each length that is noted to `noted`; one note more of each is counted in `table` under
+    its id + offset. Those that had none go to `out`. Returns how many are in both."""
+    num_noted = count = 0
     length = 1 if len(ids) else 0
     while length:
-        out[count] = ids[length - 1]
-        count += 1
-        length = next_noted(length, len(ids))
-    return count
-
-
-@compiled
-def count_up(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
-    """One note more of each key, counted in `table` under key + offset; those that had none go to `out`. Returns how
-    many."""
-    count = 0
-    for key in keys:
+        key = ids[length - 1]
+        noted[num_noted] = key
+        num_noted += 1
         place = find(table, key + offset)
         if place >= 0:
             table[place, 1] += _ONE
@@ -238,7 +245,8 @@ def count_up(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
             table[~place, 0], table[~place, 1] = key + offset, _ONE
             out[count] = key
             count += 1
-    return count
+        length = next_noted(length, len(ids))
+    return num_noted, count
 
 
 @compiled

@@ -25,7 +25,19 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from medialane.core.compiled import compiled, compiled_part
-from medialane.routing.native_view import Ints, Words, int_rows, ints, signed, word_rows, words
+from medialane.routing.native_view import (
+    INT_ROWS,
+    INTS,
+    WORD_ROWS,
+    WORDS,
+    Ints,
+    Words,
+    int_rows,
+    ints,
+    signed,
+    word_rows,
+    words,
+)
 
 #: Rows that are no interned set: the empty one, and that in which the next one is put together.
 EMPTY: Final = 0
@@ -69,6 +81,10 @@ class Holders(NamedTuple):
     held: Ints  # [64 * words]: blocks by bit
     retired: Words  # [words]
     state: Ints  # [7]
+
+
+#: Of the view that `seen` reads.
+LAYOUT: Final = (WORD_ROWS, WORD_ROWS, WORD_ROWS, INT_ROWS, INTS, INTS, WORDS, INTS)
 
 
 @compiled_part

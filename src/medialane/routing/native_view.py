@@ -1,14 +1,16 @@
 """Many arrays as one argument.
 
 Handing an array to native code takes half a microsecond, and a whole decision has some ten. Structures whose arrays are
-the same from call to call are handed over as a view: one array of their addresses and shapes, made anew when one of the
-arrays is. Whoever makes a view keeps its arrays alive, and remakes it before it lets go of one: native code looks where
-the view points.
+the same from call to call are handed over as a view: one array of their addresses and shapes.
+
+Only a `View` writes addresses, and it holds references to the arrays: as long as anything can pass the view on, what it
+points to is there. Each view has a layout, which stands beside the native function that reads it: an array of another
+kind than the function expects is refused before its address is written.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -29,13 +31,41 @@ Scores = NDArray[np.float64]
 _PER_ARRAY: Final = 3
 
 
-def view_of(*arrays: NDArray[Any]) -> Ints:
-    """A view of contiguous arrays of one or two dimensions. They must outlive it."""
-    numbers: list[int] = []
-    for array in arrays:
-        assert array.flags.carray  # noqa: S101 - native code has no other way to see it
-        numbers += (array.ctypes.data, array.shape[0], array.shape[1] if array.ndim == 2 else 1)
-    return np.array(numbers, np.int64)
+class Kind(NamedTuple):
+    """What native code takes an array of a view for."""
+
+    dtype: type[np.generic]
+    ndim: int
+
+
+WORDS: Final = Kind(np.uint64, 1)
+WORD_ROWS: Final = Kind(np.uint64, 2)
+INTS: Final = Kind(np.int64, 1)
+INT_ROWS: Final = Kind(np.int64, 2)
+PREFIX_ROWS: Final = Kind(np.int32, 2)
+SCORE_LINE: Final = Kind(np.float64, 1)
+SCORE_ROWS: Final = Kind(np.float64, 2)
+
+
+class View:
+    """Arrays of a fixed layout, for native code, which gets `addresses`: always the same array, so that views can be
+    parts of other views (as `INTS`)."""
+
+    def __init__(self, layout: tuple[Kind, ...]) -> None:
+        self._layout = layout
+        self._arrays: tuple[NDArray[Any] | View, ...] = ()
+        self.addresses: Ints = np.zeros(_PER_ARRAY * len(layout), np.int64)
+
+    def show(self, *arrays: NDArray[Any] | View) -> None:
+        """These arrays from now on. Raises TypeError for what is not of the layout, contiguous and writable."""
+        numbers: list[int] = []
+        for kind, part in zip(self._layout, arrays, strict=True):
+            array = part.addresses if isinstance(part, View) else part
+            if array.dtype != kind.dtype or array.ndim != kind.ndim or not array.flags.carray:
+                raise TypeError(f"native code expects a contiguous array of {kind.ndim} x {kind.dtype.__name__}")
+            numbers += (array.ctypes.data, array.shape[0], array.shape[1] if array.ndim == 2 else 1)
+        self.addresses[:] = numbers
+        self._arrays = arrays  # after the addresses: what they pointed to must not be freed before
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -15,18 +15,18 @@ from medialane.routing.cost import CostModel, Offer, Rates
 from medialane.routing.native_choice import (
     BLOCKS,
     FLAT,
+    LAYOUT,
     LONGEST,
     NUM_BEST,
     NUM_BEST_ROWS,
     NUM_COLUMNS,
     SCORE,
     SEQUENCES,
-    SLOT,
     STANDING,
     TOLD,
     choose,
 )
-from medialane.routing.native_view import Scores, view_of
+from medialane.routing.native_view import View
 from medialane.routing.slots import SlotTable
 
 #: Room for items of a prompt at first.
@@ -35,44 +35,35 @@ _FIRST_ITEMS: Final = 4
 _ITEM: Final = struct.Struct("=2d")
 
 
-class Alternative(NamedTuple):
-    """A slot that was not picked."""
-
-    slot: int
-    score: float
-    blocks: int
-
-
 class Choice(msgspec.Struct, frozen=True, eq=False):
-    """The slot picked, and `best` as `native_choice` has it."""
+    """The slot picked, and the rows of `best` as `native_choice` has them."""
 
     slot: int
-    best: Scores
+    rows: list[list[float]]
 
     @property
     def longest(self) -> int:
         """The greatest of all candidates' prefixes, in blocks."""
-        return int(self.best.item(LONGEST, BLOCKS))
+        return int(self.rows[LONGEST][BLOCKS])
 
     @property
     def score(self) -> float:
-        return self.best.item(0, SCORE)
+        return self.rows[0][SCORE]
 
     @property
     def blocks(self) -> int:
         """The picked slot's prefix."""
-        return int(self.best.item(0, BLOCKS))
+        return int(self.rows[0][BLOCKS])
 
     @property
     def is_told(self) -> bool:
         """Whether all of that is held by what the worker told, none by what was sent there."""
-        return self.best.item(0, BLOCKS) == self.best.item(0, TOLD)
+        return self.rows[0][BLOCKS] == self.rows[0][TOLD]
 
     @property
-    def alternatives(self) -> list[Alternative]:
-        """The next best, best first."""
-        rows = self.best[1:NUM_BEST].tolist()
-        return [Alternative(int(row[SLOT]), row[SCORE], int(row[BLOCKS])) for row in rows if row[SLOT] >= 0]
+    def alternatives(self) -> list[tuple[int, float, int]]:
+        """The next best, best first: slot, score, blocks."""
+        return [(int(slot), score, int(blocks)) for slot, score, blocks, _ in self.rows[1:NUM_BEST] if slot >= 0]
 
 
 class Policy:
@@ -88,6 +79,8 @@ class Policy:
         self._draws = rates.temperature > 0
         self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
         self._picked = np.array([begin, -1], np.int64)
+        self._best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
+        self._view = View(LAYOUT)
         self._have(_FIRST_ITEMS)
 
     def _have(self, num_items: int) -> None:
@@ -101,7 +94,7 @@ class Policy:
         self._mask_bytes = num_slots // 8
         self._written = 0  # the candidates that stand there
         self._masks, self._items = masks.data.cast("B"), items.data.cast("B")
-        self._view = view_of(self._table, masks, items, self._rates, self._picked, self._index.view)
+        self._view.show(self._table, masks, items, self._rates, self._picked, self._index.view)
 
     def choose(self, offer: Offer) -> Choice:
         """Pick one of the offer's candidates, of which there is at least one."""
@@ -109,11 +102,10 @@ class Policy:
         if slots.table is not self._table or len(items) > self._num_items:
             self._have(max(len(items), self._num_items))
         self._write(offer)
-        best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
         slot = choose(
             request.block_ids,
-            self._view,
-            best,
+            self._view.addresses,
+            self._best,
             offer.candidates == slots.open,
             len(items),
             request.num_tokens,
@@ -122,7 +114,7 @@ class Policy:
             -1 if offer.session_slot is None else offer.session_slot,
             self._random.random() if self._draws else 0.0,
         )
-        return Choice(slot, best)
+        return Choice(slot, self._best.tolist())
 
     def _write(self, offer: Offer) -> None:
         """Candidates, items and their holders, where native code looks for them."""

@@ -1,6 +1,6 @@
 """The router: keeps what it knows of the workers up to date, and picks one for each request.
 
-One thread; nothing here waits or reads a socket. What workers tell comes in by `join`, `report`, `change`, `drain` and
+One thread; nothing here waits or reads a socket. What workers report comes in by `join`, `report`, `change` and
 `leave`; what is sent to them is known from `pick` and what becomes of its result.
 
 A request waits for `pick`, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the
@@ -26,7 +26,8 @@ from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import policy
 from medialane.routing.prediction import PredictionCounts, PredictionWatch
 from medialane.routing.request import RoutingRequest
-from medialane.routing.routed import Knowledge, Routed
+from medialane.routing.reservation import SlotState
+from medialane.routing.routed import Routed, RouterState
 from medialane.routing.sessions import Sessions
 from medialane.routing.slots import SlotTable
 from medialane.routing.warm_up import warm_up
@@ -58,15 +59,12 @@ class Router:
         self._decisions = Decisions(config.num_decisions)
         self._sessions = Sessions(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions, clock=clock)
         costs = CostModel(config)
-        self._known = Knowledge(
+        self._state = RouterState(
             policy=config.router,
-            slots=self._slots,
-            index=self.index,
-            caches=self._caches,
-            predictions=self._predictions,
+            costs=costs,
+            slots=SlotState(self._slots, self.index, self._caches, self._predictions),
             decisions=self._decisions,
             sessions=self._sessions,
-            costs=costs,
             clock=clock,
             wall_clock=wall_clock,
         )
@@ -128,12 +126,6 @@ class Router:
         found.load = load
         self._slots.update(found)
 
-    def drain(self, slot: int) -> None:
-        """Send nothing more there."""
-        found = self._slots[slot]
-        found.draining = True
-        self._slots.update(found)
-
     def change(self, slot: int, change: KvChange) -> None:
         """What the worker tells of its KV cache; in the order in which it was sent."""
         number = self._slots[slot].number
@@ -165,10 +157,10 @@ class Router:
             candidates,
             self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
-        now = self._known.clock()
+        now = self._state.clock()
         self.index.expire(now)
         choice = self._policy.choose(offer)
-        return Routed(self._known, offer, choice, self._slots[choice.slot], now)
+        return Routed(self._state, offer, choice, self._slots[choice.slot], picked_at=now)
 
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
         place = self._sessions.find(session_id)
@@ -184,5 +176,5 @@ class Router:
 
 
 def _ids(packed: bytes) -> BlockIds:
-    """A copy, since native code takes what can be written to."""
+    """A copy: native code takes writable arrays only."""
     return np.frombuffer(packed, _BLOCK_ID).astype(np.uint64)

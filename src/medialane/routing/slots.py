@@ -172,6 +172,11 @@ class SlotTable:
         slot.queued_ms = slot.queued_ms - work_ms if slot.num_queued else 0.0  # no residue of rounding
         self.update(slot)
 
+    def finish(self, slot: Slot) -> None:
+        """A request that was sent to the slot has ended."""
+        slot.num_in_flight -= 1
+        self.update(slot)
+
     def update(self, slot: Slot) -> None:
         """Something of the slot has changed."""
         number, limit, table = slot.number, self._config.max_in_flight, self.table

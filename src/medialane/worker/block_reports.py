@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from medialane.core.block_hash import warm_up
 from medialane.core.kv_events import AllBlocksCleared, KvChange, KvEventBatch
 from medialane.core.request import ModelCard
 from medialane.worker.block_table import BlockTable
@@ -26,7 +25,6 @@ class BlockReports:
     """The tables of all ranks, and who listens to them. Used on one event loop."""
 
     def __init__(self, card: ModelCard) -> None:
-        warm_up()  # now, not while the engine's first events wait
         self._tables = {
             rank: BlockTable(card.block_size, max_blocks=card.num_kv_blocks)
             for rank in range(max(1, card.data_parallel_size))

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids, token_array
+from medialane.core.block_sums import chain
 from medialane.core.feature import MediaSpan
 
 BLOCK = 4
@@ -99,6 +100,24 @@ def test_ids_are_equal_as_far_as_what_they_cover_is(one, other):
 
     same = [a == b for a, b in zip(covered(one), covered(other), strict=False)]
     assert [a == b for a, b in zip(ids_of(one), ids_of(other), strict=False)] == same
+
+
+def fmix(value):
+    value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD % 2**64
+    value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
+    return value ^ value >> 33
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(0, 2**64 - 1))
+def test_chain_of_any_length_is_that_of_the_recipe(contents, start):
+    """Few blocks go another way than many; ids may be any, as those of parents are."""
+    expected, state = [], start
+    for content in contents:
+        state = (0xD1342543DE82EF95 * state + fmix(content)) % 2**64
+        expected.append(state)
+    sums = np.array(contents, np.uint64)
+    chain(sums, start)
+    assert sums.tolist() == expected
 
 
 @given(prompts(), st.lists(st.integers(0, 9), max_size=20))

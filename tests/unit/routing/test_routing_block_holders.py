@@ -117,6 +117,19 @@ def test_call_with_many_blocks_is_as_many_with_one():
         check(holders, {3: set(range(1, 5000))})
 
 
+@pytest.mark.parametrize("bit", [-1, 64, 1 << 40])
+def test_bit_that_there_is_no_room_for_is_refused_before_native_code_writes_to_it(bit):
+    holders = BlockHolders()
+    for use in (holders.store, holders.remove):
+        with pytest.raises(IndexError, match="no bit"):
+            use(bit, ids([1]))
+    with pytest.raises(IndexError, match="no bit"):
+        holders.retire(bit)
+    with pytest.raises(IndexError, match="no bit"):
+        holders.holds(bit, 1)
+    check(holders, {0: set()})
+
+
 def test_wider_sets_equal_those_from_before():
     holders = BlockHolders()
     holders.store(0, ids([1]))

@@ -95,10 +95,10 @@ def test_only_candidates_are_chosen(name, loads, data):
     prefixes = data.draw(st.lists(st.integers(0, 60), min_size=len(loads), max_size=len(loads)))
     choice = world.choose(prefixes=prefixes, candidates=mask)
     assert mask >> choice.slot & 1
-    others = [other.slot for other in choice.alternatives]
+    others = [slot for slot, _, _ in choice.alternatives]
     assert all(mask >> slot & 1 for slot in others)
     assert choice.slot not in others
-    scores = [other.score for other in choice.alternatives]
+    scores = [score for _, score, _ in choice.alternatives]
     assert scores == sorted(scores)
 
 
@@ -120,4 +120,4 @@ def test_least_goes_round_and_the_next_best_follow_as_sorted(loads, data):
         last = next((slot for slot in least if slot > last), least[0])
         assert choice.slot == last
         others = sorted((loads[slot], slot) for slot in candidates if slot != last)
-        assert [(other.score, other.slot) for other in choice.alternatives] == others[:3]
+        assert [(score, slot) for slot, score, _ in choice.alternatives] == others[:3]

@@ -46,7 +46,16 @@ def test_nothing_is_compiled_after_a_router_was_made():
             entry.disable_compile(False)
 
 
-@pytest.mark.parametrize("module", ["medialane.prepare", "medialane.routing.config", "medialane.config"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "medialane.prepare",
+        "medialane.routing.config",
+        "medialane.config",
+        "medialane.core.block_hash",
+        "medialane.worker.block_reports",
+    ],
+)
 def test_who_does_not_route_loads_no_numba(module):
     program = f"import sys, {module}; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=dict(os.environ)).returncode == 0

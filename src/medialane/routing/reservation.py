@@ -1,0 +1,101 @@
+"""What a request takes from its slot: a place in the queue until its first token, and one in flight until its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from medialane.core.kv_events import BlockIds
+from medialane.routing.block_index import BlockIndex
+from medialane.routing.cached_soon import Note
+from medialane.routing.cost import Terms
+from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.prediction import Expectation, PredictionWatch
+from medialane.routing.request import RoutingRequest
+from medialane.routing.slots import Slot, SlotTable
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """All that the router knows of its slots."""
+
+    slots: SlotTable
+    index: BlockIndex
+    caches: EncoderCaches
+    predictions: PredictionWatch
+
+    def reserve(self, slot: Slot, request: RoutingRequest, terms: Terms, *, is_told: bool) -> Reservation:
+        """Count a request at a slot, which must not have left. `is_told`: its prefix there is held by what the worker
+        reported."""
+        work_ms = terms.parts.prefill + terms.parts.encoder
+        expected = self.predictions.sent(
+            slot.number,
+            request.block_ids,
+            block_size=request.block_size,
+            num_usable=request.max_cached_blocks,
+            num_held=terms.cached_blocks,
+            is_told=is_told,
+        )
+        note = self.index.note(slot.number, request.block_ids)
+        pinned = self.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in terms.needed])
+        self.slots.queue(slot, work_ms)
+        return Reservation(self, slot, request.block_ids, work_ms=work_ms, expected=expected, note=note, pinned=pinned)
+
+
+class Reservation:
+    """Both methods may be called again, and after the slot has left. `release` is owed."""
+
+    __slots__ = (
+        "_block_ids", "_expected", "_is_computed", "_is_released", "_note", "_pinned", "_slot", "_state", "_work_ms",
+        "is_queued",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        state: SlotState,
+        slot: Slot,
+        block_ids: BlockIds,
+        *,
+        work_ms: float,
+        expected: Expectation,
+        note: Note,
+        pinned: list[str],
+    ) -> None:
+        self._state = state
+        self._slot = slot
+        self._block_ids = block_ids
+        self._work_ms = work_ms
+        self._expected = expected
+        self._note = note
+        self._pinned = pinned
+        self.is_queued = True
+        self._is_computed = False
+        self._is_released = False
+
+    def prefilled(self, num_cached_tokens: int | None) -> None:
+        """The first token has come; the engine took so many tokens from its KV cache (None: it does not report)."""
+        if self.is_queued:
+            self._unqueue(computed=True)
+            self._state.predictions.prefilled(self._expected, num_cached_tokens)
+
+    def release(self) -> None:
+        """The request has ended, in whichever way."""
+        if self._is_released:
+            return
+        self._is_released = True
+        if self.is_queued:
+            self._unqueue(computed=False)
+            self._state.predictions.drop(self._expected)
+        if not self._state.slots.is_current(self._slot):
+            return
+        if self._is_computed:
+            self._state.index.fade(self._note, self._block_ids)
+        else:
+            self._state.index.forget(self._note)
+        self._state.slots.finish(self._slot)
+
+    def _unqueue(self, *, computed: bool) -> None:
+        self.is_queued = False
+        self._is_computed = computed
+        if self._state.slots.is_current(self._slot):
+            self._state.slots.unqueue(self._slot, self._work_ms)
+            self._state.caches.unpin(self._slot.number, self._pinned, computed=computed)

@@ -1,0 +1,93 @@
+"""What a request takes from its slot, and gives back."""
+
+import numpy as np
+import pytest
+
+from medialane.core.feature import MediaSpan
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing.block_index import BlockIndex
+from medialane.routing.config import RoutingConfig
+from medialane.routing.cost import CostModel, Offer, encoder_items
+from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.prediction import PredictionWatch
+from medialane.routing.request import RoutingRequest
+from medialane.routing.reservation import SlotState
+from medialane.routing.slots import SlotTable
+
+CARD = ModelCard("m", 4096, 16, {}, {}, encoder_cache_tokens=1000)
+REQUEST = RoutingRequest(np.arange(6, dtype=np.uint64), 16, 100, (MediaSpan("a", 0, 40),))
+
+
+class World:
+    def __init__(self):
+        config = RoutingConfig()
+        self.now = 0.0
+        self.state = SlotState(
+            SlotTable(config),
+            BlockIndex(clock=lambda: self.now),
+            EncoderCaches(),
+            PredictionWatch(grace_s=1, clock=lambda: self.now),
+        )
+        self.slot = self.state.slots.join(Endpoint("w", "", True, WorkerLoad(), 0, same_host=True, card=CARD))
+        self.state.caches.join(0, CARD.encoder_cache_tokens)
+        self.state.predictions.join(0, "w")
+        self.costs = CostModel(config)
+
+    def reserve(self):
+        items = encoder_items(REQUEST.media, REQUEST.block_size)
+        terms = self.costs.terms(Offer(REQUEST, items, (0,), 1, None), self.slot, 0)
+        return self.state.reserve(self.slot, REQUEST, terms, is_told=False)
+
+    def taken(self):
+        """In flight, queued, blocks cached soon, holders of the item."""
+        soon = self.state.index.match(REQUEST.block_ids, 1).blocks.tolist()
+        return self.slot.num_in_flight, self.slot.num_queued, soon, self.state.caches.holders("a")
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_request_counts_in_queue_in_flight_and_both_caches(world):
+    world.reserve()
+    assert world.taken() == (1, 1, [6], 1)
+    assert world.slot.queued_ms > 0
+
+
+def test_first_token_ends_the_queueing_and_release_the_rest(world):
+    reservation = world.reserve()
+    for _ in range(2):
+        reservation.prefilled(0)
+        assert world.taken() == (1, 0, [6], 1)
+    assert world.slot.queued_ms == 0
+    for _ in range(2):
+        reservation.release()
+        assert (world.slot.num_in_flight, world.state.caches.holders("a")) == (0, 1)
+    world.now += 1  # its events may have been late
+    assert world.taken() == (0, 0, [0], 1)
+
+
+def test_request_that_ends_before_its_first_token_leaves_nothing(world):
+    reservation = world.reserve()
+    for _ in range(2):
+        reservation.release()
+        reservation.prefilled(0)
+        assert world.taken() == (0, 0, [0], 0)
+
+
+def test_slot_that_left_is_owed_nothing_even_if_its_number_is_used_again(world):
+    reservation = world.reserve()
+    state = world.state
+    state.slots.leave(world.slot)
+    state.index.clear(0)
+    state.caches.leave(0)
+    state.predictions.leave(0)
+    other = state.slots.join(Endpoint("v", "", True, WorkerLoad(), 0, same_host=True, card=CARD))
+    state.caches.join(0, CARD.encoder_cache_tokens)
+    state.predictions.join(0, "v")
+    world.slot = other
+    world.reserve()
+    reservation.prefilled(0)
+    reservation.release()
+    assert world.taken() == (1, 1, [6], 1)
