@@ -32,7 +32,7 @@ def token_sums(tokens: NDArray[np.uint32], coefficients: Words) -> Words:
     return sums
 
 
-def add_media(sums: Words, block_size: int, offsets: Places, ends: Places, digests: Words) -> None:
+def add_media(sums: Words, block_size: int, *, offsets: Places, ends: Places, digests: Words) -> None:
     """Add to each block what overlaps it, by vLLM's walk (`_gen_mm_extra_hash_keys`), whose ends matter where ranges
     overlap (audio inside its video): an item that goes on past the block hides those after it, and nothing is added
     from the end of the last item on. Items stand in the order of their offsets."""

@@ -258,9 +258,11 @@ async def test_cancelled_request_ends_its_scope():
     class Waiting(App):
         async def __call__(self, scope, receive, send):
             self.request = current_scope()
+            self.called.set()
             await asyncio.Event().wait()
 
     app = Waiting()
+    app.called = asyncio.Event()
     task = asyncio.create_task(Exchange(app).run(BODY))
     await app.called.wait()
     assert app.request.lifted.refs
