@@ -89,9 +89,9 @@ def _add_media(sums: BlockIds, items: Sequence[MediaSpan], block_size: int) -> N
     add_media(
         sums,
         block_size,
-        np.array([item.offset for item in items], np.int64),
-        np.array([item.end for item in items], np.int64),
-        np.array([_digest(item.mm_hash) for item in items], _U64),
+        offsets=np.array([item.offset for item in items], np.int64),
+        ends=np.array([item.end for item in items], np.int64),
+        digests=np.array([_digest(item.mm_hash) for item in items], _U64),
     )
 
 

@@ -65,7 +65,9 @@ class EncodedStore:
             for start in range(0, len(view), _PIECE_BYTES):
                 await asyncio.sleep(0)
                 reservation.buffer[start : start + _PIECE_BYTES] = view[start : start + _PIECE_BYTES]
-            return self._publish(reservation, ref.modality, ref.salt, content, media_type)
+            return self._publish(
+                reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
+            )
 
     def forget(self, ref: MediaRef, content: str) -> None:
         """Drop the entry of this content, unless somebody holds it."""
@@ -73,12 +75,12 @@ class EncodedStore:
 
     def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:
         """A body that becomes an entry."""
-        return ArenaBody(self, self._arena, modality, salt, max_bytes)
+        return ArenaBody(self, self._arena, modality=modality, salt=salt, max_bytes=max_bytes)
 
     def keep(self, reservation: Reservation, modality: Modality, salt: str, content: str) -> None:
         """Cache what was received. Raises what `sniff` raises; the reservation is the caller's then."""
         media_type = sniff(reservation.buffer, modality, self._config)
-        self._publish(reservation, modality, salt, content, media_type).release()
+        self._publish(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """The bytes of an entry that the caller has a lease on, read-only."""
@@ -86,7 +88,7 @@ class EncodedStore:
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
 
     def _publish(
-        self, reservation: Reservation, modality: Modality, salt: str, content: str, media_type: str
+        self, reservation: Reservation, *, modality: Modality, salt: str, content: str, media_type: str
     ) -> Lease[EncodedMedia]:
         range_ = reservation.range
         num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
@@ -97,7 +99,7 @@ class EncodedStore:
 class ArenaBody:
     """A body in the making: one reservation from its first piece on, moved to a longer one where it is outgrown."""
 
-    def __init__(self, store: EncodedStore, arena: Arena, modality: Modality, salt: str, max_bytes: int) -> None:
+    def __init__(self, store: EncodedStore, arena: Arena, *, modality: Modality, salt: str, max_bytes: int) -> None:
         self._store = store
         self._arena = arena
         self._modality = modality

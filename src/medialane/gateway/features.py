@@ -177,7 +177,7 @@ class FeatureSource:
         key = self._key(ref, form, fetched.content_hash)
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
-        return await self._making.do(key, lambda: self._prepare(ref, fetched, form, key, timeline))
+        return await self._making.do(key, lambda: self._prepare(ref, fetched, form=form, key=key, timeline=timeline))
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
         with timeline.measure("fetch"):
@@ -195,7 +195,7 @@ class FeatureSource:
             self._aliases.bind(ref.salt, ref.alias, content)
 
     async def _prepare(
-        self, ref: MediaRef, fetched: Fetched, form: _Form, key: str, timeline: StageTimeline
+        self, ref: MediaRef, fetched: Fetched, *, form: _Form, key: str, timeline: StageTimeline
     ) -> Lease[Feature]:
         """Publish the feature, or the decoded media, under `key`."""
         stored = await self._encoded(ref, fetched, timeline)

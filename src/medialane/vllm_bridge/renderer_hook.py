@@ -117,7 +117,7 @@ class RendererHook:
         with remembered_errors(self.story):
             return self._completed(self.story.resolve(url), modality, request_io)
 
-    async def process(
+    async def process(  # noqa: PLR0917 - vLLM's signature
         self,
         prompt: list[int],
         mm_data: Mapping[str, Any],
