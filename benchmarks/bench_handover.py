@@ -40,7 +40,7 @@ from medialane.cli.sample_images import sample_pixels
 from medialane.config import process_environ
 from medialane.core.feature import (
     Feature,
-    HandedMedia,
+    MediaPayload,
     MediaPrompt,
     PlacedFeature,
     PlaceholderRange,
@@ -274,7 +274,7 @@ def _check_times(num_checks: int) -> list[float]:
     made = VllmProcessor(processor).process(Image(sample_pixels(0, 1024, 768)), b"{}")
     feature = Feature("image", "0" * 64, made.header, (), made.size)
     assembled = VllmAssembler(processor).assemble([1, *_IMAGE, 2], (feature,), b"{}")
-    handed = HandedMedia("image", feature.mm_hash, made.header, (), made.size, assembled.placeholders[0])
+    handed = MediaPayload("image", feature.mm_hash, made.header, (), made.size, assembled.placeholders[0])
     prompt = ExpandedPrompt(assembled.token_ids, (handed,))
     items = [decode_item(made.header, made.buffers)]
     times = []

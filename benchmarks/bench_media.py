@@ -7,7 +7,7 @@ processor time of all threads (`time.process_time`): vLLM's chain uses some more
 * Video: `open_video` and `VllmFrameSampler` against `VideoMediaIO.load_bytes` (OpenCV), 32 frames of a clip. The long
   one has a keyframe every 2 s and its samples are farther apart, so that most frames need not be decoded.
 * Sound: `decode_audio` against `load_audio` with soundfile, native rate, mono.
-* Body: a chat completion with a data URL of 10 MB up to the content's hash and the parsed request. Ours is `lift`,
+* Body: a chat completion with a data URL of 10 MB up to the content's hash and the parsed request. Ours is `extract`,
   `content_hash`, and then what vLLM's app does with the small body that is left; theirs is that with the whole body,
   splitting and decoding the data URL, and `MultiModalHasher`.
 * Fetch: files of 200 KB from a server process on the loopback interface, 32 at a time, up to their hash: `Fetcher`
@@ -45,7 +45,7 @@ from harness import Bar, Options, Report, median
 from medialane.config import process_environ
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
-from medialane.gateway.intake import lift
+from medialane.gateway.intake import extract
 from medialane.media import Fetcher, MediaConfig
 from medialane.media.audio import decode_audio
 from medialane.media.image import decode_image
@@ -114,7 +114,7 @@ class Measured:
 def run(options: Options) -> Report:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    cases = [*_images(), *_clips(quick=options.quick), _sound(), _body()]
+    cases = [*_images(), *_clips(quick=options.quick), _audio(), _body()]
     measured = [_measure(case, rounds) for case in cases]
     with _fetches() as case:
         measured.append(_measure(case, rounds))
@@ -201,7 +201,7 @@ def _canonical(metadata: dict[str, Any]) -> str:
     return json.dumps(metadata, sort_keys=True, default=int)
 
 
-def _sound() -> Case:
+def _audio() -> Case:
     encoded = samples.sound("MP3", 60)
 
     def ours() -> Result:
@@ -228,7 +228,7 @@ def _body() -> Case:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
 
     def ours() -> Result:
-        intake = lift(body, CONFIG)
+        intake = extract(body, CONFIG)
         _parsed(intake.body)
         encoded = intake.refs[0].data or b""
         content_hash(encoded)

@@ -44,8 +44,7 @@ from medialane.cli.sample_images import sample_jpeg
 from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.gateway import Aliases, FeatureSource, Gateway, GatewayConfig, WorkerPool, open_scope
-from medialane.gateway import Turns as LoopTurns
+from medialane.gateway import Aliases, FeatureSource, Gateway, GatewayConfig, LoopFairness, WorkerPool, open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PrepareConfig, PreparerPool
@@ -76,7 +75,7 @@ PROMPT = [SPECIAL_TOKENS.index(token) for token in ("<|vision_start|>", "<|image
 JOB_BYTES = WIDTH * HEIGHT * 3 + 3996 * 1176
 
 
-class Way(NamedTuple):
+class RendererSetup(NamedTuple):
     """How vLLM's renderer is used. `num_threads` of torch, None for vLLM's default; `is_peer` of one preparer."""
 
     num_threads: int | None
@@ -85,10 +84,10 @@ class Way(NamedTuple):
 
 
 PEERS = {
-    "vLLM renderer, 1 thread": Way(1, together=False, is_peer=True),
-    "vLLM renderer, its default": Way(None, together=False, is_peer=True),
-    "vLLM renderer, all threads": Way(len(os.sched_getaffinity(0)), together=False, is_peer=False),
-    "vLLM renderer, at once": Way(None, together=True, is_peer=False),
+    "vLLM renderer, 1 thread": RendererSetup(1, together=False, is_peer=True),
+    "vLLM renderer, its default": RendererSetup(None, together=False, is_peer=True),
+    "vLLM renderer, all threads": RendererSetup(len(os.sched_getaffinity(0)), together=False, is_peer=False),
+    "vLLM renderer, at once": RendererSetup(None, together=True, is_peer=False),
 }
 
 
@@ -145,10 +144,10 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, FLAGS)))
         fetcher = await stack.enter_async_context(Fetcher(MediaConfig()))
         pools = {count: await stack.enter_async_context(_pool(model, arena, count)) for count in _counts()}
-        loop_turns = LoopTurns()
-        stack.callback(loop_turns.close)
+        fairness = LoopFairness()
+        stack.callback(fairness.close)
         gateways = {
-            count: _gateway(arena, pools[count], fetcher=fetcher, processor=processor, loop_turns=loop_turns)
+            count: _gateway(arena, pools[count], fetcher=fetcher, processor=processor, fairness=fairness)
             for count in pools
         }
         ours: dict[str, tuple[int, Prepare]] = {}
@@ -200,7 +199,7 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
         await pool.close()
 
 
-def _gateway(arena: Arena, pool: PreparerPool, *, fetcher: Fetcher, processor: Any, loop_turns: LoopTurns) -> Gateway:
+def _gateway(arena: Arena, pool: PreparerPool, *, fetcher: Fetcher, processor: Any, fairness: LoopFairness) -> Gateway:
     """The gateway's own parts, but those behind preparation."""
     nothing: Any = None
     features = FeatureSource(
@@ -209,7 +208,7 @@ def _gateway(arena: Arena, pool: PreparerPool, *, fetcher: Fetcher, processor: A
         fetcher=fetcher,
         media=MediaConfig(),
         processor_digest="",
-        turns=loop_turns,
+        fairness=fairness,
         aliases=Aliases(max_aliases=1, ttl_s=60),
     )
     return Gateway(

@@ -29,7 +29,7 @@ from medialane.core.kv_events import BlockStored, KvChange, KvEvent
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import PolicyName, RoutingConfig
 from medialane.routing.request import RoutingRequest
-from medialane.routing.routed import Routed
+from medialane.routing.routed_request import RoutedRequest
 from medialane.routing.router import Router
 from medialane.worker.simulated.config import SimulatedConfig
 from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
@@ -135,12 +135,12 @@ class _Worker:
         self.slot = 0
         self._cluster = cluster
         self._scheduler = simulated_scheduler(cluster._simulated)
-        self._requests: dict[SimulatedSequence, tuple[Routed, float]] = {}
+        self._requests: dict[SimulatedSequence, tuple[RoutedRequest, float]] = {}
         self._counts: dict[int, int] = {}
         self._stepping = self._reporting = False
         self._sequence = itertools.count()
 
-    def submit(self, turn: Turn, routed: Routed) -> None:
+    def submit(self, turn: Turn, routed: RoutedRequest) -> None:
         items = [Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality) for s in turn.media]
         sequence = SimulatedSequence(
             turn.session,

@@ -175,17 +175,17 @@ class Soak:
         """Wait until nothing is under way, or for so long; what is left then shows in the look."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while any(await self._under_way()):  # noqa: ASYNC110 - another process has no event for it
+                while any(await self._in_flight()):  # noqa: ASYNC110 - another process has no event for it
                     await asyncio.sleep(0.1)
 
-    async def _under_way(self) -> tuple[float, float]:
+    async def _in_flight(self) -> tuple[float, float]:
         """Leases held, requests at the worker."""
         async with self._session.get(f"{self._gateway.url}/metrics") as response:
             text = await response.text()
         return _metric(text, "medialane_arena_leases"), _metric(text, "medialane_worker_in_flight")
 
     async def _look(self, started: float) -> None:
-        leases, in_flight = await self._under_way()
+        leases, in_flight = await self._in_flight()
         pids = process_tree(self._gateway.pid)
         memory = {pid: _memory(pid) for pid in pids}
         look = Look(

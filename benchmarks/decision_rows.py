@@ -48,7 +48,7 @@ def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], 
     """One row for each length of a prompt, in blocks."""
     routes, prompts = _routes(num_slots), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
     prompts.store(routes.router.index.store)
-    under_way: deque[Route] = deque()
+    in_flight: deque[Route] = deque()
     rows: list[dict[str, object]] = []
     for length in lengths:
         choosing: list[float] = []
@@ -64,9 +64,9 @@ def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], 
             if number >= IN_FLIGHT:
                 choosing.append((chosen - started) * 1e6)
                 beginning.append((time.thread_time() - chosen) * 1e6)
-            under_way.append(route)
-            while len(under_way) > IN_FLIGHT:
-                done = under_way.popleft().routed
+            in_flight.append(route)
+            while len(in_flight) > IN_FLIGHT:
+                done = in_flight.popleft().routed
                 done.prefilled(done.decision.cached_tokens)
                 done.release()
         whole = [sum(each) for each in zip(choosing, beginning, strict=True)]

@@ -28,9 +28,9 @@ WEIGHTS = (
     "prefill_ms_per_token",
     "encoder_ms_per_token",
     "request_ms",
-    "others_weight",
+    "contention_weight",
     "running_ms",
-    "seat_ms",
+    "over_capacity_ms",
     "kv_pressure_ms",
     "session_ms",
 )

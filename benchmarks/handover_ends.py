@@ -47,7 +47,7 @@ from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
 from medialane.core.tensor import TensorDescriptor
@@ -320,7 +320,7 @@ async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) 
             wishes.send(None)
 
 
-def _descriptors(feature: HandedMedia) -> list[TensorDescriptor]:
+def _descriptors(feature: MediaPayload) -> list[TensorDescriptor]:
     found = [tensor for tensor in feature.tensors if isinstance(tensor, TensorDescriptor)]
     assert len(found) == len(feature.tensors)
     return found

@@ -58,7 +58,7 @@ class Requests:
         self._random = random.Random(seed)
         self._jpegs = [sample_jpeg(number, *size)[2:] for number, size in enumerate(_SIZES)]
         self._clip = samples.clip(160, 120, 1, gop=30)
-        self._sound = samples.sound("WAV", 0.5)
+        self._audio = samples.sound("WAV", 0.5)
         self._num_new = 0
         self._hostile = [json.dumps(part).encode() for part in _hostile_parts(self._jpegs[0])]
 
@@ -95,7 +95,7 @@ class Requests:
         if kind == "video":
             return [_part("video_url", _data_url("video/mp4", self._clip + _free_box(self._new() % 1000)))]
         if kind == "sound":
-            return [_part("audio_url", _data_url("audio/wav", self._sound + _riff_chunk(self._new() % 1000)))]
+            return [_part("audio_url", _data_url("audio/wav", self._audio + _riff_chunk(self._new() % 1000)))]
         return [self._random.choice(self._hostile)] if kind == "hostile" else []
 
     def _new(self) -> int:

@@ -3,11 +3,11 @@
 import base64
 
 import httpx
-from fake_story import FakeStory
+from fake_backend import FakeBackend
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns
+from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.app import Frontend
@@ -38,14 +38,14 @@ class Server:
         server = cls()
         server.model = model
         server.frontend = Frontend(model, VLLM_ARGS)
-        server.story = FakeStory(server.frontend.config.model_config.hf_config.image_token_id)
+        server.backend = FakeBackend(server.frontend.config.model_config.hf_config.image_token_id)
         server.registry = CollectorRegistry()
-        server.turns = Turns()
+        server.fairness = LoopFairness()
         server.app = await server.frontend.app(
-            server.story,
+            server.backend,
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
-            inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), turns=server.turns)],
-            pages={"/medialane/decisions": server.story.page},
+            inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
+            pages={"/medialane/decisions": server.backend.page},
         )
 
         @server.app.get("/unforeseen")
@@ -58,7 +58,7 @@ class Server:
 
     async def close(self):
         await self.client.aclose()
-        self.turns.close()
+        self.fairness.close()
         self.frontend.renderer.shutdown()
 
     def body(self, *parts, **options):

@@ -94,7 +94,7 @@ def server(session_server, monkeypatch):
     from medialane.vllm_bridge.renderer_hook import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
-    session_server.story.reset()
+    session_server.backend.reset()
     return session_server
 
 

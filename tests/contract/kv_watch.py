@@ -8,7 +8,7 @@ import pytest
 from prompt_maker import bytes_of, encoded
 
 from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import HandedMedia, MediaSpan
+from medialane.core.feature import MediaPayload, MediaSpan
 from medialane.core.media import Image
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
@@ -66,10 +66,10 @@ def expanded(maker, *parts):
     token_ids = [t for part in parts for t in ([start, pad, end] if isinstance(part, np.ndarray) else part)]
     items = [maker.processor.process(Image(array), b"{}") for array in arrays]
     keys = [f"{int(array.astype(np.int64).sum()):064x}" for array in arrays]
-    features = tuple(HandedMedia("image", k, i.header, (), i.size) for k, i in zip(keys, items, strict=True))
+    features = tuple(MediaPayload("image", k, i.header, (), i.size) for k, i in zip(keys, items, strict=True))
     assembled = maker.assembler.assemble(token_ids, features, b"{}")
     handed = [
-        HandedMedia("image", key, item.header, maker._inline(item, key), item.size, place)
+        MediaPayload("image", key, item.header, maker._inline(item, key), item.size, place)
         for key, item, place in zip(keys, items, assembled.placeholders, strict=True)
     ]
     return ExpandedPrompt(assembled.token_ids, tuple(handed))

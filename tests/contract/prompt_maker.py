@@ -7,7 +7,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.arena import describe, layout
-from medialane.core.feature import Feature, HandedMedia
+from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import Image
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
@@ -67,7 +67,7 @@ class PromptMaker:
         features = tuple(Feature("image", k, i.header, (), i.size) for k, i in zip(keys, items, strict=True))
         assembled = self.assembler.assemble(self.token_ids(len(arrays)), features, options)
         handed = [
-            HandedMedia("image", key, item.header, put(item, key), item.size, place)
+            MediaPayload("image", key, item.header, put(item, key), item.size, place)
             for key, item, place in zip(keys, items, assembled.placeholders, strict=True)
         ]
         return ExpandedPrompt(assembled.token_ids, tuple(handed), options)
@@ -84,7 +84,7 @@ def bytes_of(prompt):
 
 def encoded_item(data, mm_hash):
     """An item of stage `url`: its encoded bytes by value."""
-    return HandedMedia("image", mm_hash, b"", (InlineTensor(TensorSpec("uint8", (len(data),)), data),))
+    return MediaPayload("image", mm_hash, b"", (InlineTensor(TensorSpec("uint8", (len(data),)), data),))
 
 
 def plain(token_ids, *arrays):

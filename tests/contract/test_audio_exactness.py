@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, sound
 from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
-from sound_maker import FILES, by_ffmpeg, by_libsndfile, sound
 
 #: The first test imports vLLM, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(120)
@@ -76,7 +76,7 @@ def test_compressed_wav(coding):
         *product(["OGG"], ["OPUS"], OPUS_RATES, CHANNELS),
     ],
 )
-def test_compressed_sound(container, coding, rate, channels):
+def test_compressed_audio(container, coding, rate, channels):
     assert_exact(by_libsndfile(sound(rate, channels), rate, container, coding))
 
 
@@ -93,7 +93,7 @@ def test_compressed_sound(container, coding, rate, channels):
         *product(["mov"], ["pcm_s16le"], [None], [8000], CHANNELS),
     ],
 )
-def test_sound_that_only_ffmpeg_reads(container, coding, video, rate, channels):
+def test_audio_that_only_ffmpeg_reads(container, coding, video, rate, channels):
     assert_exact(by_ffmpeg(sound(rate, channels), rate, container, coding, video))
 
 
@@ -101,7 +101,7 @@ def test_zero_keeps_its_sign():
     assert_exact(by_libsndfile(np.full((100, 2), -0.0, np.float32), 8000, "WAV", "FLOAT"))
 
 
-def test_long_sound():
+def test_long_audio():
     assert_exact(by_libsndfile(sound(44100, 2, 20), 44100, "MP3"))
 
 
@@ -112,7 +112,7 @@ def test_wav_of_a_recorder_that_streams():
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_damaged_sound_that_we_decode_is_what_vllm_decodes(kind):
+def test_damaged_audio_that_we_decode_is_what_vllm_decodes(kind):
     """We may refuse what vLLM takes (no samples, samples that are not finite), never give other samples."""
     rng = np.random.default_rng(7)
     whole = FILES[kind]()
@@ -136,7 +136,7 @@ def test_damaged_sound_that_we_decode_is_what_vllm_decodes(kind):
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.9])
-def test_truncated_sound_gets_the_verdict_of_vllm(kind, part):
+def test_truncated_audio_gets_the_verdict_of_vllm(kind, part):
     whole = FILES[kind]()
     data = whole[: int(len(whole) * part)]
     try:

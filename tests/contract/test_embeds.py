@@ -13,7 +13,7 @@ from vllm.renderers.chat_utils import parse_chat_messages_async
 
 from medialane.core.embeds import EMBEDS_TYPE, UNNAMED, decode_embeds
 from medialane.core.errors import InvalidEmbeds, InvalidFeature
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.request import SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.media.embeds import read_embeds
@@ -66,12 +66,12 @@ def payload(grid, *, dtype=torch.bfloat16, as_list=False, seed=0):
     return {"image_embeds": saved(values(rows, dtype=dtype, seed=seed)), "image_grid_thw": numbers}
 
 
-def handed(fields, key="k", modality="image") -> HandedMedia:
+def handed(fields, key="k", modality="image") -> MediaPayload:
     raw = fields if isinstance(fields, dict) else {UNNAMED: fields}
     given = {n: v.encode() if isinstance(v, str) else msgspec.Raw(msgspec.json.encode(v)) for n, v in raw.items()}
     data = read_embeds(given, PARAM, 1 << 24)
     tensor = InlineTensor(TensorSpec("uint8", (len(data),)), data)
-    return HandedMedia(modality, key, b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
+    return MediaPayload(modality, key, b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
 
 
 async def rendered(source, renderer, *items, **options):
@@ -171,7 +171,7 @@ async def test_embeddings_that_no_family_was_tried_with_are_refused(source, embe
 
 async def test_bytes_that_are_no_embeddings_are_refused(source, embeds_renderer):
     tensor = InlineTensor(TensorSpec("uint8", (3,)), b"abc")
-    item = HandedMedia("image", "k", b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
+    item = MediaPayload("image", "k", b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
     with pytest.raises(InvalidFeature):
         await rendered(source, embeds_renderer, item)
 

@@ -26,7 +26,7 @@ from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from medialane.config import vllm_defaults
 from medialane.core.errors import InvalidFeature, MedialaneError
-from medialane.core.feature import Feature, HandedMedia
+from medialane.core.feature import Feature, MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.arguments import parse_vllm_args
@@ -127,7 +127,7 @@ class Model(Halves):
         feature = Feature(modality, "h", made.header, (), made.size)
         assembled = self.assembler.assemble(self.token_ids((modality,)), (feature,), options)
         item, (place,) = decode_item(made.header, made.buffers), assembled.placeholders
-        handed = HandedMedia(modality, "h", made.header, (), made.size, place)
+        handed = MediaPayload(modality, "h", made.header, (), made.size, place)
         self.checker.check(ExpandedPrompt(assembled.token_ids, (handed,), options), [item])
         return item, place.num_embeds
 

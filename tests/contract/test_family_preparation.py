@@ -8,7 +8,7 @@ import torch
 from tiny_families import FAMILIES
 
 from medialane.core.errors import PromptRejected
-from medialane.core.feature import Feature, HandedMedia
+from medialane.core.feature import Feature, MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
 from medialane.core.request import ExpandedPrompt
@@ -182,7 +182,7 @@ def test_worker_takes_what_the_halves_made(halves, name, prompt):
     family = halves(name)
     items, assembled = family.prepared(prompt)
     handed = tuple(
-        HandedMedia(modality, f"{number:064x}", made.header, (), made.size, place)
+        MediaPayload(modality, f"{number:064x}", made.header, (), made.size, place)
         for number, ((modality, made), place) in enumerate(zip(items, assembled.placeholders, strict=True))
     )
     decoded = [decode_item(made.header, made.buffers) for _, made in items]

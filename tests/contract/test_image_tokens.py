@@ -11,7 +11,7 @@ from medialane.core.errors import PromptTooLong
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
 from medialane.vllm_bridge.image_tokens import ImageTokens, _Trial
-from medialane.vllm_bridge.placing import Placings
+from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.preparation import VllmProcessor
 
 pytestmark = [
@@ -49,8 +49,8 @@ def processor(family_renderer):
 
 
 def in_prompt(engine_processor, item, options=b"{}"):
-    placing = Placings(engine_processor).find([_Trial("image", item.header, item.size)], options)
-    return min(len(update.content.full) for update in placing.updates["image"][0])
+    layout = PlaceholderLayouts(engine_processor).find([_Trial("image", item.header, item.size)], options)
+    return min(len(update.content.full) for update in layout.updates["image"][0])
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -63,7 +63,7 @@ def test_what_is_said_is_never_more_than_what_stands_in_a_prompt(processor, name
     one = processor(name)
     for width, height in SIZES:
         item = one.process(Image(np.zeros((height, width, 3), np.uint8)), b"{}")
-        said = one._tokens.fewest((width, height), b"{}")
+        said = one._tokens.min_tokens((width, height), b"{}")
         actual = in_prompt(one._processor, item)
         assert said <= actual
         if "qwen" in name:
@@ -84,7 +84,7 @@ def test_options_that_make_an_image_smaller_count(processor):
     tiny = canonical_options({"size": {"longest_edge": 50_000, "shortest_edge": 3136}})
     one.check_size((7000, 7000), tiny)
     item = one.process(Image(np.zeros((700, 700, 3), np.uint8)), tiny)
-    assert one._tokens.fewest((700, 700), tiny) == in_prompt(one._processor, item, tiny)
+    assert one._tokens.min_tokens((700, 700), tiny) == in_prompt(one._processor, item, tiny)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_who_says_more_than_there_is_is_not_believed(processor):
     items = [processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")]
     tokens = ImageTokens(engine_processor, 1)
     tokens.check((7000, 7000), b"{}")
-    tokens.fewest = lambda *_: 1000
+    tokens.min_tokens = lambda *_: 1000
     tokens.verify(items)
     assert not tokens.is_trusted
 

@@ -150,7 +150,7 @@ def test_options_of_another_form_are_refused(request_, param):
 
 
 @pytest.mark.parametrize("modality", ["image", "audio"])
-def test_image_and_sound_have_no_options_of_their_own(modality):
+def test_image_and_audio_have_no_options_of_their_own(modality):
     model = {"video": {"fps": 1}, "image": {"image_mode": "RGB"}}
     request = {"image": {"image_mode": "RGB", "rgba_background_color": [255, 255, 255]}, "video": {"fps": 2}}
     assert final(modality=modality, model=model, request=request) == {}

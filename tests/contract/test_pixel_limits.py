@@ -7,7 +7,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.core.errors import InvalidRequest
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
+from medialane.vllm_bridge.pixel_limits import item_options, max_pixels_of
 
 PARAM = "messages[0].content[0].image_url"
 
@@ -24,7 +24,7 @@ PARAM = "messages[0].content[0].image_url"
 def test_operators_limit_or_the_models(tiny_model, options, expected):
     args = ["--max-model-len=8192"] + ([] if options is None else [f"--mm-processor-kwargs={json.dumps(options)}"])
     config = create_model_config(parse_vllm_args(str(tiny_model), args))
-    assert most_pixels(MULTIMODAL_REGISTRY.create_processor(config)) == expected
+    assert max_pixels_of(MULTIMODAL_REGISTRY.create_processor(config)) == expected
 
 
 @pytest.mark.parametrize(

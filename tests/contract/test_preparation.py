@@ -10,7 +10,7 @@ from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.placing import stand_in
+from medialane.vllm_bridge.placeholder_layout import stand_in
 from medialane.vllm_bridge.preparation import VllmProcessor
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
@@ -133,7 +133,7 @@ def test_image_that_the_model_refuses_is_the_clients_error(processor):
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
 def test_items_of_different_options_are_placed_by_their_grids(renderer, processor, assembler):
-    assert assembler.takes_own_options
+    assert assembler.accepts_item_options
     array = pixels(800, 600)
     small, large = processor.process(Image(array), b'{"max_pixels":40000}'), processor.process(Image(array), b"{}")
     features = tuple(Feature("image", str(n), i.header, (), i.size) for n, i in enumerate((small, large)))

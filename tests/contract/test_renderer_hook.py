@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from app_server import BASE64, DATA, DATA_URL, image
 from counted_middleware import CountedMiddleware
-from fake_story import NUM_EMBEDS
+from fake_backend import NUM_EMBEDS
 from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
@@ -32,7 +32,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaRef
-from medialane.gateway import Lifted, open_scope
+from medialane.gateway import ExtractedMedia, open_scope
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.renderer_hook import CONNECTOR
 
@@ -47,26 +47,26 @@ pytestmark = [
 async def test_image_reaches_the_gateway_as_the_reference_that_intake_made(server):
     response = await server.chat(image(), image("http://host.example/b.png"), mm_processor_kwargs={"a": 1})
     assert response.status_code == 200, response.text
-    (prompt,) = server.story.prompts
+    (prompt,) = server.backend.prompts
     assert [(i.data, i.url) for i in prompt.items] == [(DATA, None), (None, "http://host.example/b.png")]
     assert prompt.items[1].param == "messages[0].content[2].image_url"
-    assert prompt.token_ids.count(server.story.image_token) == 2
+    assert prompt.token_ids.count(server.backend.image_token) == 2
     assert prompt.options == b'{"a":1}'
 
 
 async def test_options_of_an_item_reach_the_gateway_within_the_models_limits(server):
     part = {"type": "image_url", "image_url": {"url": DATA_URL, "max_pixels": 50_000_000, "detail": "high", "fps": 3}}
     assert (await server.chat(part)).status_code == 200
-    (item,) = server.story.prompts[0].items
+    (item,) = server.backend.prompts[0].items
     assert (item.io, item.options) == (b"{}", b'{"max_pixels":12845056}')
 
 
 async def test_options_of_a_video_reach_the_gateway_over_the_requests(server):
     part = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4", "fps": 2, "max_frames": 64}}
     io = {"video": {"num_frames": 8, "frame_recovery": True}}
-    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     await server.chat(part, media_io_kwargs=io)
-    (item,) = server.story.prompts[0].items
+    (item,) = server.backend.prompts[0].items
     assert json.loads(item.io) == {"fps": 2, "max_frames": 64, "num_frames": 64, "frame_recovery": True}
 
 
@@ -90,7 +90,7 @@ async def test_images_of_anthropics_messages_reach_the_gateway(server):
     body = {"model": server.model, "max_tokens": 8, "messages": messages}
     response = await server.client.post("/v1/messages", json=body)
     assert response.status_code == 200, response.text
-    (prompt,) = server.story.prompts
+    (prompt,) = server.backend.prompts
     assert [item.data or item.url for item in prompt.items] == [DATA, "http://host.example/b.png", DATA]
 
 
@@ -99,7 +99,7 @@ async def test_images_of_a_batch_reach_the_gateway(server):
     body = server.body() | {"messages": [conversation, conversation]}
     response = await server.client.post("/v1/chat/completions/batch", json=body)
     assert response.status_code == 200, response.text
-    assert [item.param for prompt in server.story.prompts for item in prompt.items] == [
+    assert [item.param for prompt in server.backend.prompts for item in prompt.items] == [
         "messages[0][0].content[1].image_url",
         "messages[1][0].content[1].image_url",
     ]
@@ -119,9 +119,9 @@ async def test_report_is_in_every_kind_of_answer(server, path, stream):
 
 
 async def test_what_the_gateway_prepared_reaches_generate_and_the_answer_the_client(server):
-    server.story.tokens = [11]
+    server.backend.tokens = [11]
     response = await server.chat(image())
-    (request,), (prepared,) = server.story.requests, server.story.prepared
+    (request,), (prepared,) = server.backend.requests, server.backend.prepared
     assert request.prompt.token_ids == prepared.token_ids
     assert [placed.feature.mm_hash for placed in prepared.features] == [f"{0:064x}"]
     answer = response.json()
@@ -131,8 +131,8 @@ async def test_what_the_gateway_prepared_reaches_generate_and_the_answer_the_cli
 
 async def test_text_is_not_prepared(server):
     assert (await server.chat()).status_code == 200
-    assert server.story.prompts == []
-    assert server.story.prepared == [None]
+    assert server.backend.prompts == []
+    assert server.backend.prepared == [None]
 
 
 async def test_stream_runs_in_the_scope_that_prepared_it(server):
@@ -141,52 +141,52 @@ async def test_stream_runs_in_the_scope_that_prepared_it(server):
     assert events[-1] == "[DONE]"
     texts = [json.loads(e)["choices"][0]["delta"].get("content") for e in events[:-1]]
     assert [t for t in texts if t] == ["<11>", "<12>", "<13>"]
-    assert len(server.story.scopes) == 2
-    assert server.story.scopes[0] is server.story.scopes[1]
+    assert len(server.backend.scopes) == 2
+    assert server.backend.scopes[0] is server.backend.scopes[1]
 
 
 async def test_scope_lets_go_of_the_requests_media_at_its_end(server):
     await server.chat(image())
-    assert server.story.scopes[0].lifted.refs == ()
+    assert server.backend.scopes[0].extracted.refs == ()
 
 
 async def test_truncation_moves_placeholders(server):
     whole = await server.chat({"type": "text", "text": "word " * 50}, image())
     assert whole.status_code == 200
-    length = len(server.story.requests[0].prompt.token_ids)
+    length = len(server.backend.requests[0].prompt.token_ids)
     cut = await server.chat(
         {"type": "text", "text": "word " * 50}, image(), truncate_prompt_tokens=length - 30, truncation_side="left"
     )
     assert cut.status_code == 200, cut.text
-    request, prepared = server.story.requests[1], server.story.prepared[1]
+    request, prepared = server.backend.requests[1], server.backend.prepared[1]
     assert len(request.prompt.token_ids) == length - 30
     (placed,) = prepared.features
     assert placed.placeholder.length == NUM_EMBEDS
     span = request.prompt.token_ids[placed.placeholder.offset : placed.placeholder.end]
-    assert span == [server.story.image_token] * NUM_EMBEDS
+    assert span == [server.backend.image_token] * NUM_EMBEDS
 
 
 async def test_truncation_that_would_cut_an_image_is_refused(server):
     images = [image()] * 8
     await server.chat(*images)
-    unexpanded = len(server.story.prompts[0].token_ids)
+    unexpanded = len(server.backend.prompts[0].token_ids)
     response = await server.chat(*images, truncate_prompt_tokens=unexpanded, truncation_side="left")
     assert response.status_code == 400
     assert "truncate_prompt_tokens" in response.text
-    assert len(server.story.requests) == 1
+    assert len(server.backend.requests) == 1
 
 
 async def test_tokenize_counts_expanded_images(server):
     response = await server.client.post("/tokenize", json=server.body(image()))
     assert response.status_code == 200, response.text
-    assert response.json()["tokens"].count(server.story.image_token) == NUM_EMBEDS
+    assert response.json()["tokens"].count(server.backend.image_token) == NUM_EMBEDS
 
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "data:video/mp4;base64,AAAA"])
 async def test_video_is_the_gateways_to_fetch(server, url):
-    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     await server.chat({"type": "video_url", "video_url": {"url": url}})
-    (item,) = server.story.prompts[0].items
+    (item,) = server.backend.prompts[0].items
     assert (item.modality, item.url or item.data) == ("video", url if url.startswith("http") else bytes(3))
 
 
@@ -201,7 +201,7 @@ async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(ser
             with pytest.raises(InvalidMediaUrl):
                 await find("http://169.254.169.254/")
             ref = MediaRef(modality, "messages[0].content[0]", url="http://169.254.169.254/")
-            scope.lifted = Lifted((ref,))
+            scope.extracted = ExtractedMedia((ref,))
             assert await find("medialane:0") == ref
             with pytest.raises(InvalidRequest):
                 getattr(connector, f"fetch_{modality}")("medialane:0")
@@ -220,7 +220,7 @@ async def test_image_in_json_that_only_python_reads_is_a_reference_too(server):
     headers = {"content-type": "application/json"}
     response = await server.client.post("/v1/chat/completions", content=body, headers=headers)
     assert response.status_code == 200, response.text
-    assert [item.url for item in server.story.prompts[0].items] == ["http://169.254.169.254/"]
+    assert [item.url for item in server.backend.prompts[0].items] == ["http://169.254.169.254/"]
 
 
 def embeds(*, name="image_embeds", **more):
@@ -234,17 +234,17 @@ def embeds(*, name="image_embeds", **more):
 async def test_embeddings_reach_the_gateway_as_the_reference_that_intake_made(server, more):
     response = await server.chat(embeds(**more), embeds(**more))
     assert response.status_code == 200, response.text
-    (prompt,) = server.story.prompts
+    (prompt,) = server.backend.prompts
     assert [item.param for item in prompt.items] == [f"messages[0].content[{n}].image_embeds" for n in (1, 2)]
     assert all(item.is_embeds and decode_embeds(item.data).fields.keys() for item in prompt.items)
-    assert prompt.token_ids.count(server.story.image_token) == 2
+    assert prompt.token_ids.count(server.backend.image_token) == 2
 
 
 async def test_embeddings_beside_another_modality_keep_their_places(server):
-    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     clip = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4"}}
     await server.chat(clip, embeds())
-    found = {item.modality: item.is_embeds for item in server.story.prompts[0].items}
+    found = {item.modality: item.is_embeds for item in server.backend.prompts[0].items}
     assert found == {"image": True, "video": False}
 
 
@@ -252,7 +252,7 @@ async def test_images_and_their_embeddings_are_not_mixed_as_vllm_has_it(server):
     response = await server.chat(image(), embeds())
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "image_embeds"
-    assert server.story.prompts == []
+    assert server.backend.prompts == []
 
 
 async def test_embeddings_need_vllms_flag(server, monkeypatch):
@@ -268,7 +268,7 @@ async def test_embeddings_that_intake_does_not_know_are_not_read(server, monkeyp
     part = {"type": "image_embeds", "uuid": "u", "image_embeds": {"image_embeds": "AAAA", "image_url": "x"}}
     response = await server.chat(part)
     assert response.status_code == 400
-    assert server.story.prompts == []
+    assert server.backend.prompts == []
 
 
 def by_uuid(uuid="mine", name="image_url", **more):
@@ -287,7 +287,7 @@ async def test_item_without_content_or_uuid_is_empty(server, uuids):
     """As vLLM's app hands on an `input_audio` whose data are empty."""
     with open_scope(), pytest.raises(EmptyMedia):
         await server.frontend.renderer._process_multimodal_async([1], {"audio": [None]}, uuids)
-    assert server.story.prompts == []
+    assert server.backend.prompts == []
 
 
 @pytest.mark.parametrize("options", [{"return_tensors": "np"}, {"images_kwargs": {"return_tensors": "np"}}])
@@ -297,25 +297,25 @@ async def test_options_that_vllm_sets_itself_are_refused_by_name(server, options
     assert response.status_code == 400
     assert error["param"].startswith("mm_processor_kwargs.")
     assert error["param"].endswith("return_tensors")
-    assert server.story.prompts == []
+    assert server.backend.prompts == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_item_too_long_for_any_prompt_is_answered_as_vllm_answers_a_prompt(server, stream):
-    server.story.error, server.story.error_at = PromptTooLong("The decoder prompt (length 9) is longer"), "prepare"
+    server.backend.error, server.backend.error_at = PromptTooLong("The decoder prompt (length 9) is longer"), "prepare"
     refused = await server.chat(image(), stream=stream)
-    server.story.error = PromptRejected("The decoder prompt (length 9) is longer")
-    server.story.error_at = "generate"
+    server.backend.error = PromptRejected("The decoder prompt (length 9) is longer")
+    server.backend.error_at = "generate"
     by_engine = await server.chat(image())
     assert refused.status_code == 400
     assert refused.json() == by_engine.json()
 
 
 async def test_image_by_a_uuid_that_is_known_is_the_content_it_stands_for(server):
-    server.story.known = {"mine": "c" * 64}
+    server.backend.known = {"mine": "c" * 64}
     response = await server.chat(image(), by_uuid(), image("http://host.example/b.png", uuid="other"))
     assert response.status_code == 200, response.text
-    items = server.story.prompts[0].items
+    items = server.backend.prompts[0].items
     assert [(item.data, item.content, item.url) for item in items] == [
         (DATA, None, None),
         (None, "c" * 64, None),
@@ -325,24 +325,24 @@ async def test_image_by_a_uuid_that_is_known_is_the_content_it_stands_for(server
 
 
 async def test_embeddings_by_a_uuid_that_is_known(server):
-    server.story.known = {"mine": "c" * 64}
+    server.backend.known = {"mine": "c" * 64}
     response = await server.chat(embeds(), by_uuid(name="image_embeds"))
     assert response.status_code == 200, response.text
-    assert [item.content for item in server.story.prompts[0].items] == [None, "c" * 64]
+    assert [item.content for item in server.backend.prompts[0].items] == [None, "c" * 64]
 
 
 @pytest.mark.parametrize("uuid", ["medialane:0", "medialane:7", "", 7])
 async def test_uuid_is_never_taken_for_a_reference(server, uuid):
     response = await server.chat(image(), by_uuid(uuid))
     assert response.status_code == 400
-    assert server.story.prompts == []
+    assert server.backend.prompts == []
 
 
 async def test_video_by_uuid_has_the_requests_options(server):
-    server.story.known = {"mine": "c" * 64}
-    server.story.error, server.story.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.known = {"mine": "c" * 64}
+    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     await server.chat(by_uuid(name="video_url"), media_io_kwargs={"video": {"num_frames": 8}})
-    (item,) = server.story.prompts[0].items
+    (item,) = server.backend.prompts[0].items
     assert (item.modality, item.content, json.loads(item.io)["num_frames"]) == ("video", "c" * 64, 8)
 
 
@@ -352,11 +352,11 @@ async def test_options_of_a_request_are_bounded(server, field, value):
     response = await server.chat(image(), **{field: {"image": {"any": value}}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
-    assert server.story.prompts == []
+    assert server.backend.prompts == []
 
 
 async def test_error_while_preparing_is_answered_as_openai_does(server):
-    server.story.error, server.story.error_at = InvalidImage("broken", param="messages[0].content[1]"), "prepare"
+    server.backend.error, server.backend.error_at = InvalidImage("broken", param="messages[0].content[1]"), "prepare"
     before = server.num_errors("invalid_image")
     response = await server.chat(image())
     assert response.status_code == 400
@@ -373,7 +373,7 @@ async def test_error_while_preparing_is_answered_as_openai_does(server):
 
 
 async def test_error_while_generating_keeps_status_and_retry_after(server):
-    server.story.error, server.story.error_at = ArenaFull("no room", retry_after_s=7), "generate"
+    server.backend.error, server.backend.error_at = ArenaFull("no room", retry_after_s=7), "generate"
     before = server.num_errors("arena_full")
     response = await server.chat(image())
     assert (response.status_code, response.headers["retry-after"]) == (503, "7")
@@ -382,7 +382,7 @@ async def test_error_while_generating_keeps_status_and_retry_after(server):
 
 
 async def test_error_within_a_stream_is_its_last_event(server):
-    server.story.error, server.story.error_at = WorkerLost("the worker was lost"), "stream"
+    server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "stream"
     response = await server.chat(stream=True)
     assert response.status_code == 200
     events = [line for line in response.text.splitlines() if line]
@@ -393,19 +393,19 @@ async def test_error_within_a_stream_is_its_last_event(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_without_a_worker_no_answer_begins(server, stream):
-    server.story.ready = False
+    server.backend.ready = False
     response = await server.chat(stream=stream)
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
     assert response.json()["error"]["code"] == "no_worker_ready"
     assert (await server.client.get("/health")).status_code == 503
-    server.story.ready = True
+    server.backend.ready = True
     assert (await server.client.get("/health")).status_code == 200
 
 
 async def test_parameter_that_cannot_be_sent_is_the_clients_error(server):
     response = await server.chat(vllm_xargs={"a": 1 << 80})
     assert response.status_code == 400
-    assert server.story.requests == []
+    assert server.backend.requests == []
 
 
 @pytest.mark.parametrize("path", ["/unforeseen", "/nowhere", "/v1/models"])
@@ -429,12 +429,12 @@ async def test_middleware_of_the_user_is_made_once_and_passed_once(server):
 
 @pytest.mark.parametrize("parts", [(), (image(),)], ids=["text", "image"])
 async def test_beam_search_generates_with_the_prompts_media(server, parts):
-    server.story.tokens = [11]
+    server.backend.tokens = [11]
     response = await server.chat(*parts, use_beam_search=True, n=2, max_tokens=2)
     assert response.status_code == 200, response.text
-    assert len(server.story.requests) >= 1
-    found = [None if p is None else [f.feature.mm_hash for f in p.features] for p in server.story.prepared]
-    assert found == [[f"{0:064x}"] if parts else None] * len(server.story.requests)
+    assert len(server.backend.requests) >= 1
+    found = [None if p is None else [f.feature.mm_hash for f in p.features] for p in server.backend.prepared]
+    assert found == [[f"{0:064x}"] if parts else None] * len(server.backend.requests)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -471,10 +471,10 @@ ROUTES = [
 
 @pytest.mark.parametrize(("method", "path", "call", "result", "answer"), ROUTES, ids=[r[1] for r in ROUTES])
 async def test_vllms_administrative_routes_ask_the_workers(server, administered, method, path, call, result, answer):
-    server.story.admin_result = result
+    server.backend.admin_result = result
     response = await administered.request(method, path)
     assert response.status_code == 200, response.text
-    assert server.story.calls == [call]
+    assert server.backend.calls == [call]
     assert (response.json() if response.content else None) == answer
 
 
@@ -492,8 +492,8 @@ async def test_body_of_an_unauthenticated_client_is_not_read(server):
     assert b"server-timing" in dict(sent[0]["headers"])
 
 
-async def test_client_that_leaves_a_stream_closes_the_story(server):
-    server.story.token_s, server.story.tokens = 0.01, [11] * 1000
+async def test_client_that_leaves_a_stream_closes_the_backend(server):
+    server.backend.token_s, server.backend.tokens = 0.01, [11] * 1000
     left = asyncio.Event()
     num_sent = 0
     body = json.dumps(server.body(image(), stream=True)).encode()
@@ -515,9 +515,9 @@ async def test_client_that_leaves_a_stream_closes_the_story(server):
     headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer secret")]
     async with asyncio.timeout(10):
         await server.app(_scope(headers=headers), receive, send)
-        while not server.story.num_ended:  # noqa: ASYNC110 - the loop's hook closes what vLLM drops
+        while not server.backend.num_ended:  # noqa: ASYNC110 - the loop's hook closes what vLLM drops
             await asyncio.sleep(0.005)
-    assert server.story.scopes[0].lifted.refs == ()
+    assert server.backend.scopes[0].extracted.refs == ()
 
 
 def _scope(headers):

@@ -58,7 +58,7 @@ def jpeg(image):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_families_that_tell_what_they_resize_to(processor, name):
-    assert processor(name).tells_resize_target() == TELLS[name]
+    assert processor(name).has_resize_target() == TELLS[name]
 
 
 @pytest.mark.parametrize("name", [name for name, tells in TELLS.items() if tells and "qwen" in name])

@@ -44,7 +44,7 @@ def test_gpu_host_keeps_vllms_way(vllms_condition, monkeypatch):
 
 
 @cpu_only
-def test_reader_spins_and_sleeps_in_turns_while_a_step_is_under_way(queue, monkeypatch):
+def test_reader_spins_and_sleeps_in_turns_while_a_step_is_in_flight(queue, monkeypatch):
     reader, _ = queue
     calls = []
     monkeypatch.setattr(os, "sched_yield", lambda: calls.append("yield"))

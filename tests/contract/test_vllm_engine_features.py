@@ -23,7 +23,7 @@ from medialane.core.errors import (
     PromptRejected,
     WorkerLost,
 )
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
@@ -174,7 +174,7 @@ async def test_decoded_source_that_its_size_does_not_fit_never_reaches_the_engin
 def decoded(maker, array):
     height, width, _ = array.shape
     tensor = InlineTensor(TensorSpec("uint8", array.shape), array.tobytes())
-    item = HandedMedia("image", "d" * 64, b"", (tensor,), MediaSize(width, height))
+    item = MediaPayload("image", "d" * 64, b"", (tensor,), MediaSize(width, height))
     return SourcePrompt(maker.token_ids(1), (item,), stage="decoded")
 
 

@@ -49,5 +49,5 @@ def test_setting_that_changes_no_feature_is_not_seen(settings_of, settings):
     assert settings_of("--max-model-len=1234", "--enforce-eager") == settings
 
 
-def test_no_path_of_this_machine_is_told(settings, tiny_model):
+def test_no_path_of_this_machine_is_reported(settings, tiny_model):
     assert str(tiny_model.parent) not in "".join(settings.values())

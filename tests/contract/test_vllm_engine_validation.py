@@ -13,7 +13,7 @@ from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaSize
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.features import decode_item, encode_item
-from medialane.vllm_bridge.placing import Placings
+from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.validation import FeatureChecker, check_ranges
 
 
@@ -103,19 +103,19 @@ def test_small_tensor_outside_the_header_is_refused(prompt):
 
 
 def test_what_is_remembered_is_bounded(renderer, maker):
-    placings = Placings(renderer.get_mm_processor(), max_bytes=20_000)
+    layouts = PlaceholderLayouts(renderer.get_mm_processor(), max_bytes=20_000)
     for width in range(28, 28 * 60, 28):
-        placings.find(maker.inline(pixels(width, 280)).features, b"{}")
-    assert 0 < placings.nbytes <= 20_000
-    assert len(placings) < 59
+        layouts.find(maker.inline(pixels(width, 280)).features, b"{}")
+    assert 0 < layouts.nbytes <= 20_000
+    assert len(layouts) < 59
 
 
 def test_item_is_asked_about_once_for_all_of_its_size(renderer, maker):
-    placings = Placings(renderer.get_mm_processor())
+    layouts = PlaceholderLayouts(renderer.get_mm_processor())
     checks = []
     for seed in range(3):
-        placings.find(maker.inline(pixels(300, 200, seed)).features, b"{}", check=lambda: checks.append(1))
-    placings.find(maker.inline(pixels(300, 200), pixels(300, 200)).features, b"{}", check=lambda: checks.append(2))
+        layouts.find(maker.inline(pixels(300, 200, seed)).features, b"{}", check=lambda: checks.append(1))
+    layouts.find(maker.inline(pixels(300, 200), pixels(300, 200)).features, b"{}", check=lambda: checks.append(2))
     assert checks == [1, 2]
 
 

@@ -122,7 +122,7 @@ async def post(server, path, body, **options):
 @pytest.mark.parametrize("error", [InvalidImage("broken", param="x"), ArenaFull("no room", retry_after_s=7)], ids=str)
 @pytest.mark.parametrize("path", MEDIA)
 async def test_error_while_media_are_prepared(server, path, error):
-    server.story.error, server.story.error_at = error, "prepare"
+    server.backend.error, server.backend.error_at = error, "prepare"
     assert_answer(await post(server, path, MEDIA[path](DATA_URL)), error, path)
 
 
@@ -144,23 +144,23 @@ async def test_media_that_intake_does_not_look_for(server, path):
 
 @pytest.mark.parametrize("path", GENERATE)
 async def test_error_while_generating(server, path):
-    server.story.error, server.story.error_at = WorkerLost("the worker was lost"), "generate"
-    assert_answer(await post(server, path, GENERATE[path]), server.story.error, path)
+    server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "generate"
+    assert_answer(await post(server, path, GENERATE[path]), server.backend.error, path)
 
 
 @pytest.mark.parametrize("path", STREAMED)
 async def test_error_before_the_first_token_of_a_stream_has_its_status(server, path):
-    server.story.error, server.story.error_at = WorkerLost("the worker was lost"), "generate"
+    server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "generate"
     response = await post(server, path, GENERATE[path], stream=True)
     if path == RESPONSES:  # its first event says that it was created, before a worker is asked
         assert _last_event(response)["code"] == "worker_lost"
     else:
-        assert_answer(response, server.story.error, path)
+        assert_answer(response, server.backend.error, path)
 
 
 @pytest.mark.parametrize("path", STREAMED)
 async def test_error_within_a_stream_is_an_event_of_its_api(server, path):
-    server.story.error, server.story.error_at = WorkerLost("the worker was lost"), "stream"
+    server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "stream"
     response = await post(server, path, GENERATE[path], stream=True)
     assert response.status_code == 200
     event = _last_event(response)
@@ -175,7 +175,7 @@ async def test_error_within_a_stream_is_an_event_of_its_api(server, path):
 async def test_without_a_worker_the_client_learns_when_to_ask_again(server, path, stream):
     if stream and path not in STREAMED:
         pytest.skip("is never streamed")
-    server.story.ready = False
+    server.backend.ready = False
     response = await post(server, path, GENERATE[path], **({"stream": True} if stream else {}))
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
     assert response.json()["error"]["code"] == "no_worker_ready"
@@ -184,7 +184,7 @@ async def test_without_a_worker_the_client_learns_when_to_ask_again(server, path
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/completions"])
 async def test_what_a_workers_vllm_refuses_is_worded_by_the_app(server, path):
-    server.story.error, server.story.error_at = PromptRejected("the prompt is too long"), "generate"
+    server.backend.error, server.backend.error_at = PromptRejected("the prompt is too long"), "generate"
     response = await post(server, path, GENERATE[path])
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "BadRequestError"

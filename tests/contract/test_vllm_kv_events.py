@@ -13,7 +13,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 
 from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
@@ -120,7 +120,7 @@ async def test_video_that_the_worker_expands_is_held_as_it_was_placed(watched, m
     frames = np.stack([pixels(112, 84, seed) for seed in range(8)])
     size = MediaSize(width=112, height=84, num_frames=8, metadata=b'{"fps":2.0,"duration":4.0,"total_num_frames":8}')
     name = "5eed" * 16  # the encoder cache of the engine is not reset, and other tests name items as they like
-    item = HandedMedia("video", name, b"", (InlineTensor(TensorSpec("uint8", frames.shape), frames.tobytes()),), size)
+    item = MediaPayload("video", name, b"", (InlineTensor(TensorSpec("uint8", frames.shape), frames.tobytes()),), size)
     pads = maker.tokenizer.encode("<|vision_start|><|video_pad|><|vision_end|>")
     first = await watched.run(SourcePrompt(text(100) + pads + text(300, 1), (item,), stage="decoded"))
     (placed,) = first.placed
@@ -170,7 +170,7 @@ async def test_requests_side_by_side_leave_their_blocks_and_no_fault(watched):
     assert await watched.holds([*predicted(prompts[0]), *predicted(prompts[1])])
 
 
-async def test_reset_is_told_with_the_next_step(watched):
+async def test_reset_is_reported_with_the_next_step(watched):
     before, after = ExpandedPrompt(text(2 * BLOCK, 30)), ExpandedPrompt(text(2 * BLOCK, 31))
     await watched.run(before)
     await watched.reset()

@@ -63,7 +63,7 @@ URLS = {
 
 
 @pytest.mark.parametrize("name", URLS)
-async def test_bad_image_is_told_with_its_field(ours, name):
+async def test_bad_image_is_reported_with_its_field(ours, name):
     make, status, code = URLS[name]
     answer = await ours.post(chat(ASK, image(make())))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, FIELD), answer.json
@@ -71,7 +71,7 @@ async def test_bad_image_is_told_with_its_field(ours, name):
     assert (await ours.succeed(chat(picture(61), ASK))).ids
 
 
-async def test_url_that_is_not_found_is_told_with_its_field(ours):
+async def test_url_that_is_not_found_is_reported_with_its_field(ours):
     async with picture_server({}) as server:
         answer = await ours.post(chat(ASK, image(server.url("missing.jpg"))))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "media_fetch_failed", FIELD)
@@ -89,12 +89,12 @@ async def test_one_bad_image_of_three_fails_the_request_and_leaves_no_lease(ours
     await until(is_free, "no lease is left", 20)
 
 
-async def test_bad_image_of_a_stream_is_told_by_the_status(ours):
+async def test_bad_image_of_a_stream_is_reported_by_the_status(ours):
     answer = await ours.post(chat(ASK, image(data_url(photo(60)[:5000])), stream=True))
     assert (answer.status, answer.error["code"]) == (400, "invalid_image")
 
 
-async def test_more_images_than_the_model_takes_is_told_as_plain_vllm_tells_it(ours, plain):
+async def test_more_images_than_the_model_takes_is_reported_as_plain_vllm_tells_it(ours, plain):
     body = chat(*[picture(64, 64, 64)] * 9)
     answer, right = await ours.post(body), await plain.post(body)
     assert answer.status == right.status == 400
@@ -103,7 +103,7 @@ async def test_more_images_than_the_model_takes_is_told_as_plain_vllm_tells_it(o
     assert (await ours.succeed(chat(picture(61), ASK))).ids
 
 
-async def test_more_images_than_a_request_may_have_is_told_with_its_field(ours):
+async def test_more_images_than_a_request_may_have_is_reported_with_its_field(ours):
     answer = await ours.post(chat(*[picture(64, 64, 64)] * 17))
     assert (answer.status, answer.error["code"]) == (400, "too_many_media_items")
     assert answer.error["param"] == "messages[0].content[16].image_url"
@@ -112,14 +112,14 @@ async def test_more_images_than_a_request_may_have_is_told_with_its_field(ours):
 @pytest.mark.parametrize(
     "content", [[text("word " * 9000)], [picture(65), text("word " * 9000)]], ids=["text", "image"]
 )
-async def test_prompt_that_is_too_long_is_told_as_plain_vllm_tells_it(ours, plain, content):
+async def test_prompt_that_is_too_long_is_reported_as_plain_vllm_tells_it(ours, plain, content):
     answer, right = await ours.post(chat(*content)), await plain.post(chat(*content))
     assert answer.status == right.status == 400
     assert_same(answer.json, right.json)
     assert (await ours.succeed(chat(ASK))).ids
 
 
-async def test_image_that_takes_more_tokens_than_the_model_has_is_told(ours, plain):
+async def test_image_that_takes_more_tokens_than_the_model_has_is_reported(ours, plain):
     """Its text alone would fit: only the expanded placeholder does not."""
     body = chat(picture(66, 3600, 2600), ASK)
     answer, right = await ours.post(body), await plain.post(body)
@@ -138,7 +138,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_bad_body_is_told_as_plain_vllm_tells_it(ours, plain, name):
+async def test_bad_body_is_reported_as_plain_vllm_tells_it(ours, plain, name):
     answer, right = await ours.post(BODIES[name]), await plain.post(BODIES[name])
     assert answer.status == right.status
     assert answer.status in (400, 422)
@@ -184,7 +184,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-async def test_bad_parameter_is_told_as_plain_vllm_tells_it(ours, plain, name):
+async def test_bad_parameter_is_reported_as_plain_vllm_tells_it(ours, plain, name):
     body = {**chat(picture(61), ASK), **PARAMETERS[name]}
     answer, right = await ours.post(body), await plain.post(body)
     assert answer.status == right.status
@@ -193,7 +193,7 @@ async def test_bad_parameter_is_told_as_plain_vllm_tells_it(ours, plain, name):
     assert (await ours.succeed(chat(ASK))).ids
 
 
-async def test_media_that_nobody_takes_yet_is_told_with_its_field(ours):
+async def test_media_that_nobody_takes_yet_is_reported_with_its_field(ours):
     part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     answer = await ours.post(chat(ASK, part))
     assert answer.status in (400, 415)

@@ -80,7 +80,7 @@ async def test_metrics_show_stages_caches_arena_and_processes(ours):
     assert page.value("medialane_preparers", state="alive") == 2
     assert list(page.by("medialane_worker_in_flight", "worker").values()) == [0, 0]
     assert page.value("medialane_worker_state", state="ready") == 2
-    assert page.value("medialane_fallbacks_total") == 0
+    assert page.value("medialane_transfer_fallbacks_total") == 0
 
 
 async def test_client_that_hangs_up_leaves_no_lease_and_no_running_request(ours):

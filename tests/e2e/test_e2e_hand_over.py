@@ -6,7 +6,7 @@ from openai_http import assert_same, chat, data_url, image, photo, picture, text
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-WAYS = ("features/shm", "features/inline", "decoded/shm", "url", "apart")
+TRANSFER_PATHS = ("features/shm", "features/inline", "decoded/shm", "url", "apart")
 
 BODIES = {
     "text": chat(text("Say something about pictures.")),
@@ -18,7 +18,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSFER_PATHS)
 @pytest.mark.parametrize("name", BODIES)
 async def test_answer_equals_plain_vllms(gateways, plain, way, name):
     answer, right = await gateways[way].succeed(BODIES[name]), await plain.succeed(BODIES[name])
@@ -26,7 +26,7 @@ async def test_answer_equals_plain_vllms(gateways, plain, way, name):
     assert_same(answer.json, right.json)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSFER_PATHS)
 async def test_beams_equal_plain_vllms(gateways, plain, way):
     """`usage` is another where the worker expands the prompt."""
     body = chat(picture(83), ASK, use_beam_search=True, n=3, max_tokens=5)
@@ -37,7 +37,7 @@ async def test_beams_equal_plain_vllms(gateways, plain, way):
     assert beams[0] == beams[1]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSFER_PATHS)
 async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
     answers = [
         await gateways[way].succeed({**BODIES["one image"], "stream": stream}) for stream in (False, True, False)
@@ -46,7 +46,7 @@ async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
     assert [answer.ids for answer in answers] == [right.ids] * 3
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "apart"])
+@pytest.mark.parametrize("way", [way for way in TRANSFER_PATHS if way != "apart"])
 @pytest.mark.parametrize("options", [{"patch_size": 1}, {"merge_size": 4}, {"merge_size": 0}], ids=str)
 async def test_options_that_would_end_an_engine_are_the_clients_error_in_every_way(
     gateways, worker_addresses, serve, way, options
@@ -54,7 +54,7 @@ async def test_options_that_would_end_an_engine_are_the_clients_error_in_every_w
     workers = [serve.worker_pid(address) for address in worker_addresses]
     answer = await gateways[way].post(chat(picture(86), ASK, mm_processor_kwargs=options))
     assert answer.status == 400, answer
-    assert (await gateways[way].metrics()).value("medialane_fallbacks_total") == 0
+    assert (await gateways[way].metrics()).value("medialane_transfer_fallbacks_total") == 0
     assert (await gateways[way].succeed(chat(picture(86), ASK))).ids
     assert [serve.worker_pid(address) for address in worker_addresses] == workers
 
@@ -64,7 +64,7 @@ async def test_shared_memory_copies_nothing_for_a_known_image(gateways):
     await client.succeed(chat(picture(83), ASK))
     again = await client.succeed(chat(picture(83), ASK))
     assert (again.cache, again.copied_bytes) == ("hit", 0)
-    assert (await client.metrics()).value("medialane_fallbacks_total") == 0
+    assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
 async def test_inline_carries_features_in_the_message(gateways):
@@ -73,7 +73,7 @@ async def test_inline_carries_features_in_the_message(gateways):
     again = await client.succeed(chat(picture(83), ASK))
     assert again.cache == "hit"
     assert again.copied_bytes > 512 * 384 * 3  # the patches of all pixels
-    assert (await client.metrics()).value("medialane_fallbacks_total") == 0
+    assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
 async def test_decoded_carries_the_pixels_through_shared_memory(gateways):
@@ -81,7 +81,7 @@ async def test_decoded_carries_the_pixels_through_shared_memory(gateways):
     first, again = [await client.succeed(chat(picture(84), ASK)) for _ in range(2)]
     assert first.copied_bytes == len(photo(84)) + 512 * 384 * 3
     assert (again.cache, again.copied_bytes) == ("hit", 0)
-    assert (await client.metrics()).value("medialane_fallbacks_total") == 0
+    assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
 async def test_url_carries_the_encoded_image_through_shared_memory_and_prepares_nothing(gateways):
@@ -91,30 +91,32 @@ async def test_url_carries_the_encoded_image_through_shared_memory_and_prepares_
     assert (first.copied_bytes, again.copied_bytes) == (len(photo(84)), 0)
     page = await client.metrics()
     assert page.value("medialane_preparer_jobs_total") == before.value("medialane_preparer_jobs_total")
-    assert page.value("medialane_fallbacks_total") == 0
+    assert page.value("medialane_transfer_fallbacks_total") == 0
 
 
 async def test_without_common_memory_small_features_travel_inline_and_large_ones_as_their_image(gateways):
     client = gateways["apart"]
     small = await client.succeed(chat(picture(85, 112, 112), ASK))
     assert small.copied_bytes < 1 << 20
-    before = (await client.metrics()).value("medialane_fallbacks_total", way="features/inline")
+    before = (await client.metrics()).value("medialane_transfer_fallbacks_total", path="features/inline")
     large = await client.succeed(chat(picture(86, 1024, 768), ASK))
     assert large.ids
     page = await client.metrics()
-    assert page.value("medialane_fallbacks_total", way="features/inline", reason="handover_failed") == before + 1
-    assert page.value("medialane_fallbacks_total", way="features/shm") == 0
+    assert (
+        page.value("medialane_transfer_fallbacks_total", path="features/inline", reason="handover_failed") == before + 1
+    )
+    assert page.value("medialane_transfer_fallbacks_total", path="features/shm") == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_bad_image_is_told_with_its_field(gateways, way):
+@pytest.mark.parametrize("way", TRANSFER_PATHS)
+async def test_bad_image_is_reported_with_its_field(gateways, way):
     answer = await gateways[way].post(chat(ASK, image(data_url(photo(80)[:5000]))))
     assert (answer.status, answer.error["code"]) == (400, "invalid_image")
     assert answer.error["param"] == "messages[0].content[1].image_url"
     assert (await gateways[way].succeed(BODIES["one image"])).ids
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TRANSFER_PATHS)
 async def test_nothing_is_held_when_nothing_runs(gateways, way):
     page = await gateways[way].metrics()
     assert page.value("medialane_arena_leases") == 0

@@ -15,7 +15,7 @@ from PIL import Image as PILImage
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
-from medialane.core.feature import Feature, HandedMedia, PlaceholderRange
+from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.media import Image, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
@@ -58,7 +58,7 @@ class Sender:
     def feature(self, item, place, way, key=None):
         """`item` as it travels."""
         tensors = self.stored(item) if way == "shm" else inline(item)
-        return HandedMedia("image", key or secrets.token_hex(32), item.header, tensors, item.size, place)
+        return MediaPayload("image", key or secrets.token_hex(32), item.header, tensors, item.size, place)
 
     def stored(self, item) -> tuple[TensorDescriptor, ...]:
         """The tensors, put into the arena, where they stay."""

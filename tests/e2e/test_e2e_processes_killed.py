@@ -19,7 +19,7 @@ from medialane.worker import EXIT_ENGINE_LOST
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-STORY = text("Tell a long story.")
+PROMPT = text("Tell a long story.")
 AT_ONCE_S = 10
 
 
@@ -83,7 +83,7 @@ async def test_killed_fork_server_is_replaced(serve, ours):
     (forkserver,) = set(map(parent_of, old))
     kill(forkserver)
     await until(lambda: not any(map(is_alive, [forkserver, *old])), "its preparers end with it", 30)
-    assert (await ours.succeed(chat(STORY))).ids
+    assert (await ours.succeed(chat(PROMPT))).ids
 
     async def prepares() -> bool:
         return (await ours.post(chat(picture(162), ASK))).status == 200
@@ -94,11 +94,11 @@ async def test_killed_fork_server_is_replaced(serve, ours):
 
 async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(163), ASK))).ids
-    whole = asyncio.create_task(ours.post(long_chat(picture(163), STORY)))
+    whole = asyncio.create_task(ours.post(long_chat(picture(163), PROMPT)))
     await until(lambda: in_flight(ours, 1), "the first request runs")
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     streams = [
-        asyncio.create_task(broken_off(ours, long_chat(picture(163), STORY, n=2, stream=True))) for _ in range(3)
+        asyncio.create_task(broken_off(ours, long_chat(picture(163), PROMPT, n=2, stream=True))) for _ in range(3)
     ]
     await until(lambda: in_flight(ours, 4), "all requests run")
     num_doomed_streams = (await load(ours))[address] - 1
@@ -122,7 +122,7 @@ async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ou
 
 async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(164), ASK))).ids
-    request = asyncio.create_task(ours.post(long_chat(picture(164), STORY)))
+    request = asyncio.create_task(ours.post(long_chat(picture(164), PROMPT)))
     await until(lambda: in_flight(ours, 1), "the request runs")
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     killed = serve.worker_pid(address)
@@ -154,7 +154,7 @@ async def test_killed_gateway_comes_back_and_leaves_no_arena(serve, ours, plain)
     old, arenas = serve.gateway_pid(), serve.arenas()
     below = descendants(old)
     assert len(arenas) == 1
-    request = asyncio.create_task(broken_off(ours, long_chat(picture(165), STORY, stream=True)))
+    request = asyncio.create_task(broken_off(ours, long_chat(picture(165), PROMPT, stream=True)))
     await until(lambda: in_flight(ours, 1), "the request runs")
     kill(old)
     assert await request == "connection lost"

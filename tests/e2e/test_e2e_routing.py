@@ -9,7 +9,7 @@ from picture_server import picture_server
 
 pytestmark = pytest.mark.vllm
 
-WAYS = ("features/shm", "features/inline", "url")
+TRANSFER_PATHS = ("features/shm", "features/inline", "url")
 BLOCK = 128
 _WORDS = "The photograph shows a river with a bridge and some houses in the morning light. "
 
@@ -24,7 +24,7 @@ def system_chat(system: str, *content, **options):
     return {**body, "messages": [{"role": "system", "content": system}, *body["messages"]]}
 
 
-class Routed:
+class RoutedAnswer:
     """A client whose answers tell where they were made, and why."""
 
     def __init__(self, client) -> None:
@@ -40,20 +40,20 @@ class Routed:
         return routing["worker"], cached
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TRANSFER_PATHS)
 def way(request):
     return request.param
 
 
 @pytest.fixture
 def routed(gateways, way):
-    return Routed(gateways[way])
+    return RoutedAnswer(gateways[way])
 
 
 @pytest.fixture
 def seed(way):
     """Every way has pictures and texts of its own: they share the workers, and so their caches."""
-    return 1000 * (1 + WAYS.index(way))
+    return 1000 * (1 + TRANSFER_PATHS.index(way))
 
 
 async def repeated(routed, *bodies) -> list[int]:
@@ -127,7 +127,7 @@ async def test_system_prompt_shared_by_different_images(routed, seed):
 
 
 async def test_repeated_video(routed, way):
-    seed = 40 + 2 * WAYS.index(way)
+    seed = 40 + 2 * TRANSFER_PATHS.index(way)
     question = long_text("What happens?")  # a small clip alone fills no block
     body, other = (chat(video(seed=number), question) for number in (seed, seed + 1))
     first, second = await repeated(routed, body, body)

@@ -5,7 +5,7 @@ import base64
 import pytest
 from openai_http import assert_same, chat, data_url, picture, text
 
-from sound_maker import tone
+from audio_maker import tone
 from video_clips import clip, panned
 
 pytestmark = pytest.mark.vllm
@@ -86,4 +86,4 @@ async def test_media_known_from_before_give_the_same_answer(servers):
     assert answer.cache == "hit"
     assert_same(answer.json, (await servers.plain.succeed(asked)).json)
     # Nor was any answer of this file's other tests given in another way than by features.
-    assert (await servers.ours.metrics()).value("medialane_fallbacks_total") == 0
+    assert (await servers.ours.metrics()).value("medialane_transfer_fallbacks_total") == 0

@@ -13,14 +13,14 @@ import numpy as np
 from multidict import CIMultiDict
 from PIL import Image
 
+from audio_maker import FILES, by_ffmpeg, sound
 from medialane.core.errors import MedialaneError
 from medialane.core.media import Modality
-from medialane.gateway.intake import lift
+from medialane.gateway.intake import extract
 from medialane.media import MediaConfig, parse_data_url, probe, sniff
 from medialane.media.freshness import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
-from sound_maker import FILES, by_ffmpeg, sound
 
 #: Small enough that no good picture takes long.
 CONFIG = MediaConfig(max_image_pixels=500_000, max_image_side=4096)
@@ -185,7 +185,7 @@ _SOUND_TOKENS = [
 
 #: Functions that look at headers or text alone. Each must answer within `HEADER_S` of processor time.
 HEADER_TARGETS = [
-    Target("lift", lambda data: lift(data, CONFIG), _BODIES, _BODY_TOKENS),
+    Target("lift", lambda data: extract(data, CONFIG), _BODIES, _BODY_TOKENS),
     Target(
         "data_url",
         lambda data: parse_data_url(data, CONFIG.max_data_url_bytes),

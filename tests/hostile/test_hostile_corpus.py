@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from audio_rows import AUDIO_ROWS
 from breaking_processor import BREAKING_WIDTH
 from corpus import Row, World, chat, data_url, media_part, sent
 from data_rows import ANNOUNCED, DATA_ROWS
 from image_rows import IMAGE_ROWS
 from media_files import picture
 from origin_rows import ORIGIN_ROWS
-from sound_rows import SOUND_ROWS
 from url_rows import URL_ROWS
 from video_rows import VIDEO_ROWS
 
@@ -69,27 +69,27 @@ def test_hostile_url_reaches_nobody(row: Row, gateway: GatewayProcess, world: Wo
 
 
 @pytest.mark.parametrize("row", ORIGIN_ROWS, ids=_names(ORIGIN_ROWS))
-def test_hostile_media_host_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_media_host_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", DATA_ROWS, ids=_names(DATA_ROWS))
-def test_hostile_body_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_body_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", IMAGE_ROWS, ids=_names(IMAGE_ROWS))
-def test_hostile_image_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_image_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", VIDEO_ROWS, ids=_names(VIDEO_ROWS))
-def test_hostile_video_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_video_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
-@pytest.mark.parametrize("row", SOUND_ROWS, ids=_names(SOUND_ROWS))
-def test_hostile_sound_is_told_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+@pytest.mark.parametrize("row", AUDIO_ROWS, ids=_names(AUDIO_ROWS))
+def test_hostile_audio_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 

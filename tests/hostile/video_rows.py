@@ -8,7 +8,7 @@ from functools import cache
 import media_files as m
 from corpus import Body, Row, chat, data_url, media_part, sent
 
-from sound_maker import by_ffmpeg, sound
+from audio_maker import by_ffmpeg, sound
 from video_clips import clip, remux
 
 

@@ -19,7 +19,16 @@ from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
-from medialane.gateway import Aliases, FeatureSource, Gateway, GatewayConfig, Handover, Turns, WorkerLink, WorkerPool
+from medialane.gateway import (
+    Aliases,
+    FeatureSource,
+    Gateway,
+    GatewayConfig,
+    Handover,
+    LoopFairness,
+    WorkerLink,
+    WorkerPool,
+)
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
@@ -131,14 +140,14 @@ class Parts:
         self.links = WorkerPool(
             [WorkerLink(w.address, hello, rpc=RPC, config=config, metrics=self.metrics) for w in workers]
         )
-        self.turns = Turns()
+        self.fairness = LoopFairness()
         self.features = FeatureSource(
             arena=arena,
             pool=preparers,
             fetcher=self.fetcher,
             media=MEDIA,
             processor_digest="digest",
-            turns=self.turns,
+            fairness=self.fairness,
             aliases=Aliases(max_aliases=8, ttl_s=60),
         )
         inline = InlineTransport(arena.view.tensor, max_bytes=transfer.max_inline_bytes)
@@ -159,7 +168,7 @@ class Parts:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.callback(self.metrics.close)
-            stack.callback(self.turns.close)
+            stack.callback(self.fairness.close)
             stack.callback(self.gateway.close)
             running = asyncio.create_task(self.links.run())
             stack.push_async_callback(_cancelled, running)

@@ -7,7 +7,7 @@ from gateway_parts import FakeWorker, Parts, eventually, request
 from prometheus_client import Counter, generate_latest
 
 from medialane.core.admin import IsSleeping, ResetPrefixCache, Sleep
-from medialane.core.errors import GenerationFailed, WorkersNotDone
+from medialane.core.errors import AdminCallIncomplete, GenerationFailed
 from medialane.gateway import WorkerScrape, open_scope
 from medialane.gateway.scrape import MIN_INTERVAL_S
 
@@ -35,14 +35,14 @@ async def test_every_engine_does_what_the_operator_asks(parts, workers):
     assert await parts.gateway.administer(IsSleeping()) == [True, True]
 
 
-async def test_operator_is_told_which_worker_has_not_done_it(parts, workers):
+async def test_operator_is_reported_which_worker_has_not_done_it(parts, workers):
     workers[1].engine.die(GenerationFailed("out of memory"))
-    with pytest.raises(WorkersNotDone) as failed:
+    with pytest.raises(AdminCallIncomplete) as failed:
         await parts.gateway.administer(Sleep())
     assert f"1 of 2 workers have done it; not: {workers[1].address} (out of memory)" in failed.value.message
     await workers[0].close()
     await eventually(lambda: parts.links.num_ready == 1)
-    with pytest.raises(WorkersNotDone, match="0 of 2"):
+    with pytest.raises(AdminCallIncomplete, match="0 of 2"):
         await parts.gateway.administer(Sleep())
 
 

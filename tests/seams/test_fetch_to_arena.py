@@ -11,6 +11,7 @@ import pytest
 from gateway_parts import Parts, eventually, png
 from PIL import Image as PILImage
 
+from audio_maker import by_ffmpeg, hours_of_silence, sound
 from http_origin import HttpOrigin, answer
 from medialane.core.errors import (
     ArenaFull,
@@ -27,11 +28,10 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
-from medialane.gateway import Aliases, EncodedStore, FeatureSource, Turns, open_scope
+from medialane.gateway import Aliases, EncodedStore, FeatureSource, LoopFairness, open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
-from sound_maker import by_ffmpeg, hours_of_silence, sound
 from video_clips import clip
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ async def fetching(arena, **limits):
 
 @asynccontextmanager
 async def source_of(arena, preparers=None, **limits):
-    turns = Turns()
+    fairness = LoopFairness()
     async with fetching(arena, **limits) as fetcher:
         yield FeatureSource(
             arena=arena,
@@ -72,10 +72,10 @@ async def source_of(arena, preparers=None, **limits):
             fetcher=fetcher,
             media=MediaConfig(),
             processor_digest="d",
-            turns=turns,
+            fairness=fairness,
             aliases=Aliases(max_aliases=8, ttl_s=60),
         )
-    turns.close()
+    fairness.close()
 
 
 async def in_pieces(writer: asyncio.StreamWriter, body: bytes, piece: int = 64 * 1024) -> None:

@@ -138,7 +138,7 @@ async def test_leases_of_scope_and_worker_end_when_the_answer_is_complete(arena,
         assert arena.stats().num_entries == 4  # cached: each as it was sent, and its feature
 
 
-async def test_worker_keeps_its_lease_until_the_engine_has_let_go(arena, preparers, make_worker):
+async def test_worker_keeps_its_lease_until_the_engine_has_released(arena, preparers, make_worker):
     worker = await make_worker(release_s=0.2)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
@@ -347,7 +347,7 @@ async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(a
             assert await parts.answer(prompt(png()))
         assert scope.error_code is None
         for way in ("features/shm", "features/inline"):
-            assert parts.count("medialane_fallbacks_total", way=way, reason="handover_failed") == 1
+            assert parts.count("medialane_transfer_fallbacks_total", path=way, reason="handover_failed") == 1
         await eventually(lambda: parts.num_held == 0)
     kinds = [type(r.prompt) for r in seen]
     assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]

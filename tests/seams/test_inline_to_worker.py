@@ -13,7 +13,7 @@ import uvloop
 from gateway_parts import FakeWorker, eventually, request
 
 from medialane.arena import describe
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
 from medialane.rpc import Hello, RpcClient, RpcConfig
@@ -78,7 +78,7 @@ class LoopWatch:
 def inline_request(arena, stored):
     (handed,) = InlineTransport(arena.view.tensor, max_bytes=NUM_BYTES).publish((stored,))
     wanted = request("r", [1], max_tokens=1)
-    item = HandedMedia("image", "h", b"", (handed,))
+    item = MediaPayload("image", "h", b"", (handed,))
     return type(wanted)("r", SourcePrompt([1], (item,)), wanted.sampling_params)
 
 
@@ -131,7 +131,7 @@ async def test_prompt_of_features_travels_the_same_way(arena, stored):
     async with connected(arena) as (worker, client):
         (handed,) = InlineTransport(arena.view.tensor, max_bytes=NUM_BYTES).publish((stored,))
         wanted = request("r", [1, 2], max_tokens=1)
-        item = HandedMedia("image", "h", b"", (handed,))
+        item = MediaPayload("image", "h", b"", (handed,))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)
         one = [delta async for delta in client.submit(sent)]
         other = type(wanted)("s", SourcePrompt([1, 2], (item,)), wanted.sampling_params)

@@ -10,7 +10,7 @@ from gateway_parts import ScriptedFetcher, png, ref
 from PIL import Image as PILImage
 
 from medialane.core.media import MediaSize
-from medialane.gateway import Aliases, FeatureSource, Turns
+from medialane.gateway import Aliases, FeatureSource, LoopFairness
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PrepareConfig, PreparerPool
@@ -28,7 +28,7 @@ def jpeg():
 @pytest.fixture
 async def source_with(arena):
     """Make a feature source with these media settings, and preparers that know them."""
-    pools, turns = [], Turns()
+    pools, fairness = [], LoopFairness()
 
     async def make(**settings):
         media = MediaConfig(**settings)
@@ -47,12 +47,12 @@ async def source_with(arena):
             fetcher=ScriptedFetcher(),
             media=media,
             processor_digest="digest",
-            turns=turns,
+            fairness=fairness,
             aliases=Aliases(max_aliases=8, ttl_s=60),
         )
 
     yield make
-    turns.close()
+    fairness.close()
     for pool in pools:
         await pool.close()
 

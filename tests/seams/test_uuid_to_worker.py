@@ -17,8 +17,8 @@ from medialane.core.errors import InvalidImage, UnknownMediaUuid
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.request import ExpandedPrompt, SourcePrompt
-from medialane.gateway import GatewayConfig, Lifted, open_scope
-from medialane.gateway.intake import lift
+from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
 
@@ -57,8 +57,8 @@ async def ask(parts, *content, salt=None, stage_options=b"{}"):
     """Send a body as clients do; vLLM's part is played here: its hook asks for every reference in the body's order."""
     body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
     with open_scope() as scope:
-        scope.lifted = Lifted(lift(json.dumps(body).encode(), MediaConfig()).refs)
-        items = tuple(parts.gateway.resolve(f"medialane:{n}") for n in range(len(scope.lifted.refs)))
+        scope.extracted = ExtractedMedia(extract(json.dumps(body).encode(), MediaConfig()).refs)
+        items = tuple(parts.gateway.resolve(f"medialane:{n}") for n in range(len(scope.extracted.refs)))
         token_ids = [1] + [token for _ in items for token in (2, PLACEHOLDER_TOKEN)]
         tokens = await parts.answer(MediaPrompt(token_ids, items, stage_options))
         return tokens, scope.timeline.cache

@@ -23,8 +23,8 @@ class Allocator:
             raise ValueError(f"an arena of {size_bytes} bytes is not a positive multiple of {ALIGNMENT}")
         self.size_bytes = size_bytes
         self.used_bytes = 0
-        self._taken: dict[int, int] = {}
-        self._taken_before: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
+        self._allocated_before: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
         self._hole_at: dict[int, int] = {}
         self._hole_before: dict[int, int] = {}
@@ -54,17 +54,17 @@ class Allocator:
         self._remove_hole(offset, hole)
         if hole > size:
             self._add_hole(offset + size, hole - size)
-        self._taken[offset] = size
-        self._taken_before[offset + size] = offset
+        self._allocated[offset] = size
+        self._allocated_before[offset + size] = offset
         self.used_bytes += size
         return offset
 
     def free(self, offset: int) -> None:
         """Give back the piece that begins at `offset`. Raises ValueError if none does (a double free, say)."""
-        size = self._taken.pop(offset, None)
+        size = self._allocated.pop(offset, None)
         if size is None:
             raise ValueError(f"nothing is allocated at {offset}")
-        del self._taken_before[offset + size]
+        del self._allocated_before[offset + size]
         self.used_bytes -= size
         before = self._hole_before.get(offset)
         if before is not None:
@@ -81,27 +81,27 @@ class Allocator:
 
         Raises ValueError if no piece begins there, or it is not longer than that.
         """
-        size, left = self._taken.get(offset, 0), align(nbytes)
+        size, left = self._allocated.get(offset, 0), align(nbytes)
         if not 0 < left < size:
             raise ValueError(f"the piece of {size} bytes at {offset} cannot be shrunk to {nbytes}")
-        self._taken[offset] = left
-        del self._taken_before[offset + size]
-        self._taken_before[offset + left] = offset
-        self._taken[offset + left] = size - left  # the end, a piece of its own for as long as it takes to free it
-        self._taken_before[offset + size] = offset + left
+        self._allocated[offset] = left
+        del self._allocated_before[offset + size]
+        self._allocated_before[offset + left] = offset
+        self._allocated[offset + left] = size - left  # the end, a piece of its own for as long as it takes to free it
+        self._allocated_before[offset + size] = offset + left
         self.free(offset + left)
 
     def extent(self, offset: int) -> tuple[int, int]:
         """Begin and end of the hole that freeing the piece at `offset` would leave."""
-        end = offset + self._taken[offset]
+        end = offset + self._allocated[offset]
         return self._hole_before.get(offset, offset), end + self._hole_at.get(end, 0)
 
     def neighbours(self, start: int, end: int) -> Iterator[int]:
         """Offsets of the pieces that touch [start, end) from outside: two at most."""
-        before = self._taken_before.get(start)
+        before = self._allocated_before.get(start)
         if before is not None:
             yield before
-        if end in self._taken:
+        if end in self._allocated:
             yield end
 
     def _add_hole(self, offset: int, size: int) -> None:

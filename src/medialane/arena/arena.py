@@ -85,7 +85,7 @@ class Arena:
         if num_bytes < 0:
             raise ValueError(f"a payload of {num_bytes} bytes")
         if num_bytes > self.max_payload_bytes:
-            raise MediaTooLarge(f"the item takes {num_bytes} bytes, more than this server has for it")
+            raise MediaTooLarge(f"the item takes {num_bytes} bytes, more than this server can store")
         self._check_open()
         entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes, kind)
         stamp(self._file.view.words, entry.range)

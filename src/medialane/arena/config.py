@@ -27,15 +27,15 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     encoded_share: Annotated[
         float,
         msgspec.Meta(
-            description="fraction of the shared memory that encoded media (as fetched or sent) may take at most before "
-            "they make room first, themselves and for others"
+            description="share of the shared memory for encoded media (as fetched or sent); a kind over its share "
+            "is evicted first"
         ),
     ] = 0.25
     decoded_share: Annotated[float, msgspec.Meta(description="the same for decoded media")] = 0.5
     processed_share: Annotated[float, msgspec.Meta(description="the same for processed media")] = 1.0
     directory: Annotated[
         str,
-        msgspec.Meta(description="where the shared memory's file lies; must be a memory file system"),
+        msgspec.Meta(description="directory of the shared-memory file; must be a tmpfs"),
     ] = "/dev/shm"  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
 
     @property
@@ -48,7 +48,9 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
         What a dead owner left behind counts as free: `reap` comes before `Arena.create`.
         """
         if self.size_bytes < MIN_BYTES:
-            raise StartupFailed(f"--arena-size is {_human(self.size_bytes)}; the least is {_human(MIN_BYTES)}")
+            raise StartupFailed(
+                f"--arena-size is {_format_bytes(self.size_bytes)}; the least is {_format_bytes(MIN_BYTES)}"
+            )
         for kind, share in self.shares.items():
             if not 0 <= share <= 1:
                 raise StartupFailed(f"arena_{kind}_share must be between 0 and 1")
@@ -58,17 +60,17 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed(f"--arena-directory {self.directory} cannot be used: {error.strerror}") from error
         free = found.f_bavail * found.f_frsize + reclaimable_bytes(self.directory)
         if free < self.size_bytes:
-            raise StartupFailed(no_room(self.size_bytes, self.directory, free))
+            raise StartupFailed(not_enough_space(self.size_bytes, self.directory, free))
 
 
-def no_room(size_bytes: int, directory: str, free_bytes: int) -> str:
+def not_enough_space(size_bytes: int, directory: str, free_bytes: int) -> str:
     """What to tell the operator when the arena does not fit."""
     wanted = math.ceil(size_bytes * 1.25 / GIB)
     return (
-        f"the arena needs {_human(size_bytes)} but {directory} has {_human(free_bytes)} free: enlarge it "
+        f"the arena needs {_format_bytes(size_bytes)} but {directory} has {_format_bytes(free_bytes)} free: enlarge it "
         f"(docker run --shm-size={wanted}g, or --ipc=host) or make the arena smaller (--arena-size)"
     )
 
 
-def _human(nbytes: int) -> str:
+def _format_bytes(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"

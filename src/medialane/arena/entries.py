@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: Among the entries of kinds over their share, a span is looked for around so many: they may lie too scattered to make
 #: one hole, and then looking around all of them (20 000 small images) would keep the loop for a tenth of a second.
-_MOST_SEEDS = 64
+_MAX_SEEDS = 64
 
 
 class EntryState(Enum):
@@ -82,7 +82,7 @@ class EntryTable(Generic[V]):
         self._by_key: dict[tuple[Kind, str], tuple[Entry, V]] = {}
         self._idle: dict[Kind, dict[int, Entry]] = {kind: {} for kind in KINDS}  # by offset, least recently used first
         self._kind_bytes = dict.fromkeys(KINDS, 0)
-        self._most_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
+        self._max_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
         self._writing_bytes = self._pinned_bytes = 0
         self._num_reservations = self._num_leases = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
@@ -221,10 +221,10 @@ class EntryTable(Generic[V]):
     def _make_room(self, nbytes: int, kind: Kind) -> int:
         need = align(nbytes)
         if need > self._allocator.size_bytes:
-            raise ArenaFull("the media need more memory than the server has set aside", retry_after_s=None)
-        span = self._choose(need, self._over_share(kind, need), _MOST_SEEDS) or self._choose(need, KINDS, None)
+            raise ArenaFull("the media need more memory than is reserved for media", retry_after_s=None)
+        span = self._choose(need, self._over_share(kind, need), _MAX_SEEDS) or self._choose(need, KINDS, None)
         if span is None:
-            raise ArenaFull("no memory is free for media at the moment")
+            raise ArenaFull("no memory for media is free at the moment")
         for offset in span.offsets:
             self._evict(next(self._idle[k][offset] for k in KINDS if offset in self._idle[k]))
         found = self._allocator.allocate(nbytes)
@@ -235,9 +235,9 @@ class EntryTable(Generic[V]):
     def _over_share(self, kind: Kind, need: int) -> list[Kind]:
         """The kinds that are over their share when `kind` takes `need` bytes more."""
         wanted = {k: self._kind_bytes[k] + (need if k == kind else 0) for k in KINDS}
-        return [k for k in KINDS if wanted[k] > self._most_bytes[k]]
+        return [k for k in KINDS if wanted[k] > self._max_bytes[k]]
 
-    def _choose(self, need: int, kinds: Collection[Kind], most_seeds: int | None) -> Span | None:
+    def _choose(self, need: int, kinds: Collection[Kind], max_seeds: int | None) -> Span | None:
         """What to evict of `kinds` alone."""
 
         def last_use(offset: int) -> int | None:
@@ -245,7 +245,7 @@ class EntryTable(Generic[V]):
             return next((entry.last_use for entry in found if entry is not None), None)
 
         oldest_first = merge(*(self._idle[kind].values() for kind in kinds), key=lambda entry: entry.last_use)
-        seeds = (self._offset(entry) for entry in islice(oldest_first, most_seeds))
+        seeds = (self._offset(entry) for entry in islice(oldest_first, max_seeds))
         return choose_span(self._allocator, need, seeds, last_use)
 
     def _offset(self, entry: Entry) -> int:

@@ -22,7 +22,7 @@ import secrets
 from pathlib import Path
 from threading import Event
 
-from medialane.arena.config import ArenaConfig, no_room
+from medialane.arena.config import ArenaConfig, not_enough_space
 from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
 from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
@@ -97,7 +97,7 @@ class ArenaFile:
             if error.errno == errno.EINVAL:
                 self._allocate(offset, piece.nbytes)
             elif error.errno in (errno.EFAULT, errno.ENOMEM):
-                raise StartupFailed(self._no_room()) from error
+                raise StartupFailed(self._not_enough_space()) from error
             else:
                 raise
 
@@ -112,13 +112,13 @@ class ArenaFile:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise StartupFailed(self._no_room()) from error
+            raise StartupFailed(self._not_enough_space()) from error
         finally:
             os.close(descriptor)
 
-    def _no_room(self) -> str:
+    def _not_enough_space(self) -> str:
         found = os.statvfs(self.path.parent)
-        return no_room(self.view.size_bytes, str(self.path.parent), found.f_bavail * found.f_frsize)
+        return not_enough_space(self.view.size_bytes, str(self.path.parent), found.f_bavail * found.f_frsize)
 
 
 def _create_locked(config: ArenaConfig) -> tuple[Path, int]:

@@ -30,9 +30,9 @@ class Reservation:
         self._table = table
         self._entry = entry
         self._view = view
-        self._over = True  # until the next line has succeeded
+        self._ended = True  # until the next line has succeeded
         self._buffer = view.entry(entry.range, writable=True)[ENTRY_HEADER_BYTES:]
-        self._over = False
+        self._ended = False
 
     @property
     def range(self) -> ArenaRange:
@@ -61,15 +61,15 @@ class Reservation:
 
     def take(self) -> Entry:
         """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it is over."""
-        if self._over:
+        if self._ended:
             raise RuntimeError(f"the reservation of {self.range} is over")
-        self._over = True
+        self._ended = True
         self._buffer.release()
         return self._entry
 
     def abandon(self) -> None:
         """Free the range. Nobody may be writing there any more. Idempotent, and nothing after a take-over."""
-        if not self._over:
+        if not self._ended:
             self._table.abandon(self.take())
 
     def __enter__(self) -> Self:
@@ -81,11 +81,11 @@ class Reservation:
         self.abandon()
 
     def __del__(self) -> None:
-        if not self._over:
+        if not self._ended:
             warnings.warn(f"reservation of {self.range} was dropped", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"Reservation({self.range}, {'over' if self._over else 'open'})"
+        return f"Reservation({self.range}, {'over' if self._ended else 'open'})"
 
 
 class Lease(Generic[T]):

@@ -26,12 +26,12 @@ _NOT_IN_ALL = frozenset({"soak"})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
-    parser.add_argument("name", metavar="NAME", help=f"which benchmark: {known} (which leaves soak out)")
+    parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but soak)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds: to see that it works, its figures mean little"
+        "--quick", action="store_true", help="fewer rounds, as a smoke test: figures are not meaningful"
     )
     parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 20000)")
 

@@ -41,7 +41,7 @@ _STAGES = ("lift", "fetch", "decode", "process", "assemble", "route", "handover"
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoRequest:
     """One request: what the tables call it, its message content, whether its answer is streamed."""
 
     name: str
@@ -50,7 +50,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     token_ids: list[int]
     seconds: float
     server_timing: str
@@ -58,9 +58,9 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--image", action="append", default=[], type=Path, metavar="PATH", help="your own picture; twice for two"
+        "--image", action="append", default=[], type=Path, metavar="PATH", help="your own image; repeat for two"
     )
-    parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="keep serving after the comparison, until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ async def _run(pictures: Sequence[bytes], *, keep: bool) -> int:
         model = str(await asyncio.to_thread(build_tiny_model, cache_folder(process_environ())))
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
     async with _web_server(pictures) as web_url:
-        questions = _questions(pictures, web_url)
+        questions = _requests(pictures, web_url)
         async with _medialane(model) as url:
             ours = await _ask_all(url, model, questions)
             _show(console, questions, ours)
@@ -95,15 +95,15 @@ def _pictures(paths: Sequence[Path]) -> list[bytes]:
     return [*given, *(sample_jpeg(seed) for seed in range(len(given), 2))]
 
 
-def _questions(pictures: Sequence[bytes], web_url: str) -> list[Question]:
+def _requests(pictures: Sequence[bytes], web_url: str) -> list[DemoRequest]:
     first, second = ({"type": "image_url", "image_url": {"url": _data_url(p)}} for p in pictures)
     first_by_url = {"type": "image_url", "image_url": {"url": f"{web_url}/0"}}
     ask = {"type": "text", "text": "What is in the picture?"}
     return [
-        Question("text only", [{"type": "text", "text": "Say something about pictures."}]),
-        Question("one image, data URL", [first, ask]),
-        Question("the same by http URL", [first_by_url, ask]),
-        Question("two images, streaming", [first, {"type": "text", "text": "and"}, second, ask], stream=True),
+        DemoRequest("text only", [{"type": "text", "text": "Say something about pictures."}]),
+        DemoRequest("one image, data URL", [first, ask]),
+        DemoRequest("the same by http URL", [first_by_url, ask]),
+        DemoRequest("two images, streaming", [first, {"type": "text", "text": "and"}, second, ask], stream=True),
     ]
 
 
@@ -166,7 +166,7 @@ async def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
         async with asyncio.timeout(_START_S), aiohttp.ClientSession() as session:
             while not await _is_ready(session, url):
                 if process.poll() is not None:
-                    raise StartupFailed("medialane serve ended before it was ready; it said why above")
+                    raise StartupFailed("medialane serve exited before it was ready; see the error above")
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         raise StartupFailed(f"medialane serve was not ready after {_START_S:g} s") from error
@@ -180,7 +180,7 @@ async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _ask_plain(model: str, questions: Sequence[Question]) -> list[Answer]:
+async def _ask_plain(model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
     environ = process_environ() | vllm_defaults(model, TINY_MODEL_FLAGS, on_gpu=_has_gpu(), num_workers=1)
     with tempfile.TemporaryDirectory(prefix="medialane-demo-") as folder:
         async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=Path(folder) / "vllm.log") as server:
@@ -191,12 +191,12 @@ def _has_gpu() -> bool:
     return os.path.exists("/dev/nvidiactl")
 
 
-async def _ask_all(base_url: str, model: str, questions: Sequence[Question]) -> list[Answer]:
+async def _ask_all(base_url: str, model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
         return [await _ask(client, model, question) for question in questions]
 
 
-async def _ask(client: AsyncOpenAI, model: str, question: Question) -> Answer:
+async def _ask(client: AsyncOpenAI, model: str, question: DemoRequest) -> DemoAnswer:
     started = time.perf_counter()
     response = await client.chat.completions.with_raw_response.create(
         model=model,
@@ -213,7 +213,7 @@ async def _ask(client: AsyncOpenAI, model: str, question: Question) -> Answer:
             token_ids += _token_ids(chunk)
     else:
         token_ids += _token_ids(parsed)
-    return Answer(token_ids, time.perf_counter() - started, response.headers.get("server-timing", ""))
+    return DemoAnswer(token_ids, time.perf_counter() - started, response.headers.get("server-timing", ""))
 
 
 def _token_ids(message: Any) -> list[int]:
@@ -221,7 +221,7 @@ def _token_ids(message: Any) -> list[int]:
     return [token for choice in message.choices for token in (choice.model_extra or {}).get("token_ids") or ()]
 
 
-def _show(console: Console, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
+def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[DemoAnswer]) -> None:
     """A column a request, a row a stage: as wide as a terminal is, however many stages there are."""
     table = Table("ms by stage (Server-Timing)", *(q.name for q in questions))
     durations = [dict(re.findall(r"(\w+);dur=([\d.]+)", a.server_timing)) for a in answers]
@@ -234,7 +234,9 @@ def _show(console: Console, questions: Sequence[Question], answers: Sequence[Ans
     console.print("In a stream, what is known when its headers go out is shown.")
 
 
-def _compare(console: Console, questions: Sequence[Question], ours: Sequence[Answer], theirs: Sequence[Answer]) -> int:
+def _compare(
+    console: Console, questions: Sequence[DemoRequest], ours: Sequence[DemoAnswer], theirs: Sequence[DemoAnswer]
+) -> int:
     table = Table("request", "answer (token ids)", "plain vLLM")
     identical = True
     for question, our, their in zip(questions, ours, theirs, strict=True):

@@ -51,7 +51,7 @@ _KINDS = """
 import json
 from medialane.media.kinds import installed_kinds
 kinds = installed_kinds()
-print(json.dumps([kinds.line(), sorted({kind.cure for kind in kinds.off})]))
+print(json.dumps([kinds.line(), sorted({kind.fix for kind in kinds.unavailable})]))
 """
 _SEAMS = """
 import json
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 if something fails, 0 otherwise. Raises StartupFailed for settings that cannot be."""
-    config = load_config(given_settings(args), file=args.config, rooms=("server",))
-    findings = list(examine(config))
+    config = load_config(given_settings(args), file=args.config, sections=("server",))
+    findings = list(run_checks(config))
     if args.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2))
     else:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.verdict == "fail" for finding in findings))
 
 
-def examine(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config) -> Iterator[Finding]:
     """Every check, in the order in which a start would meet them."""
     yield _python()
     yield _vllm()
@@ -133,7 +133,7 @@ def _vllm() -> Finding:
 def _imports() -> Iterator[Finding]:
     try:
         found = _ask(_IMPORTS)
-    except _NoAnswer as error:
+    except _ProbeFailed as error:
         yield Finding("torch", "fail", str(error), error.advice or "install torch again")
         return
     for name, (loads, text) in found.items():
@@ -145,7 +145,7 @@ def _seams() -> Finding:
     """What medialane uses of vLLM beyond its public interface, compared with the installed vLLM."""
     try:
         line, is_whole = _ask(_SEAMS)
-    except _NoAnswer as error:
+    except _ProbeFailed as error:
         return Finding("vLLM seams", "fail", str(error), error.advice or "vLLM cannot be imported: install it again")
     advice = "" if is_whole else f"install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
     return Finding("vLLM seams", "ok" if is_whole else "fail", line, advice)
@@ -155,12 +155,12 @@ def _media() -> Finding:
     """Kinds of media that can be decoded; what cannot is refused, and the rest works."""
     try:
         line, cures = _ask(_KINDS)
-    except _NoAnswer as error:
+    except _ProbeFailed as error:
         return Finding("media", "fail", str(error), error.advice or "install pillow, av and soundfile again")
     return Finding("media", "warn" if cures else "ok", line.removeprefix("media: "), "; ".join(cures))
 
 
-class _NoAnswer(Exception):
+class _ProbeFailed(Exception):
     """The process that was asked ended or hung. `advice` is set where it does not depend on what was asked."""
 
     def __init__(self, message: str, advice: str = "") -> None:
@@ -169,16 +169,16 @@ class _NoAnswer(Exception):
 
 
 def _ask(script: str) -> Any:
-    """What a script prints as JSON in its last line. Raises _NoAnswer."""
+    """What a script prints as JSON in its last line. Raises _ProbeFailed."""
     try:
         done = subprocess.run(  # noqa: S603 - our own script, no shell
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _NoAnswer(f"not loaded within {_IMPORT_TIMEOUT_S} s", "look at the disk and the machine") from error
+        raise _ProbeFailed(f"not loaded within {_IMPORT_TIMEOUT_S} s", "look at the disk and the machine") from error
     if done.returncode != 0 or not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _NoAnswer(f"loading it ended Python ({last[:200]})")
+        raise _ProbeFailed(f"loading it ended Python ({last[:200]})")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -253,11 +253,11 @@ def _sandbox() -> Finding:
     """What keeps a preparer that a hostile file has taken over from the rest of the machine."""
     try:
         missing = _ask(_SANDBOX)
-    except _NoAnswer as error:
+    except _ProbeFailed as error:
         return Finding("preparers", "warn", str(error), error.advice or "their sandbox could not be tried")
     if not missing:
         return Finding("preparers", "ok", "confined: no network, no files to write, no other process, no shared memory")
-    text = f"one that a hostile file takes over could {'; '.join(missing)}"
+    text = f"a compromised preparer could {'; '.join(missing)}"
     return Finding("preparers", "warn", text, "ask for these of the kernel or the container's security profile")
 
 

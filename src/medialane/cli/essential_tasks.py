@@ -50,7 +50,7 @@ class EssentialTasks:
 
     def fail(self, name: str, error: BaseException | None = None) -> None:
         """`name` has ended, and this process with it."""
-        logger.critical("%s ended unexpectedly: this process stops", name, exc_info=error)
+        logger.critical("%s exited unexpectedly: this process stops", name, exc_info=error)
         self.failed = True
         self._stop.set()
 

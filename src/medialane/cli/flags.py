@@ -7,20 +7,20 @@ import typing
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from medialane.config import RoomName, Setting, format_size, settings
+from medialane.config import SectionName, Setting, format_size, settings
 
 _DEST = "setting:"
 _ALL = "--help-all"
 
-_TITLES: dict[RoomName, str] = {
+_TITLES: dict[SectionName, str] = {
     "server": "HTTP",
     "cluster": "processes",
     "gateway": "gateway",
-    "media": "media: what is accepted, and from where",
+    "media": "media: limits and sources",
     "prepare": "preparers: processes that decode and process media",
     "arena": "shared memory",
-    "transfer": "handing features over to workers",
-    "routing": "which worker a request goes to; costs are expected milliseconds",
+    "transfer": "transfer of features to workers",
+    "routing": "routing; costs are in expected milliseconds",
     "rpc": "connections between gateway and workers",
     "worker": "worker",
     "simulated": "simulated workers",
@@ -28,24 +28,24 @@ _TITLES: dict[RoomName, str] = {
 }
 
 
-def add_settings(parser: argparse.ArgumentParser, rooms: Sequence[RoomName], *, common: Collection[str] = ()) -> None:
-    """Give `parser` a flag for each setting of `rooms`, and `--config FILE`.
+def add_settings(
+    parser: argparse.ArgumentParser, sections: Sequence[SectionName], *, common: Collection[str] = ()
+) -> None:
+    """Give `parser` a flag for each setting of `sections`, and `--config FILE`.
 
     Help shows the settings named in `common`, and all of them with `--help-all`; without `common` it always does.
     """
     every = not common or _ALL in (parser.get_default("argv") or ())
     usual = parser.add_argument_group("settings")
-    usual.add_argument(
-        "--config", metavar="FILE", help="TOML file with settings by the same names: arena-size = '2GiB'"
-    )
+    usual.add_argument("--config", metavar="FILE", help="TOML file with the same setting names: arena-size = '2GiB'")
     if common:
         parser.add_argument(_ALL, action="help", help="show this help with every setting, and exit")
-    found = [s for s in settings() if s.room in rooms]
+    found = [s for s in settings() if s.section in sections]
     for setting in sorted((s for s in found if s.name in common), key=lambda s: list(common).index(s.name)):
         _add(usual, setting, visible=True)
-    for room in rooms:
-        rest = [s for s in found if s.room == room and s.name not in common]
-        group = parser.add_argument_group(_TITLES[room])
+    for section in sections:
+        rest = [s for s in found if s.section == section and s.name not in common]
+        group = parser.add_argument_group(_TITLES[section])
         for setting in rest:
             _add(group, setting, visible=every)
 

@@ -32,9 +32,9 @@ from medialane.gateway import (
     Gateway,
     Handover,
     IntakeMiddleware,
+    LoopFairness,
     ScopeMiddleware,
     ScrapeMiddleware,
-    Turns,
     WorkerLink,
     WorkerPool,
     WorkerScrape,
@@ -76,7 +76,7 @@ class _Parts:
     pool: PreparerPool
     fetcher: Fetcher
     links: WorkerPool
-    turns: Turns
+    fairness: LoopFairness
     metrics: Metrics
 
 
@@ -144,10 +144,10 @@ async def _start(
         _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)
     fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
-    turns, metrics = Turns(), Metrics()
-    stack.callback(turns.close)
+    fairness, metrics = LoopFairness(), Metrics()
+    stack.callback(fairness.close)
     links = _links(config, frontend, arena=arena, workers=workers, metrics=metrics)
-    parts = _Parts(config, gateway_config, frontend, arena, pool, fetcher, links, turns, metrics)
+    parts = _Parts(config, gateway_config, frontend, arena, pool, fetcher, links, fairness, metrics)
     gateway = _gateway(parts)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
@@ -198,9 +198,9 @@ def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
 
 def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
     if not prepared_stage(stage).is_processed:
-        logger.warning("--jpeg-scaled-decode has no effect in stage %s: images go to the workers", stage)
-    elif not frontend.tells_resize_target():
-        logger.warning("--jpeg-scaled-decode has no effect: this model's processor does not tell what it resizes to")
+        logger.warning("--jpeg-scaled-decode has no effect in stage %s: images are sent to the workers", stage)
+    elif not frontend.has_resize_target():
+        logger.warning("--jpeg-scaled-decode has no effect: the resize target of this model's processor is unknown")
     else:
         logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
 
@@ -238,7 +238,7 @@ def _gateway(parts: _Parts) -> Gateway:
         fetcher=parts.fetcher,
         media=parts.config.media,
         processor_digest=digest(parts.frontend.processor_settings),
-        turns=parts.turns,
+        fairness=parts.fairness,
         aliases=Aliases(max_aliases=parts.gateway_config.max_uuids, ttl_s=parts.gateway_config.uuid_ttl_s),
     )
     inline = InlineTransport(parts.arena.view.tensor, max_bytes=parts.config.transfer.max_inline_bytes)
@@ -268,8 +268,10 @@ async def _app(parts: _Parts, gateway: Gateway) -> Any:
         outer=Middleware(ScopeMiddleware, metrics=metrics),
         inner=[
             Middleware(ScrapeMiddleware, refresh=scrape.refresh),
-            Middleware(IntakeMiddleware, media=parts.config.media, config=parts.gateway_config, turns=parts.turns),
+            Middleware(
+                IntakeMiddleware, media=parts.config.media, config=parts.gateway_config, fairness=parts.fairness
+            ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
-        health=lambda: health_of(links, [parts.pool.impairment]).answer(),
+        health=lambda: health_of(links, [parts.pool.degradation]).response(),
     )

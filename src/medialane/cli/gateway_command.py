@@ -7,14 +7,14 @@ import argparse
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
-from medialane.config import RoomName, enter_environ, load_config, process_environ
+from medialane.config import SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 from medialane.rpc.address import TcpAddress, parse_address
 from medialane.vllm_bridge.seams import probe
 
-ROOMS: tuple[RoomName, ...] = (
+SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "media", "prepare", "arena", "transfer", "routing", "rpc", "logging",
 )  # fmt: skip
 _COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "router", "rpc-token", "log-level")
@@ -30,21 +30,23 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("model", metavar="MODEL", help="the model that the workers serve: a folder or a name on a hub")
+    parser.add_argument(
+        "model", metavar="MODEL", help="the model that the workers serve: a folder, or a name on a model hub"
+    )
     parser.add_argument(
         "--worker",
         metavar="ADDRESS",
         action="append",
         required=True,
         dest="workers",
-        help="a worker: unix:/path or tcp://host:port; once for each",
+        help="address of a worker: unix:/path or tcp://host:port; repeatable",
     )
-    add_settings(parser, ROOMS, common=_COMMON)
+    add_settings(parser, SECTIONS, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
-    config = load_config(given_settings(args), file=args.config, rooms=ROOMS)
+    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     for address in args.workers:
         _check_worker(address)

@@ -36,16 +36,14 @@ class Command(NamedTuple):
 _VLLM = "[settings] [-- any flag of vLLM's engine or server]"
 
 COMMANDS = {
-    "serve": Command(
-        "serve", "gateway, preparers and vLLM workers on this machine, behind one address", f"MODEL {_VLLM}"
-    ),
+    "serve": Command("serve", "gateway, preparers and vLLM workers on this host", f"MODEL {_VLLM}"),
     "gateway": Command(
-        "gateway_command", "a gateway alone, for workers that run elsewhere", f"MODEL --worker ADDRESS [...] {_VLLM}"
+        "gateway_command", "a gateway for workers that are started separately", f"MODEL --worker ADDRESS [...] {_VLLM}"
     ),
-    "worker": Command("worker_command", "a vLLM worker alone", f"MODEL --listen ADDRESS {_VLLM}"),
-    "demo": Command("demo", "photos through the whole system on a tiny model, compared with plain vLLM"),
+    "worker": Command("worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS {_VLLM}"),
+    "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
     "bench": Command("bench", "run a benchmark"),
-    "doctor": Command("doctor", "look at this machine and say what is missing"),
+    "doctor": Command("doctor", "check this machine for missing requirements"),
 }
 
 _EPILOG = """\
@@ -54,7 +52,7 @@ examples:
   medialane serve ./model --workers 2 --arena-size 4GiB -- --max-model-len 8192 --api-key secret
   medialane doctor
 
-`medialane COMMAND --help` tells more about each."""
+`medialane COMMAND --help` describes each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

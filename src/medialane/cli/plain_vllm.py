@@ -91,7 +91,7 @@ async def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, sta
         async with asyncio.timeout(start_s), aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
             while not await _is_healthy(session, url):
                 if _has_ended(process):
-                    raise StartupFailed(f"plain vLLM ended before it was ready; its last lines:\n{_tail(log)}")
+                    raise StartupFailed(f"plain vLLM exited before it was ready; last log lines:\n{_tail(log)}")
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         raise StartupFailed(f"plain vLLM was not ready after {start_s:g} s; its last lines:\n{_tail(log)}") from error

@@ -55,7 +55,7 @@ def _after_prefix(line: str) -> str:
 
 
 class Progress:
-    """Observes a supervisor. `tick` it a few times a second while parts start, `settle` it when they are ready."""
+    """Observes a supervisor. `tick` it a few times a second while parts start, `finish` it when they are ready."""
 
     def __init__(self, parts: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
@@ -71,21 +71,21 @@ class Progress:
 
     def starting(self, part: str) -> None:
         self._states[part] = _State(time.monotonic(), "starting")
-        self._say(f"{part}: starting", unless_live=True)
+        self._print(f"{part}: starting", unless_live=True)
 
     def ready(self, part: str, seconds: float) -> None:
         state = self._states[part]
         state.phase, state.seconds = "ready", seconds
-        self._say(f"{part}: ready after {seconds:.0f} s", unless_live=True)
+        self._print(f"{part}: ready after {seconds:.0f} s", unless_live=True)
 
     def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
         self._states[part].phase = f"ended ({how})"
         again = "" if restart_in_s is None else f"; it is started again in {restart_in_s:g} s"
-        self._say(f"{part}: ended ({how}){again}")
+        self._print(f"{part}: ended ({how}){again}")
 
     def stopping(self, part: str) -> None:
         self._states[part].phase = "stopping"
-        self._say(f"{part}: stopping", unless_live=True)
+        self._print(f"{part}: stopping", unless_live=True)
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
         said = [line for line in lines if line.strip()]
@@ -103,16 +103,16 @@ class Progress:
             self._reminded = time.monotonic()
             for part, state in self._states.items():
                 if state.phase == "starting":
-                    self._say(f"{part}: {state.elapsed().strip()}, {state.status()}")
+                    self._print(f"{part}: {state.elapsed().strip()}, {state.status()}")
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Leave the lines as they are; from now on events are told one by one. Idempotent."""
         if self._is_live:
             self.tick()
             self._live.stop()
             self._is_live = False
 
-    def _say(self, text: str, *, unless_live: bool = False) -> None:
+    def _print(self, text: str, *, unless_live: bool = False) -> None:
         if not (unless_live and self._is_live):
             self._console.print(text, markup=False, soft_wrap=True)
 

@@ -17,12 +17,12 @@ from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.vllm_flags import flag_value, has_flag
-from medialane.config import Config, RoomName, load_config, process_environ
+from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 
-ROOMS: tuple[RoomName, ...] = tuple(room for room in get_args(RoomName) if room != "simulated")
+SECTIONS: tuple[SectionName, ...] = tuple(room for room in get_args(SectionName) if room != "simulated")
 _COMMON = (
     "workers", "preparers", "host", "port", "arena-size", "stage", "transport", "router", "single-gpu", "log-level",
 )  # fmt: skip
@@ -38,19 +38,19 @@ examples:
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
   medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
 
-Ctrl-C stops everything cleanly, a second one at once."""
+Ctrl-C shuts down gracefully, a second one immediately."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
-    parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all parts as they come")
-    add_settings(parser, ROOMS, common=_COMMON)
+    parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
+    add_settings(parser, SECTIONS, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
-    config = local.with_port(load_config(given_settings(args), file=args.config, rooms=ROOMS))
+    config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
     configure(config.logging)
     environ = process_environ()
     local.check(config, args.model, args.vllm_args, environ)
@@ -87,7 +87,7 @@ async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, 
         while not starting.done() and not stopped.done():
             progress.tick()
             await asyncio.wait((starting, stopped), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        progress.settle()
+        progress.finish()
         if starting.done():
             starting.result()
             print(announcement, flush=True)
@@ -98,7 +98,7 @@ async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, 
         starting.cancel()
         stopped.cancel()
         supervised.cancel()
-        progress.settle()
+        progress.finish()
         await supervisor.stop()
     return _EXIT_KILLED if stop.impatient else 0
 

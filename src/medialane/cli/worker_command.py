@@ -12,13 +12,13 @@ import uvloop
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
-from medialane.config import Config, RoomName, enter_environ, load_config, process_environ
+from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_address
 from medialane.vllm_bridge.seams import probe
 
-ROOMS: tuple[RoomName, ...] = ("worker", "simulated", "rpc", "logging")
+SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "rpc", "logging")
 _COMMON = ("rpc-token", "log-level", "arena-directory", "simulated-workers", "speedup")
 
 _EPILOG = """\
@@ -32,22 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
     parser.add_argument(
-        "--listen", metavar="ADDRESS", required=True, help="where gateways connect: unix:/path or tcp://host:port"
+        "--listen", metavar="ADDRESS", required=True, help="address to listen on: unix:/path or tcp://host:port"
     )
     parser.add_argument(
         "--engine",
         choices=("vllm", "simulated"),
         default="vllm",
-        help="simulated: no model is loaded, answers mean nothing; caches, queues and times are like a real worker's"
+        help="simulated: no model, meaningless tokens; caches, queues and timing are those of a real worker"
         " (default vllm)",
     )
-    add_settings(parser, (*ROOMS, "arena"), common=_COMMON)
+    add_settings(parser, (*SECTIONS, "arena"), common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     # The arena's size is the gateway's affair, and this may be another host: that room is not validated here.
-    config = load_config(given_settings(args), file=args.config, rooms=ROOMS)
+    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     if args.engine == "simulated":
         return _run_simulated(config, args)

@@ -5,15 +5,15 @@ configuration, which in turn is composed of this room's.
 """
 
 from medialane.cluster.config import ClusterConfig
-from medialane.cluster.keeper import Observer
-from medialane.cluster.part import HttpAnswers, Part, ReadyCheck, SocketExists
+from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, ReadyCheck, SocketExists
+from medialane.cluster.process_supervisor import Observer
 from medialane.cluster.supervisor import Supervisor, running
 
 __all__ = [
     "ClusterConfig",
     "HttpAnswers",
     "Observer",
-    "Part",
+    "ProcessSpec",
     "ReadyCheck",
     "SocketExists",
     "Supervisor",

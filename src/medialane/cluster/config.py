@@ -28,14 +28,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, msgspec.Meta(description="how long a worker may take to stop before it is killed")
     ] = 40.0
     restart_initial_s: Annotated[
-        float, msgspec.Meta(description="pause before a part that died is started again; doubles each time")
+        float, msgspec.Meta(description="delay before a process that exited is restarted; doubles each time")
     ] = 1.0
-    restart_max_s: Annotated[float, msgspec.Meta(description="longest pause before a restart")] = 30.0
-    stable_s: Annotated[
-        float, msgspec.Meta(description="a part that lived so long is restarted after the first pause again")
-    ] = 60.0
+    restart_max_s: Annotated[float, msgspec.Meta(description="longest delay before a restart")] = 30.0
+    restart_reset_s: Annotated[float, msgspec.Meta(description="uptime after which the restart delay is reset")] = 60.0
     max_log_bytes: Annotated[
-        int, msgspec.Meta(description="size at which a part's log file begins anew; one older half is kept")
+        int, msgspec.Meta(description="size at which a process's log file is rotated; the newer half is kept as .old")
     ] = 16 * MIB
 
     def validate(self) -> None:
@@ -44,7 +42,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("num_workers must be at least 1")
         if not 0 < self.restart_initial_s <= self.restart_max_s:
             raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
-        for name in ("start_timeout_s", "stop_timeout_s", "stable_s"):
+        for name in ("start_timeout_s", "stop_timeout_s", "restart_reset_s"):
             if getattr(self, name) <= 0:
                 raise StartupFailed(f"{name} must be positive")
         if self.max_log_bytes < MIB:

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from medialane.cluster.config import ClusterConfig
-from medialane.cluster.part import HttpAnswers, Part, SocketExists
 from medialane.cluster.placement import Hardware, place_workers
 from medialane.cluster.preflight import check_start
+from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
@@ -39,11 +39,11 @@ def check_port(host: str, port: int) -> None:
             pass
     except OSError as error:
         if isinstance(error, PermissionError):
-            reason = "this user may not listen there; choose a --port of 1024 or more"
+            reason = "permission denied; choose a --port of 1024 or more"
         elif isinstance(error, socket.gaierror):
             reason = "--host is not an address of this machine"
         elif error.errno == 98:  # EADDRINUSE
-            reason = "something listens there already; stop it or choose another --port"
+            reason = "the port is already in use; stop the other server or choose another --port"
         else:
             reason = os.strerror(error.errno or 0)
         raise StartupFailed(f"cannot listen on {host} port {port}: {reason}") from error
@@ -103,7 +103,7 @@ def parts(
     folder: Path,
     hardware: Hardware,
     environ: Mapping[str, str],
-) -> list[Part]:
+) -> list[ProcessSpec]:
     """The workers and the gateway, their sockets in `folder`; `environ` is what they inherit. Raises StartupFailed."""
     placements = place_workers(
         hardware,
@@ -132,7 +132,7 @@ def parts(
         for i, (path, placement) in enumerate(zip(sockets, placements, strict=True))
     ]
     addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
-    gateway = Part(
+    gateway = ProcessSpec(
         name="gateway",
         argv=_command("gateway", model, addresses, vllm_args),
         environ=inherited,
@@ -145,8 +145,8 @@ def parts(
 
 def _worker(
     number: int, path: Path, *, argv: tuple[str, ...], environ: Mapping[str, str], config: ClusterConfig
-) -> Part:
-    return Part(
+) -> ProcessSpec:
+    return ProcessSpec(
         name=f"worker {number}",
         argv=argv,
         environ=environ,

@@ -24,7 +24,7 @@ _CONFIGS = ("config.json", "params.json")
 def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = False) -> None:
     """Raises StartupFailed for what no hub can have, and unless `only_name` for a model that cannot be had."""
     if _HUB_NAME.fullmatch(model) is None or model.startswith((".", "-")):
-        raise StartupFailed(f"there is no model at {model}: no such folder, and no name that a model hub could have")
+        raise StartupFailed(f"{model} is neither an existing folder nor a valid model name")
     if only_name:
         return
     from huggingface_hub import constants, get_token, try_to_load_from_cache  # comes with vLLM; half a second

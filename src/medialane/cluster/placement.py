@@ -62,7 +62,7 @@ def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     outer = environ.get("CUDA_VISIBLE_DEVICES")
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
-    return _ask_driver() or _count_devices(Path("/dev"))
+    return _query_driver() or _count_devices(Path("/dev"))
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -128,7 +128,7 @@ def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], num_workers:
     return [Placement({"CUDA_VISIBLE_DEVICES": gpu}, share)] * num_workers
 
 
-def _ask_driver() -> tuple[str, ...]:
+def _query_driver() -> tuple[str, ...]:
     """What `nvidia-smi -L` lists; where GPUs are partitioned CUDA sees the partitions alone."""
     command = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
     if command is None:

@@ -130,7 +130,7 @@ def check_model(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
     path = Path(model).expanduser()
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", "params.json")):
-            raise StartupFailed(f"{model} is no model: there is no config.json in that folder")
+            raise StartupFailed(f"{model} is not a model: the folder has no config.json")
         return
     if "://" in model or model.endswith(".gguf"):
         return

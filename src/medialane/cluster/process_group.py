@@ -29,7 +29,7 @@ def members(group: int) -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _group_of_running(entry) == group]
 
 
-def kill_users(group: int) -> None:
+def kill_members(group: int) -> None:
     """Kill every member but resource trackers."""
     for pid in members(group):
         if not _is_resource_tracker(pid):
@@ -60,7 +60,7 @@ def _is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def guard() -> None:
+def reap_orphans() -> None:
     """Watch until the input ends, then end what is left."""
     groups: set[int] = set()
     for line in sys.stdin:
@@ -73,7 +73,7 @@ def guard() -> None:
         send(group, signal.SIGTERM)
     _wait(groups, GRACE_S)
     for group in groups:
-        kill_users(group)
+        kill_members(group)
     _wait(groups, CLEANUP_S)
     for group in groups:
         send(group, signal.SIGKILL)
@@ -86,4 +86,4 @@ def _wait(groups: set[int], timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    guard()
+    reap_orphans()

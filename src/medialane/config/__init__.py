@@ -3,13 +3,13 @@
 
 from medialane.config.environment import as_environ, child_environ, enter_environ, process_environ, vllm_defaults
 from medialane.config.loading import format_size, load_config, parse_size
-from medialane.config.names import RoomName
+from medialane.config.names import SectionName
 from medialane.config.settings import ARENA_DIR, Config, ServerConfig, Setting, settings
 
 __all__ = [
     "ARENA_DIR",
     "Config",
-    "RoomName",
+    "SectionName",
     "ServerConfig",
     "Setting",
     "as_environ",

@@ -19,7 +19,7 @@ def as_environ(config: Config) -> dict[str, str]:
     """
     found = {}
     for setting in settings():
-        value = getattr(getattr(config, setting.room), setting.field)
+        value = getattr(getattr(config, setting.section), setting.field)
         if value != setting.default:
             found[setting.variable] = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
     return found
@@ -44,7 +44,7 @@ def child_environ(
     vLLM has settings that exist only as environment variables; those that a user has set stay as they are.
     """
     inherited = {k: v for k, v in environ.items() if not k.startswith(PREFIX)}
-    return vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers) | inherited | _ours(config)
+    return vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers) | inherited | _own_environ(config)
 
 
 def enter_environ(
@@ -57,10 +57,10 @@ def enter_environ(
     for name, value in vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1).items():
         os.environ.setdefault(name, value)
     os.environ.update(own or {})
-    os.environ.update(_ours(config))
+    os.environ.update(_own_environ(config))
 
 
-def _ours(config: Config) -> dict[str, str]:
+def _own_environ(config: Config) -> dict[str, str]:
     return as_environ(config) | {ARENA_DIR: config.arena.directory}
 
 

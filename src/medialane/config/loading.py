@@ -19,14 +19,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from medialane.config.names import RoomName
+from medialane.config.names import SectionName
 from medialane.config.settings import ARENA_DIR, PREFIX, Config, Setting, settings
 from medialane.core.errors import StartupFailed
 
 _FILE: Final = PREFIX + "CONFIG"
 
 
-class _Given(NamedTuple):
+class _RawValue(NamedTuple):
     value: Any
     source: str
 
@@ -36,25 +36,25 @@ def load_config(
     *,
     file: str | None = None,
     environ: Mapping[str, str] | None = None,
-    rooms: Iterable[RoomName] = (),
+    sections: Iterable[SectionName] = (),
 ) -> Config:
-    """Put the configuration together, and validate `rooms`.
+    """Put the configuration together, and validate `sections`.
 
     `flags` are raw values by setting name; `environ` is the process's environment unless given. Raises StartupFailed
     naming the setting, and where its value came from.
     """
     environ = os.environ if environ is None else environ
     known = {setting.name: setting for setting in settings()}
-    given: dict[str, _Given] = {}
+    given: dict[str, _RawValue] = {}
     given |= _from_file(file or environ.get(_FILE), known)
     given |= _from_environ(environ, known)
-    given |= {name: _Given(value, "--" + name) for name, value in (flags or {}).items()}
+    given |= {name: _RawValue(value, "--" + name) for name, value in (flags or {}).items()}
     config = _build(given, known)
-    config.validate(rooms)
+    config.validate(sections)
     return config
 
 
-def _from_file(path: str | None, known: Mapping[str, Setting]) -> dict[str, _Given]:
+def _from_file(path: str | None, known: Mapping[str, Setting]) -> dict[str, _RawValue]:
     if not path:
         return {}
     try:
@@ -65,36 +65,38 @@ def _from_file(path: str | None, known: Mapping[str, Setting]) -> dict[str, _Giv
         raise StartupFailed(f"the configuration file {path} is not TOML: {error}") from error
     for name in table:
         if name not in known:
-            raise StartupFailed(f"{path}: unknown setting {name}{_guess(name, known)}")
-    return {name: _Given(value, f"{path}: {name}") for name, value in table.items()}
+            raise StartupFailed(f"{path}: unknown setting {name}{_suggestion(name, known)}")
+    return {name: _RawValue(value, f"{path}: {name}") for name, value in table.items()}
 
 
-def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, _Given]:
+def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, _RawValue]:
     by_variable = {setting.variable: name for name, setting in known.items()}
     given = {}
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable in (_FILE, ARENA_DIR):
             continue
         if variable not in by_variable:
-            raise StartupFailed(f"unknown environment variable {variable}{_guess(variable, by_variable)}")
-        given[by_variable[variable]] = _Given(value, variable)
+            raise StartupFailed(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")
+        given[by_variable[variable]] = _RawValue(value, variable)
     return given
 
 
-def _guess(name: str, names: Iterable[str]) -> str:
+def _suggestion(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; is {close[0]} meant?" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
-def _build(given: Mapping[str, _Given], known: Mapping[str, Setting]) -> Config:
+def _build(given: Mapping[str, _RawValue], known: Mapping[str, Setting]) -> Config:
     fields: dict[str, dict[str, Any]] = {}
     for name, (value, source) in given.items():
         if name not in known:
-            raise StartupFailed(f"unknown setting {source}{_guess(name, known)}")
+            raise StartupFailed(f"unknown setting {source}{_suggestion(name, known)}")
         setting = known[name]
-        fields.setdefault(setting.room, {})[setting.field] = _convert(setting, value, source)
-    rooms = {room.name: room.type(**fields.get(room.name, {})) for room in msgspec.structs.fields(Config)}
-    return Config(**rooms)
+        fields.setdefault(setting.section, {})[setting.field] = _convert(setting, value, source)
+    sections = {
+        section.name: section.type(**fields.get(section.name, {})) for section in msgspec.structs.fields(Config)
+    }
+    return Config(**sections)
 
 
 def _convert(setting: Setting, value: Any, source: str) -> Any:
@@ -106,7 +108,7 @@ def _convert(setting: Setting, value: Any, source: str) -> Any:
         return msgspec.convert(value, setting.type, strict=False)
     except (ValueError, msgspec.ValidationError) as error:
         shown = "" if "token" in setting.field else f" {value!r}"
-        raise StartupFailed(f"{source}{shown}: {_plain(str(error), setting)}") from error
+        raise StartupFailed(f"{source}{shown}: {_readable(str(error), setting)}") from error
 
 
 def _is_list(kind: Any) -> bool:
@@ -115,7 +117,7 @@ def _is_list(kind: Any) -> bool:
     return typing.get_origin(kind) in (tuple, list, frozenset)
 
 
-def _plain(message: str, setting: Setting) -> str:
+def _readable(message: str, setting: Setting) -> str:
     if typing.get_origin(setting.type) is Literal:
         return "must be one of " + ", ".join(map(str, typing.get_args(setting.type)))
     if setting.type in (int, float, bool) and setting.unit != "bytes":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
-RoomName = Literal[
+SectionName = Literal[
     "server",
     "cluster",
     "gateway",
@@ -24,7 +24,7 @@ RoomName = Literal[
     "logging",
 ]
 
-NAMES: Final[Mapping[RoomName, Mapping[str, str]]] = {
+NAMES: Final[Mapping[SectionName, Mapping[str, str]]] = {
     "server": {
         "host": "host",
         "port": "port",
@@ -36,7 +36,7 @@ NAMES: Final[Mapping[RoomName, Mapping[str, str]]] = {
         "stop_timeout_s": "stop-timeout",
         "restart_initial_s": "restart-initial",
         "restart_max_s": "restart-max",
-        "stable_s": "stable",
+        "restart_reset_s": "restart-reset",
         "max_log_bytes": "max-log-bytes",
     },
     "gateway": {
@@ -125,11 +125,11 @@ NAMES: Final[Mapping[RoomName, Mapping[str, str]]] = {
         "prefill_ms_per_token": "routing-prefill-ms-per-token",
         "encoder_ms_per_token": "routing-encoder-ms-per-token",
         "request_ms": "routing-request-ms",
-        "others_weight": "routing-others-weight",
+        "contention_weight": "routing-contention-weight",
         "running_ms": "routing-running-ms",
-        "seat_ms": "routing-seat-ms",
+        "over_capacity_ms": "routing-over-capacity-ms",
         "kv_pressure_ms": "routing-kv-pressure-ms",
-        "kv_pressure_from": "routing-kv-pressure-from",
+        "kv_pressure_threshold": "routing-kv-pressure-threshold",
         "local_ms_per_mib": "routing-local-ms-per-mib",
         "remote_ms": "routing-remote-ms",
         "remote_ms_per_mib": "routing-remote-ms-per-mib",
@@ -138,7 +138,7 @@ NAMES: Final[Mapping[RoomName, Mapping[str, str]]] = {
         "max_sessions": "routing-max-sessions",
         "temperature_ms": "routing-temperature-ms",
         "max_in_flight": "routing-max-in-flight",
-        "soon_ttl_s": "routing-soon-ttl",
+        "pending_ttl_s": "routing-pending-ttl",
         "store_grace_s": "routing-store-grace",
         "num_decisions": "routing-decisions",
     },

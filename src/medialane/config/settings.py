@@ -15,7 +15,7 @@ import msgspec
 
 from medialane.arena.config import ArenaConfig
 from medialane.cluster.config import ClusterConfig
-from medialane.config.names import NAMES, RoomName
+from medialane.config.names import NAMES, SectionName
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.gateway.config import GatewayConfig
@@ -64,20 +64,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     simulated: SimulatedConfig = SimulatedConfig()
     logging: LoggingConfig = LoggingConfig()
 
-    def validate(self, rooms: Iterable[RoomName]) -> None:
-        """Raise StartupFailed if a setting of `rooms` cannot be, in the spelling of the command line."""
-        for room in rooms:
+    def validate(self, sections: Iterable[SectionName]) -> None:
+        """Raise StartupFailed if a setting of `sections` cannot be, in the spelling of the command line."""
+        for section in sections:
             try:
-                getattr(self, room).validate()
+                getattr(self, section).validate()
             except StartupFailed as error:
-                raise StartupFailed(_spell_flags(error.message, room)) from error
+                raise StartupFailed(_spell_flags(error.message, section)) from error
 
 
 class Setting(NamedTuple):
     """One field of one room, and its name outside."""
 
     name: str
-    room: RoomName
+    section: SectionName
     field: str
     type: Any
     default: Any
@@ -99,9 +99,9 @@ class Setting(NamedTuple):
 def settings() -> list[Setting]:
     """Every setting there is, in the order of the rooms."""
     found = []
-    for room in msgspec.structs.fields(Config):
-        room_name = typing.cast("RoomName", room.name)
-        for field in msgspec.structs.fields(room.type):
+    for section in msgspec.structs.fields(Config):
+        room_name = typing.cast("SectionName", section.name)
+        for field in msgspec.structs.fields(section.type):
             kind, description = _unwrap(field.type)
             name = NAMES[room_name][field.name]
             found.append(Setting(name, room_name, field.name, kind, field.default, description))
@@ -119,8 +119,8 @@ def _unwrap(annotated: Any) -> tuple[Any, str]:
     return kind, next((e.description for e in extras if isinstance(e, msgspec.Meta) and e.description), "")
 
 
-def _spell_flags(message: str, room: str) -> str:
+def _spell_flags(message: str, section: str) -> str:
     """Rooms name their own fields; whoever reads the message knows flags."""
-    flags = {s.field: s.flag for s in settings() if s.room == room}
+    flags = {s.field: s.flag for s in settings() if s.section == section}
     names = "|".join(map(re.escape, flags))
     return re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda found: flags[found[1]], message)

@@ -51,7 +51,7 @@ def _compiled(function: _F, *signature: object, nogil: bool = False) -> _F:
     try:
         found: _F = numba.njit(*signature, cache=True, nogil=nogil)(function)
     except RuntimeError:  # numba's way to say that it can write nowhere
-        _tell_once()
+        _warn_once()
         found = numba.njit(*signature, nogil=nogil)(function)
     finally:
         numba.config.CACHE_DIR = own
@@ -59,8 +59,8 @@ def _compiled(function: _F, *signature: object, nogil: bool = False) -> _F:
 
 
 @lru_cache(maxsize=1)
-def _tell_once() -> None:
-    logger.warning("no folder for machine code can be written (NUMBA_CACHE_DIR names one): each start compiles it anew")
+def _warn_once() -> None:
+    logger.warning("no writable cache for compiled code (set NUMBA_CACHE_DIR): it is compiled at each start")
 
 
 def _folder(function: Callable[..., object]) -> str:

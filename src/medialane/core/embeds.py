@@ -7,7 +7,7 @@ import msgspec
 from medialane.core.errors import InvalidFeature
 from medialane.core.tensor import TensorSpec
 
-#: What `HandedMedia.media_type` and `EncodedMedia.media_type` say of an `Embeds` document. No sniffer ever says it.
+#: What `MediaPayload.media_type` and `EncodedMedia.media_type` say of an `Embeds` document. No sniffer ever says it.
 EMBEDS_TYPE = "application/x-medialane-embeds"
 
 #: The field of embeddings that came as one tensor instead of an object of named ones.

@@ -13,17 +13,17 @@
     |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
     |   |                               AudioTooLong
     |   |-- HeaderTooLarge (431)
-    |   |-- SentTooSlowly (408)         the client took too long to send a header or a body
+    |   |-- ClientTooSlow (408)         the client took too long to send a header or a body
     |   `-- UnsupportedMediaType (415)
     |-- UpstreamFailed (502)            the media's origin failed
     |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost,
-    |   |                               TooManyBodies, TooManyConnections
-    |   `-- WorkersNotDone              an administrative call that not all workers have done
+    |   |                               BodyMemoryExhausted, TooManyConnections
+    |   `-- AdminCallIncomplete              an administrative call that not all workers have done
     |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
     |-- GenerationFailed (500)          the engine failed this request
     `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, StartupFailed
 
-Every class carries its HTTP status, its stable `code`, and whether the same request may succeed when sent again.
+Every class carries its HTTP status, its restart-reset `code`, and whether the same request may succeed when sent again.
 Messages are written for clients: no library text, no addresses, no paths of this machine.
 """
 
@@ -185,7 +185,7 @@ class HeaderTooLarge(InvalidRequest):
     code = "header_too_large"
 
 
-class SentTooSlowly(InvalidRequest):
+class ClientTooSlow(InvalidRequest):
     status = 408
     code = "request_timeout"
 
@@ -216,8 +216,8 @@ class PreparersBusy(Unavailable):
     code = "media_overloaded"
 
 
-class TooManyBodies(Unavailable):
-    code = "bodies_overloaded"
+class BodyMemoryExhausted(Unavailable):
+    code = "body_memory_exhausted"
 
 
 class TooManyConnections(Unavailable):
@@ -232,10 +232,10 @@ class WorkerLost(Unavailable):
     code = "worker_lost"
 
 
-class WorkersNotDone(Unavailable):
+class AdminCallIncomplete(Unavailable):
     """For operators: the message names workers by their addresses."""
 
-    code = "workers_not_done"
+    code = "admin_call_incomplete"
 
 
 class PreparationFailed(MedialaneError):

@@ -160,7 +160,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
         return f"PreparedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"
 
 
-class HandedMedia(msgspec.Struct, frozen=True, omit_defaults=True):
+class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     """One media item as it travels to a worker, in every stage: its tensors by descriptor or by value.
 
     * Stage `features`: a feature's header and large tensors, and the `placeholder` that they stand for.
@@ -181,4 +181,4 @@ class HandedMedia(msgspec.Struct, frozen=True, omit_defaults=True):
     param: str | None = None
 
     def __repr__(self) -> str:
-        return f"HandedMedia({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"
+        return f"MediaPayload({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"

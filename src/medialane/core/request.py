@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from medialane.core.feature import HandedMedia, MediaSpan
+from medialane.core.feature import MediaPayload, MediaSpan
 from medialane.core.stage import STAGES, StageName, TransportName
 
 
@@ -18,11 +18,11 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
     """
 
     token_ids: list[int]
-    features: tuple[HandedMedia, ...] = ()
+    features: tuple[MediaPayload, ...] = ()
     options: bytes = b"{}"
 
     @property
-    def media(self) -> tuple[HandedMedia, ...]:
+    def media(self) -> tuple[MediaPayload, ...]:
         return self.features
 
     def __repr__(self) -> str:
@@ -37,7 +37,7 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
     """
 
     token_ids: list[int]
-    media: tuple[HandedMedia, ...]
+    media: tuple[MediaPayload, ...]
     options: bytes = b"{}"
     stage: StageName = "url"
 
@@ -197,8 +197,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a choice costs, in milliseconds. The first six are expected until the first token. `others` is what its work
-    takes from those who come after it; `session` a bonus, so not above zero."""
+    """What a choice costs, in milliseconds. The first six are expected until the first token. `contention` is what its
+    work takes from those who come after it; `session` a bonus, so not above zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0
@@ -206,7 +206,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     running: float = 0.0
     kv_pressure: float = 0.0
     handover: float = 0.0
-    others: float = 0.0
+    contention: float = 0.0
     session: float = 0.0
 
     @property
@@ -217,7 +217,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def total(self) -> float:
         """What choices are compared by."""
-        return self.expected_ms + self.others + self.session
+        return self.expected_ms + self.contention + self.session
 
 
 class Alternative(msgspec.Struct, frozen=True):

@@ -7,28 +7,28 @@ from medialane.gateway.features import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
+from medialane.gateway.loop_fairness import LoopFairness
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes
-from medialane.gateway.scope import Lifted, RequestScope, current_scope, open_scope
+from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
-from medialane.gateway.turns import Turns
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
     "Aliases",
     "EncodedStore",
+    "ExtractedMedia",
     "FeatureSource",
     "Gateway",
     "GatewayConfig",
     "Handover",
     "Health",
     "IntakeMiddleware",
-    "Lifted",
+    "LoopFairness",
     "RequestScope",
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
-    "Turns",
     "WorkerLink",
     "WorkerPool",
     "WorkerScrape",

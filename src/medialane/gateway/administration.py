@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from medialane.core.admin import AddLora, AdminCall, AdminResult, clears_encoder_cache
-from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, WorkersNotDone
-from medialane.gateway.side_by_side import side_by_side
+from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
+from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ class Administration:
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Have every worker do `call`; their answers, in the order in which the workers were named.
 
-        Raises what the workers raise where all refuse it alike, WorkersNotDone with those that have not done it (a lost
-        worker is one of them), NoWorkerReady for an adapter that nobody can load.
+        Raises what the workers raise where all refuse it alike, AdminCallIncomplete with those that have not done it (a
+        lost worker is one of them), NoWorkerReady for an adapter that nobody can load.
         """
         links = self._asked(call)
-        found = await side_by_side([self._one(link, call) for link in links])
+        found = await gather_or_cancel([self._one(link, call) for link in links])
         failed = {link: error for link, error in zip(links, found, strict=True) if isinstance(error, MedialaneError)}
         if failed:
             for link, error in failed.items():
@@ -71,4 +71,4 @@ def _error(failed: Mapping[WorkerLink, MedialaneError], asked: Sequence[WorkerLi
     named = [f"{link.address} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
     more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
     done = len(asked) - len(failed)
-    return WorkersNotDone(f"{done} of {len(asked)} workers have done it; not: {'; '.join(named)}{more}")
+    return AdminCallIncomplete(f"{done} of {len(asked)} workers have done it; not: {'; '.join(named)}{more}")

@@ -10,13 +10,13 @@ class Admission:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.num_inside = 0
+        self.num_in_flight = 0
 
     def enter(self) -> Admitted:
         """Let one in; the caller owns its place and releases it. Raises PreparersBusy when there is none."""
-        if self.num_inside >= self._limit:
-            raise PreparersBusy("too many requests with media are under way")
-        self.num_inside += 1
+        if self.num_in_flight >= self._limit:
+            raise PreparersBusy("too many concurrent requests with media")
+        self.num_in_flight += 1
         return Admitted(self)
 
 
@@ -29,4 +29,4 @@ class Admitted:
     def release(self) -> None:
         admission, self._admission = self._admission, None
         if admission is not None:
-            admission.num_inside -= 1
+            admission.num_in_flight -= 1

@@ -17,7 +17,7 @@ from blake3 import blake3
 from medialane.core.media import Alias
 
 
-class Bound(NamedTuple):
+class AliasTarget(NamedTuple):
     """The content's hash, and the item options that were said with the name."""
 
     content: str
@@ -32,31 +32,31 @@ class Aliases:
         self._max_aliases = max_aliases
         self._ttl_s = ttl_s
         self._clock = clock
-        self._bound: OrderedDict[bytes, tuple[Bound, float]] = OrderedDict()
+        self._targets: OrderedDict[bytes, tuple[AliasTarget, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._bound)
+        return len(self._targets)
 
     def bind(self, salt: str, alias: Alias, content: str) -> None:
         """From now on the name means this content."""
         key = _key(salt, alias)
-        self._bound[key] = Bound(content, alias.io, alias.options), self._clock() + self._ttl_s
-        self._bound.move_to_end(key)
-        if len(self._bound) > self._max_aliases:
-            self._bound.popitem(last=False)
+        self._targets[key] = AliasTarget(content, alias.io, alias.options), self._clock() + self._ttl_s
+        self._targets.move_to_end(key)
+        if len(self._targets) > self._max_aliases:
+            self._targets.popitem(last=False)
 
-    def find(self, salt: str, alias: Alias) -> Bound | None:
+    def find(self, salt: str, alias: Alias) -> AliasTarget | None:
         """What the name means, None where that is not known. Options said with the name now count, if there are any."""
         key = _key(salt, alias)
-        if (found := self._bound.get(key)) is None:
+        if (found := self._targets.get(key)) is None:
             return None
         bound, expires = found
         now = self._clock()
         if expires <= now:
-            del self._bound[key]
+            del self._targets[key]
             return None
-        self._bound[key] = bound, now + self._ttl_s
-        self._bound.move_to_end(key)
+        self._targets[key] = bound, now + self._ttl_s
+        self._targets.move_to_end(key)
         return bound._replace(
             io=bound.io if alias.io == b"{}" else alias.io,
             options=bound.options if alias.options == b"{}" else alias.options,

@@ -15,9 +15,9 @@ from medialane.prepare import AssembledPrompt, Assembler
 
 #: What is expanded on the loop: 0.2 ms for an image of 1024x768, 0.5 ms for four, far below the 10 ms that the loop may
 #: take. A photo of 12 megapixels becomes 16 000 tokens, which takes that long.
-MAX_QUICK_TOKENS = 4096
-MAX_QUICK_ITEMS = 4
-MAX_QUICK_PIXELS = 4_000_000
+MAX_TOKENS_ON_LOOP = 4096
+MAX_ITEMS_ON_LOOP = 4
+MAX_PIXELS_ON_LOOP = 4_000_000
 
 
 class Assembly:
@@ -30,7 +30,7 @@ class Assembly:
 
     async def assemble(self, prompt: MediaPrompt, features: tuple[Feature, ...]) -> AssembledPrompt:
         """Expand the prompt. Raises PromptRejected."""
-        if not self._num_in_thread and _is_quick(prompt, features):
+        if not self._num_in_thread and _runs_on_loop(prompt, features):
             return self._assembler.assemble(prompt.token_ids, features, prompt.options)
         self._num_in_thread += 1
         work = asyncio.get_running_loop().run_in_executor(
@@ -48,8 +48,8 @@ class Assembly:
             work.exception()  # its caller has it, or has left
 
 
-def _is_quick(prompt: MediaPrompt, features: tuple[Feature, ...]) -> bool:
+def _runs_on_loop(prompt: MediaPrompt, features: tuple[Feature, ...]) -> bool:
     num_pixels = sum(f.size.width * f.size.height * max(1, f.size.num_frames) for f in features)
-    within = len(prompt.token_ids) <= MAX_QUICK_TOKENS and len(features) <= MAX_QUICK_ITEMS
+    within = len(prompt.token_ids) <= MAX_TOKENS_ON_LOOP and len(features) <= MAX_ITEMS_ON_LOOP
     # With options, vLLM makes a Hugging Face processor of their own for the prompt: 10 ms.
-    return within and num_pixels <= MAX_QUICK_PIXELS and prompt.options == b"{}"
+    return within and num_pixels <= MAX_PIXELS_ON_LOOP and prompt.options == b"{}"

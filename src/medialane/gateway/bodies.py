@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from medialane.core.errors import BodyTooLarge, SentTooSlowly, TooManyBodies
+from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.turns import Turns
-from medialane.observability.logging import RareWarning
+from medialane.gateway.loop_fairness import LoopFairness
+from medialane.observability.logging import RateLimitedWarning
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -31,7 +31,7 @@ _MIN_BUFFER_BYTES = 64 << 10
 #: Of buffers that nobody uses, so many bytes are kept.
 _MAX_IDLE_BYTES = 128 << 20
 
-_warn = RareWarning(logging.getLogger(__name__))
+_warn = RateLimitedWarning(logging.getLogger(__name__))
 
 
 class Buffers:
@@ -43,7 +43,7 @@ class Buffers:
         self._idle: dict[int, list[mmap.mmap]] = {}
 
     def take(self, size: int) -> mmap.mmap:
-        """A buffer of at least `size` bytes, whatever is in it. Raises TooManyBodies where there is no memory."""
+        """A buffer of at least `size` bytes, whatever is in it. Raises BodyMemoryExhausted where there is no memory."""
         length = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
         if idle := self._idle.get(length):
             self._idle_bytes -= length
@@ -52,9 +52,9 @@ class Buffers:
             return mmap.mmap(-1, length)
         except OSError as error:
             _warn("no memory for a request body of %d bytes: %s", size, error)
-            raise TooManyBodies("there is no memory for the request's body") from error
+            raise BodyMemoryExhausted("out of memory for the request body") from error
 
-    def give_back(self, buffer: mmap.mmap) -> None:
+    def release(self, buffer: mmap.mmap) -> None:
         try:
             buffer.resize(len(buffer))  # refused while there is a view of it
         except BufferError:
@@ -74,14 +74,14 @@ class Budget:
         self.num_bytes = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Add bytes, or take some off. Raises TooManyBodies for more than there may be."""
+        """Add bytes, or take some off. Raises BodyMemoryExhausted for more than there may be."""
         if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
             _warn("request bodies hold %d bytes: more are answered 503 (--gateway-max-bodies-bytes)", self.num_bytes)
-            raise TooManyBodies("the gateway holds as many bytes of requests as it may")
+            raise BodyMemoryExhausted("the memory budget for request bodies is exhausted")
         self.num_bytes += num_bytes
 
 
-class Charge:
+class BudgetCharge:
     """A request's part of the budget. `release` is idempotent."""
 
     def __init__(self, budget: Budget) -> None:
@@ -89,7 +89,7 @@ class Charge:
         self._num_bytes = 0
 
     def set(self, num_bytes: int) -> None:
-        """Raises TooManyBodies, and charges what it did before then."""
+        """Raises BodyMemoryExhausted, and charges what it did before then."""
         self._budget.charge(num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 
@@ -97,13 +97,13 @@ class Charge:
         self.set(0)
 
 
-class Incoming:
+class BoundedReceive:
     """A `receive` that holds the client to its bounds: `limit` bytes, the budget, a rate, a deadline.
 
-    Time counts only while the client is waited for. Raises BodyTooLarge, TooManyBodies, SentTooSlowly.
+    Time counts only while the client is waited for. Raises BodyTooLarge, BodyMemoryExhausted, ClientTooSlow.
     """
 
-    def __init__(self, receive: Receive, limit: int, charge: Charge, config: GatewayConfig) -> None:
+    def __init__(self, receive: Receive, limit: int, charge: BudgetCharge, config: GatewayConfig) -> None:
         self._receive = receive
         self._limit = limit
         self._charge = charge
@@ -131,7 +131,7 @@ class Incoming:
                 return await self._receive()
         except TimeoutError as error:
             _warn("a client sent %d bytes of a request's body in %g s", self._num_bytes, self._allowed_s())
-            raise SentTooSlowly("the request's body came too slowly") from error
+            raise ClientTooSlow("the request body was sent too slowly") from error
         finally:
             self._waited_s += loop.time() - started
 
@@ -155,7 +155,7 @@ class Body:
         self.buffer = buffers.take(declared)
         self.size = 0
 
-    async def read(self, receive: Receive, turns: Turns) -> bool:
+    async def read(self, receive: Receive, fairness: LoopFairness) -> bool:
         """Read it whole. False if the client leaves first. Raises what `receive` raises."""
         while True:
             message = await receive()
@@ -163,23 +163,23 @@ class Body:
                 return False
             piece = message.get("body", b"")
             if self.size + len(piece) > len(self.buffer):
-                await self._grow(self.size + len(piece), turns)
-            async with turns.step(len(piece)):
+                await self._grow(self.size + len(piece), fairness)
+            async with fairness.step(len(piece)):
                 self.buffer[self.size : self.size + len(piece)] = piece
             self.size += len(piece)
             if not message.get("more_body", False):
                 return True
 
     def release(self) -> None:
-        self._buffers.give_back(self.buffer)
+        self._buffers.release(self.buffer)
 
-    async def _grow(self, size: int, turns: Turns) -> None:
+    async def _grow(self, size: int, fairness: LoopFairness) -> None:
         """Move to a buffer for `size` bytes: a body of undeclared length."""
         old, new = self.buffer, self._buffers.take(size)
 
         def move() -> None:
             np.frombuffer(new, np.uint8, self.size)[:] = np.frombuffer(old, np.uint8, self.size)
 
-        await turns.run(self.size, move)
+        await fairness.run(self.size, move)
         self.buffer = new
-        self._buffers.give_back(old)
+        self._buffers.release(old)

@@ -27,80 +27,72 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     stage: Annotated[
         StageChoice,
         msgspec.Meta(
-            description="what is handed to workers: features (processed here), decoded (the worker processes), "
-            "url (the worker decodes and processes), auto (features; decoded where the worker's processor is another; "
-            "url when handing them over fails)"
+            description="what is sent to workers: features (processed tensors), decoded (the worker processes), "
+            "url (the worker decodes and processes), auto (features; decoded if the worker's processor differs; "
+            "url if the hand-over fails)"
         ),
     ] = "auto"
     max_requests: Annotated[
-        int, msgspec.Meta(description="requests with media under way at once; more are answered 503 with Retry-After")
+        int, msgspec.Meta(description="most concurrent requests with media; more get 503 with Retry-After")
     ] = 1024
     max_text_bytes: Annotated[
         int,
-        msgspec.Meta(description="largest request body without its media, which --media-max-body-bytes includes"),
+        msgspec.Meta(description="largest request body, excluding its media (--media-max-body-bytes includes them)"),
     ] = 4 << 20
     max_body_values: Annotated[
         int,
-        msgspec.Meta(description="most JSON values of a request body, token ids of a prompt aside"),
+        msgspec.Meta(description="most JSON values in a request body, excluding token ids of a prompt"),
     ] = 20_000
-    max_body_depth: Annotated[int, msgspec.Meta(description="most levels of nesting of a request body's JSON")] = 100
-    max_messages: Annotated[
-        int, msgspec.Meta(description="most messages of a request, the parts of their contents counted as well")
-    ] = 2000
+    max_body_depth: Annotated[int, msgspec.Meta(description="deepest nesting of a request body's JSON")] = 100
+    max_messages: Annotated[int, msgspec.Meta(description="most messages in a request, content parts included")] = 2000
     max_token_ids: Annotated[
-        int, msgspec.Meta(description="most token ids of a request whose prompts are given as token ids")
+        int, msgspec.Meta(description="most token ids in a request whose prompts are token ids")
     ] = 1 << 17
     max_bodies_bytes: Annotated[
         int,
         msgspec.Meta(
-            description="most bytes of request bodies and of the media in them that are held at once, all requests "
-            "together; more are answered 503 with Retry-After"
+            description="most memory for request bodies and the media in them, over all requests "
+            "together; more get 503 with Retry-After"
         ),
     ] = 2 << 30
-    body_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest time that a client may take to send the body of a request")
-    ] = 300.0
+    body_timeout_s: Annotated[float, msgspec.Meta(description="longest time to receive a request body")] = 300.0
     min_body_rate_bytes_per_s: Annotated[
         float,
-        msgspec.Meta(description="a client that sends a body more slowly than this is answered 408; 0 is no limit"),
+        msgspec.Meta(description="a client that sends a body more slowly than this gets 408; 0 disables the limit"),
     ] = 10_000.0
     min_body_rate_grace_s: Annotated[
-        float, msgspec.Meta(description="time after which min_body_rate_bytes_per_s begins to hold")
+        float, msgspec.Meta(description="time before min_body_rate_bytes_per_s applies")
     ] = 10.0
     max_header_bytes: Annotated[
-        int, msgspec.Meta(description="largest header of a request, its first line included; more are answered 431")
+        int, msgspec.Meta(description="largest request header, including the request line; larger ones get 431")
     ] = 64 << 10
-    header_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest time that a client may take to send the header of a request")
-    ] = 20.0
+    header_timeout_s: Annotated[float, msgspec.Meta(description="longest time to receive a request header")] = 20.0
     max_connections: Annotated[
         int,
         msgspec.Meta(
-            description="most HTTP connections at once, fewer where the limit of open files is lower; more get "
+            description="most concurrent HTTP connections, fewer if the limit of open files is lower; more get "
             "503 with Retry-After"
         ),
     ] = 4096
     max_uuids: Annotated[
         int,
-        msgspec.Meta(description="names of media (`uuid`) that are remembered, those of all tenants; 0 is none"),
+        msgspec.Meta(description="most media uuids that are remembered, over all tenants; 0 disables them"),
     ] = 100_000
-    uuid_ttl_s: Annotated[
-        float, msgspec.Meta(description="how long a name of media (`uuid`) is remembered after its last use")
-    ] = 3600.0
-    reconnect_initial_s: Annotated[
-        float, msgspec.Meta(description="first pause before connecting to a worker again")
-    ] = 0.2
-    reconnect_max_s: Annotated[float, msgspec.Meta(description="longest pause before connecting to a worker again")] = (
-        2.0
+    uuid_ttl_s: Annotated[float, msgspec.Meta(description="how long a media uuid is remembered after its last use")] = (
+        3600.0
     )
+    reconnect_initial_s: Annotated[float, msgspec.Meta(description="initial delay before reconnecting to a worker")] = (
+        0.2
+    )
+    reconnect_max_s: Annotated[float, msgspec.Meta(description="longest delay before reconnecting to a worker")] = 2.0
     admin_timeout_s: Annotated[
         float,
         msgspec.Meta(
-            description="how long a worker may take for an administrative call (sleep, pause, a LoRA adapter, ...)"
+            description="timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"
         ),
     ] = 300.0
     drain_timeout_s: Annotated[
-        float, msgspec.Meta(description="at shutdown, how long running requests may take to finish")
+        float, msgspec.Meta(description="how long running requests may take to finish at shutdown")
     ] = 10.0
 
     def validate(self) -> None:

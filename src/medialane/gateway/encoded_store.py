@@ -114,12 +114,12 @@ class ArenaBody:
 
     def write(self, piece: bytes) -> None:
         end = self._num_bytes + len(piece)
-        room = self._with_room(end)
+        room = self._reserved(end)
         room.buffer[self._num_bytes : end] = piece
         self._num_bytes = end
 
     def finish(self, content_hash: str) -> None:
-        room = self._with_room(self._num_bytes)
+        room = self._reserved(self._num_bytes)
         room.trim(self._num_bytes)
         self._store.keep(room, self._modality, self._salt, content_hash)
 
@@ -127,7 +127,7 @@ class ArenaBody:
         if self._reservation is not None:
             self._reservation.abandon()
 
-    def _with_room(self, num_bytes: int) -> Reservation:
+    def _reserved(self, num_bytes: int) -> Reservation:
         """The reservation, at least so long; what was written moves along where it grows."""
         old = self._reservation
         if old is not None and len(old.buffer) >= num_bytes:

@@ -22,24 +22,24 @@ from medialane.core.hashing import content_hash, decoded_key, feature_key, merge
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway.aliases import Aliases
 from medialane.gateway.encoded_store import EncodedStore
-from medialane.gateway.turns import Turns
+from medialane.gateway.loop_fairness import LoopFairness
 from medialane.media import Fetched, Fetcher, MediaConfig, needs_probe
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
 #: Encoded bytes may be evicted between their download and their use when the arena is far too small; then they are
 #: fetched again.
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 
 #: Decode options in the key of an image whose JPEG may be decoded smaller (`jpeg_scaled_decode`); no client sets them.
 SCALED_IO = b'{"jpeg_scaled_decode":true}'
 
 #: Items whose verdict is remembered, of each kind.
-_MAX_VERDICTS = 16_384
+_MAX_CACHED_VERDICTS = 16_384
 
-_TOO_SMALL = "the arena is too small for the media of the requests under way"
+_TOO_SMALL = "the shared memory is too small for the media of the requests in flight"
 
-_UNKNOWN = "the media of this uuid are not known here (any more): send their URL or data as well"
+_UNKNOWN = "unknown or expired uuid: send the URL or data of the media as well"
 
 
 class Found(NamedTuple):
@@ -74,7 +74,7 @@ class FeatureSource:
         fetcher: Fetcher,
         media: MediaConfig,
         processor_digest: str,
-        turns: Turns,
+        fairness: LoopFairness,
         aliases: Aliases,
     ) -> None:
         self._arena = arena
@@ -83,14 +83,14 @@ class FeatureSource:
         self._store = EncodedStore(arena, media)
         self._digest = processor_digest
         self._scales = media.jpeg_scaled_decode
-        self._turns = turns
+        self._fairness = fairness
         self._aliases = aliases
         self._making: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
         #: Content that a preparer has opened, or decoded, without an error: a worker may decode it.
-        self._probed: LRUCache[str, None] = LRUCache(_MAX_VERDICTS)
+        self._probed: LRUCache[str, None] = LRUCache(_MAX_CACHED_VERDICTS)
         #: Features that never fit the arena: finding that out again would take a preparer seconds each time.
-        self._too_large: LRUCache[str, str] = LRUCache(_MAX_VERDICTS)
+        self._too_large: LRUCache[str, str] = LRUCache(_MAX_CACHED_VERDICTS)
 
     def known(self, ref: MediaRef) -> MediaRef:
         """`ref`, its content and options known where it is an alias alone. Raises UnknownMediaUuid."""
@@ -149,7 +149,7 @@ class FeatureSource:
         then that is what is looked up, and what the feature is made of and named after.
         """
         need_data = False
-        for _ in range(1 + _TRIES):
+        for _ in range(1 + _MAX_ATTEMPTS):
             fetched = await self._fetch(ref, timeline, need_data=need_data)
             content = fetched.content_hash
             if (lease := self._arena.lookup(self._key(ref, form, content), form.kind)) is not None:
@@ -182,7 +182,7 @@ class FeatureSource:
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
         with timeline.measure("fetch"):
             if (data := ref.data) is not None:  # bytes of the request are only hashed
-                return Fetched(await self._turns.run(len(data), lambda: content_hash(data)), data)
+                return Fetched(await self._fairness.run(len(data), lambda: content_hash(data)), data)
             if not ref.is_alias:
                 return await self._fetcher.fetch(ref, need_data=need_data)
             if need_data or ref.content is None:
@@ -228,7 +228,7 @@ class FeatureSource:
 
     async def _at_hand(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
         """The encoded bytes, fetched if need be."""
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_ATTEMPTS):
             fetched = await self._fetch(ref, timeline, need_data=attempt > 0)
             if (lease := await self._encoded(ref, fetched, timeline)) is not None:
                 return lease
@@ -239,7 +239,7 @@ class FeatureSource:
         lease = self._store.lookup(ref, fetched.content_hash)
         if lease is not None or (data := fetched.data) is None:
             return lease
-        async with self._turns.step(len(data)):
+        async with self._fairness.step(len(data)):
             timeline.copied_bytes += len(data)
             return await self._store.put(ref, fetched.content_hash, data)
 

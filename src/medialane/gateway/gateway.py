@@ -40,7 +40,7 @@ from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.rpc import RemoteRequest
-from medialane.transfer import TransferConfig, Way, ways
+from medialane.transfer import TransferConfig, TransferPath, transfer_paths
 
 if TYPE_CHECKING:
     from medialane.routing import Router
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Text travels inside the request.
-_TEXT_WAYS = (Way("features", "inline"),)
+_TEXT_PATHS = (TransferPath("features", "inline"),)
 
 
 class _Call(NamedTuple):
@@ -80,7 +80,7 @@ class Gateway:
         self._features = features
         self._handover = handover
         self._assembly = Assembly(assembler)
-        self._takes_own_options = assembler.takes_own_options
+        self._accepts_item_options = assembler.accepts_item_options
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
         self._administration = Administration(
@@ -112,13 +112,13 @@ class Gateway:
         scope.take(self._admission.enter())
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
-        if not (stage.is_processed and self._takes_own_options):
+        if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
         media = RequestMedia(prompt, self._features, scope)
         try:
             items = await media.in_stage(stage.name)
         except PromptTooLong as error:
-            scope.fail(error, app_answers=True)
+            scope.fail(error, app_responds=True)
             raise
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
@@ -146,7 +146,7 @@ class Gateway:
                     yield delta
         except MedialaneError as error:
             # What a worker's vLLM has refused, the app answers as if its own had.
-            scope.fail(error, app_answers=isinstance(error, PromptRejected))
+            scope.fail(error, app_responds=isinstance(error, PromptRejected))
             raise
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
@@ -162,30 +162,30 @@ class Gateway:
         with scope.timeline.measure("route"):
             route = self.routes.choose(request, prepared)
             scope.take(route.routed)
-            tries = self._ways(route.link, prepared)
+            tries = self._transfer_paths(route.link, prepared)
         call = _Call(request, prepared, route, scope)
-        for way in tries:
+        for transfer_path in tries:
             started = False
             try:
-                async with aclosing(self._attempt(call, way)) as deltas:
+                async with aclosing(self._attempt(call, transfer_path)) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
             except HandoverFailed as error:
-                logger.warning("handing over to %s by %s failed: %s", route.link.address, way, error.message)
-                if started or way is tries[-1]:
-                    raise GenerationFailed("the request's media could not be handed over to a worker") from error
-                self._metrics.count_fallback(str(way), error.code)
+                logger.warning("handing over to %s by %s failed: %s", route.link.address, transfer_path, error.message)
+                if started or transfer_path is tries[-1]:
+                    raise GenerationFailed("the request's media could not be transferred to a worker") from error
+                self._metrics.count_fallback(str(transfer_path), error.code)
             else:
                 return
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         return RAW_STAGE if prompt.has_embeds else self._config.stage
 
-    def _ways(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[Way]:
+    def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath]:
         if prepared is None:
-            return _TEXT_WAYS
-        found = ways(
+            return _TEXT_PATHS
+        found = transfer_paths(
             self._stage_for(prepared.source),
             self._transfer.transport,
             same_host=link.same_host,
@@ -193,15 +193,15 @@ class Gateway:
             prepared=bool(prepared.features),
         )
         if not found:
-            raise NoWorkerReady("no worker takes media the way that --stage and --transport ask for (see the log)")
+            raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
         return found
 
-    async def _attempt(self, call: _Call, way: Way) -> AsyncGenerator[OutputDelta, None]:
-        """Send the request by `way` and stream its answer."""
+    async def _attempt(self, call: _Call, transfer_path: TransferPath) -> AsyncGenerator[OutputDelta, None]:
+        """Send the request by `transfer_path` and stream its answer."""
         timeline = call.scope.timeline
         with timeline.measure("handover"):
-            remote = await self._send(call, way)
-        self._begin(call, way)
+            remote = await self._send(call, transfer_path)
+        self._begin(call, transfer_path)
         sent_at = time.perf_counter()
         try:
             async for delta in remote:
@@ -216,31 +216,33 @@ class Gateway:
         finally:
             remote.abort()
 
-    async def _send(self, call: _Call, way: Way) -> RemoteRequest:
-        """Hand the request over by `way`. Raises HandoverFailed, WorkerLost."""
+    async def _send(self, call: _Call, transfer_path: TransferPath) -> RemoteRequest:
+        """Hand the request over by `transfer_path`. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, scope = call
         self._num_sent += 1
         prompt, pins = request.prompt, Pins()
         if prepared is not None:
-            if not STAGES[way.stage].is_processed:
-                self._begin(call, way)  # others may be routed while its media are found
-            prompt, pins = await self._handover.prompt(way, request.prompt.token_ids, prepared, scope.timeline)
+            if not STAGES[transfer_path.stage].is_processed:
+                self._begin(call, transfer_path)  # others may be routed while its media are found
+            prompt, pins = await self._handover.prompt(
+                transfer_path, request.prompt.token_ids, prepared, scope.timeline
+            )
         request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
         sent = msgspec.structs.replace(
             request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
         )
         remote = route.link.submit(sent, pins.until_released, pins.until_sent)
         # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
-        scope.take(_Aborting(remote))
+        scope.take(_AbortOnRelease(remote))
         return remote
 
-    def _begin(self, call: _Call, way: Way) -> None:
+    def _begin(self, call: _Call, transfer_path: TransferPath) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id)
-            call.scope.note_sent(Sent(way.stage, way.transport, call.route.routed.decision))
+            call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, call.route.routed.decision))
 
 
-class _Aborting:
+class _AbortOnRelease:
     """A request under way as a resource of its scope."""
 
     def __init__(self, remote: RemoteRequest) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import HandedMedia, Hold, PlacedFeature, PreparedPrompt, StagedItem
+from medialane.core.feature import Hold, MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import TensorDescriptor
 from medialane.observability.timeline import StageTimeline
-from medialane.transfer import HandedTensors, Transport, Way
+from medialane.transfer import TransferPath, TransferTensors, Transport
 
 
 class Pins(NamedTuple):
@@ -30,49 +30,49 @@ class Handover:
         self._max_inline_bytes = max_inline_bytes
 
     async def prompt(
-        self, way: Way, token_ids: list[int], prepared: PreparedPrompt, timeline: StageTimeline
+        self, transfer_path: TransferPath, token_ids: list[int], prepared: PreparedPrompt, timeline: StageTimeline
     ) -> tuple[Prompt, Pins]:
-        """The prompt as `way` sends it, and holds on what it refers to, which the caller owns.
+        """The prompt as `transfer_path` sends it, and holds on what it refers to, which the caller owns.
 
         `token_ids` are the prompt's as vLLM's app left them. Raises HandoverFailed, and what finding the media in the
         way's stage raises.
         """
-        is_processed = STAGES[way.stage].is_processed
+        is_processed = STAGES[transfer_path.stage].is_processed
         if not is_processed:
             token_ids = _unexpanded(token_ids, prepared)
-        items = await prepared.media.in_stage(way.stage)
-        published = self._publish(way, [item.feature.tensors for item in items], timeline)
+        items = await prepared.media.in_stage(transfer_path.stage)
+        published = self._publish(transfer_path, [item.feature.tensors for item in items], timeline)
         options = prepared.source.options
         prompt: Prompt
         if is_processed:
             prompt = ExpandedPrompt(token_ids, tuple(map(_feature, prepared.features, published)), options)
         else:
-            prompt = SourcePrompt(token_ids, tuple(map(_source, items, published)), options, way.stage)
-        return prompt, _pins(way, [item.hold for item in items])
+            prompt = SourcePrompt(token_ids, tuple(map(_source, items, published)), options, transfer_path.stage)
+        return prompt, _pins(transfer_path, [item.hold for item in items])
 
     def _publish(
-        self, way: Way, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
-    ) -> list[HandedTensors]:
+        self, transfer_path: TransferPath, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
+    ) -> list[TransferTensors]:
         """The tensors of every item as they travel."""
-        if way.transport == "inline":
+        if transfer_path.transport == "inline":
             total = sum(t.spec.nbytes for item in tensors for t in item)
             if total > self._max_inline_bytes:
                 raise HandoverFailed(
                     f"{total} bytes of media are more than {self._max_inline_bytes} bytes in a message"
                 )
             timeline.copied_bytes += total
-        return [self._transports[way.transport].publish(item) for item in tensors]
+        return [self._transports[transfer_path.transport].publish(item) for item in tensors]
 
 
-def _feature(placed: PlacedFeature, tensors: HandedTensors) -> HandedMedia:
+def _feature(placed: PlacedFeature, tensors: TransferTensors) -> MediaPayload:
     """A feature, and the place that it has in the prompt now."""
     found = placed.feature
-    return HandedMedia(found.modality, found.mm_hash, found.header, tensors, found.size, placed.placeholder)
+    return MediaPayload(found.modality, found.mm_hash, found.header, tensors, found.size, placed.placeholder)
 
 
-def _source(item: StagedItem, tensors: HandedTensors) -> HandedMedia:
+def _source(item: StagedItem, tensors: TransferTensors) -> MediaPayload:
     """An item that the worker processes itself."""
-    return HandedMedia(
+    return MediaPayload(
         item.feature.modality,
         item.feature.mm_hash,
         b"",
@@ -96,11 +96,11 @@ def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
         return token_ids
     num_expanded = len(prepared.token_ids)
     if token_ids[:num_expanded] != prepared.token_ids:
-        raise HandoverFailed("the prompt was truncated, which a worker that expands it would not know")
+        raise HandoverFailed("a truncated prompt cannot be expanded by a worker")
     return [*prepared.source.token_ids, *token_ids[num_expanded:]]
 
 
-def _pins(way: Way, holds: Sequence[Hold]) -> Pins:
+def _pins(transfer_path: TransferPath, holds: Sequence[Hold]) -> Pins:
     """Second holds on the entries, for as long as this way needs them."""
     duplicates = [hold.duplicate() for hold in holds]
-    return Pins(until_released=duplicates) if way.transport == "shm" else Pins(until_sent=duplicates)
+    return Pins(until_released=duplicates) if transfer_path.transport == "shm" else Pins(until_sent=duplicates)

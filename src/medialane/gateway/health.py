@@ -20,7 +20,7 @@ class Health(msgspec.Struct, frozen=True):
     status: Literal["ok", "degraded", "unavailable"]
     problems: tuple[str, ...] = ()
 
-    def answer(self) -> tuple[int, bytes]:
+    def response(self) -> tuple[int, bytes]:
         """HTTP status and body."""
         body = b"" if self.status == "ok" else msgspec.json.encode(self)
         return 503 if self.status == "unavailable" else 200, body

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from medialane.core.errors import HeaderTooLarge, InvalidBody, MedialaneError, SentTooSlowly, TooManyConnections
+from medialane.core.errors import ClientTooSlow, HeaderTooLarge, InvalidBody, MedialaneError, TooManyConnections
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_answers import error_body, error_headers
-from medialane.observability.logging import RareWarning
+from medialane.gateway.error_responses import error_body, error_headers
+from medialane.observability.logging import RateLimitedWarning
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _MAX_PIECES = 8192
 #: Files that a gateway has open besides its clients' connections: workers, media hosts, preparers, libraries.
 _OTHER_FILES = 512
 
-_warn = RareWarning(logger)
+_warn = RateLimitedWarning(logger)
 
 
 class HttpBounds(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         if len(self.connections) > self._bounds.max_connections:
-            self._refuse(TooManyConnections("the gateway has as many connections as it may"))
+            self._refuse(TooManyConnections("too many connections"))
         else:
             self._set_deadline()
 
@@ -121,7 +121,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._fail(TooManyConnections("too many requests were sent before the first was answered"))
+            self._fail(TooManyConnections("too many pipelined requests"))
         self._header_bytes = self._num_headers = 0
         if self._deadline is None:
             self._set_deadline()
@@ -145,7 +145,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._num_pieces += 1
         if self._num_pieces > _MAX_PIECES:
-            self._fail(InvalidBody("the request's body is sent in pieces of some bytes"))
+            self._fail(InvalidBody("the request body is sent in too many small chunks"))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -165,7 +165,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_large(self) -> MedialaneError:
         return HeaderTooLarge(
-            f"the request's header has more than {self._max_header_bytes} bytes or {self._bounds.max_headers} lines"
+            f"the request header has more than {self._max_header_bytes} bytes or {self._bounds.max_headers} lines"
         )
 
     def _fail(self, error: MedialaneError) -> None:
@@ -184,7 +184,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         if self._unparsed_bytes or self.cycle is not None:
-            self._refuse(SentTooSlowly("the request's header came too slowly"))
+            self._refuse(ClientTooSlow("the request header was sent too slowly"))
         else:  # opened and never used: an answer would be taken for that of a request to come
             self.transport.close()
 

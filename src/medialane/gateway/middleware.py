@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
-from medialane.gateway.bodies import Body, Budget, Buffers, Charge, Incoming, Message, Receive
+from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_answers import ErrorSender, error_form, send_error
-from medialane.gateway.intake import Intake, lift
+from medialane.gateway.error_responses import ErrorSender, error_form, send_error
+from medialane.gateway.intake import Intake, extract
 from medialane.gateway.intake.edits import Buffer
+from medialane.gateway.loop_fairness import LoopFairness
 from medialane.gateway.report import ReportSender
-from medialane.gateway.scope import Lifted, RequestScope, current_scope, open_scope
-from medialane.gateway.turns import Turns
+from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 
@@ -73,11 +73,11 @@ class IntakeMiddleware:
     A client that leaves while it sends ends the request: the app never sees a part of a body.
     """
 
-    def __init__(self, app: App, media: MediaConfig, config: GatewayConfig, turns: Turns) -> None:
+    def __init__(self, app: App, media: MediaConfig, config: GatewayConfig, fairness: LoopFairness) -> None:
         self._app = app
         self._media = media
         self._config = config
-        self._turns = turns
+        self._fairness = fairness
         self._buffers = Buffers()
         self._budget = Budget(config.max_bodies_bytes)
 
@@ -88,12 +88,12 @@ class IntakeMiddleware:
         is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_form(scope)
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
         request, form = current_scope(), error_form(scope)
-        request.take(charge := Charge(self._budget))
+        request.take(charge := BudgetCharge(self._budget))
         try:
             declared = _check_declared(scope, limit)
-            incoming = Incoming(receive, limit, charge, self._config)
+            incoming = BoundedReceive(receive, limit, charge, self._config)
             # What was read must not live in this frame, which lasts as long as the answer.
-            body = await self._lift(incoming, declared, charge) if is_read_here else None
+            body = await self._extract(incoming, declared, charge) if is_read_here else None
         except MedialaneError as error:
             request.fail(error)
             await send_error(send, error, form)
@@ -103,31 +103,31 @@ class IntakeMiddleware:
         elif body is None:
             return
         else:
-            send = ReportSender(send, request.report) if request.lifted.wants_report else send
+            send = ReportSender(send, request.report) if request.extracted.wants_report else send
             scope, receive = _with_length(scope, len(body)), _replay(body, receive)
         answer = ErrorSender(send, request, form)
         try:
             await self._app(scope, receive, answer)
         except Exception as error:  # the app cannot put our error into its answer; we do, and raise all others
-            if not await answer.break_off(error):
+            if not await answer.fail_stream(error):
                 raise
 
-    async def _lift(self, receive: Receive, declared: int, charge: Charge) -> bytes | None:
+    async def _extract(self, receive: Receive, declared: int, charge: BudgetCharge) -> bytes | None:
         """The body without its media, which the request's scope holds now. None if the client has left."""
         request = current_scope()
         body = Body(self._buffers, declared)
-        if not await body.read(receive, self._turns):
+        if not await body.read(receive, self._fairness):
             body.release()
             return None
-        intake = await self._turns.run(body.size, partial(self._work, body.buffer, body.size, request))
+        intake = await self._fairness.run(body.size, partial(self._work, body.buffer, body.size, request))
         body.release()
         charge.set(intake.num_bytes)
-        request.lifted = Lifted(intake.refs, wants_report=intake.report, unread=intake.unread)
+        request.extracted = ExtractedMedia(intake.refs, wants_report=intake.report, parse_error=intake.parse_error)
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:
         with request.timeline.measure("lift"):
-            return lift(buffer, self._media, self._config, size=size)
+            return extract(buffer, self._media, self._config, size=size)
 
 
 def _remembering(receive: Receive, request: RequestScope) -> Receive:

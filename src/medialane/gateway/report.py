@@ -228,16 +228,16 @@ class StreamSplice:
 
     def __init__(self, report: Callable[[], bytes]) -> None:
         self._report = report
-        self._told = False
+        self._is_reported = False
         self._at_line_start = True
         self._chunk = b""
 
     def feed(self, piece: bytes, *, last: bool) -> bytes:
-        if self._told:
+        if self._is_reported:
             return piece
         done = self._find_done(piece)
         if done >= 0:
-            self._told = True
+            self._is_reported = True
             return piece[:done] + self._event(piece[:done] or self._chunk) + piece[done:]
         if piece:
             self._at_line_start = piece.endswith(b"\n")

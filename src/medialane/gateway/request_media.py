@@ -13,8 +13,8 @@ from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stage import STAGES, StageName
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.features import FeatureSource
+from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.scope import RequestScope
-from medialane.gateway.side_by_side import side_by_side
 
 
 class RequestMedia:
@@ -30,7 +30,7 @@ class RequestMedia:
         """A URL may have other content than when another stage was prepared: each item is known by what is sent."""
         if (found := self._found.get(stage)) is None:
             find = FINDERS[STAGES[stage].sends]
-            found = self._found[stage] = await side_by_side([find(self, ref) for ref in self.source.items])
+            found = self._found[stage] = await gather_or_cancel([find(self, ref) for ref in self.source.items])
         return found
 
 

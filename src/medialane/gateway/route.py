@@ -23,7 +23,7 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import DecisionRecord, RoutingRequest
 
 if TYPE_CHECKING:  # it brings machine code, and who only reads settings of this room needs none
-    from medialane.routing import Routed, Router
+    from medialane.routing import RoutedRequest, Router
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,18 @@ _ANY_BLOCK_SIZE = 16
 
 
 class Known(NamedTuple):
-    """A prompt as far as it is known before a worker has it; `unplaced` items stand somewhere behind that."""
+    """A prompt as far as it is known before a worker has it; `unplaced_items` items stand somewhere behind that."""
 
     token_ids: list[int]
     media: tuple[MediaSpan, ...] = ()
-    unplaced: tuple[MediaSpan, ...] = ()
+    unplaced_items: tuple[MediaSpan, ...] = ()
 
 
 class Route(NamedTuple):
     """The worker of one request. `routed` tells the router what becomes of the request; the request's scope owns it."""
 
     link: WorkerLink
-    routed: Routed
+    routed: RoutedRequest
     known: Known
     data_parallel_rank: int | None
 
@@ -71,7 +71,7 @@ class Routes:
             return
         if len(self._slots) > 1 and card.block_size != self._block_size:
             logger.warning(
-                "worker %s has KV blocks of %d tokens, others of %d: caches of the other size are not found",
+                "worker %s has KV blocks of %d tokens, others of %d: caches with the other block size are ignored",
                 link.address,
                 card.block_size,
                 self._block_size,
@@ -105,8 +105,8 @@ class Routes:
         wanted = RoutingRequest(
             block_ids=self._block_ids(request, known),
             block_size=self._block_size,
-            num_tokens=len(known.token_ids) + len(known.unplaced),  # each has at least one
-            media=known.media + known.unplaced,
+            num_tokens=len(known.token_ids) + len(known.unplaced_items),  # each has at least one
+            media=known.media + known.unplaced_items,
             handover_bytes=_num_bytes(prepared),
             lora=request.lora_name,
             session_id=request.session_id,
@@ -184,8 +184,8 @@ class Routes:
         placed = {span.mm_hash for span in found.media}
         end = len(found.token_ids)
         # They are no part of the known prompt, but a worker that is just seeing them is the one to send others to.
-        unplaced = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
-        return Known(found.token_ids, found.media, tuple(unplaced))
+        unplaced_items = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
+        return Known(found.token_ids, found.media, tuple(unplaced_items))
 
 
 def _span(placed: PlacedFeature) -> MediaSpan:

@@ -28,33 +28,33 @@ class Releasable(Protocol):
     def release(self) -> None: ...
 
 
-class Lifted(msgspec.Struct, frozen=True):
+class ExtractedMedia(msgspec.Struct, frozen=True):
     """What intake has found in a request's body: its media, whether the client asks for a report, and why no media
     could be looked for where the body is of another form."""
 
     refs: tuple[MediaRef, ...] = ()
     wants_report: bool = False
-    unread: str | None = None
+    parse_error: str | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
     """What a request is answered with: a report, since an exception would keep what its frames hold. With
-    `app_answers`, vLLM's app words the answer."""
+    `app_responds`, vLLM's app words the answer."""
 
     error: ErrorReport
-    app_answers: bool
+    app_responds: bool
 
 
 class RequestScope:
     """What one request holds, and the one place where that ends. Resources are released in the reverse order of taking.
 
-    Beside them, what each step leaves for the answer: `lifted` by intake, `failure` by whatever failed first, and for
-    the report the items that were prepared, where they were sent, and what the engine had of the prompt.
+    Beside them, what each step leaves for the answer: `extracted` by intake, `failure` by whatever failed first, and
+    for the report the items that were prepared, where they were sent, and what the engine had of the prompt.
     """
 
     def __init__(self) -> None:
         self.timeline = StageTimeline()
-        self.lifted = Lifted()
+        self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
         self._items: tuple[MediaReport, ...] = ()
         self._sent: Sent | None = None
@@ -83,16 +83,16 @@ class RequestScope:
         if url.startswith("data:"):
             url = url.rpartition(";base64,")[2]
         number = url.removeprefix(REFERENCE_SCHEME)
-        refs = self.lifted.refs
-        if self.lifted.unread is not None:
-            raise InvalidBody(f"media cannot be taken from this request's JSON: {self.lifted.unread}")
+        refs = self.extracted.refs
+        if self.extracted.parse_error is not None:
+            raise InvalidBody(f"media cannot be extracted from this request's JSON: {self.extracted.parse_error}")
         if not url.startswith(REFERENCE_SCHEME) or not number.isdecimal() or int(number) >= len(refs):
-            raise InvalidMediaUrl("the media URL did not come through the gateway's intake")
+            raise InvalidMediaUrl("unknown internal media reference")
         return refs[int(number)]
 
     def note_prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
         """The items of one prompt, and how many of its tokens stand for each, unless a worker shall expand it."""
-        if self.lifted.wants_report:
+        if self.extracted.wants_report:
             counts = num_tokens or [0] * len(items)
             self._items += tuple(map(media_report, items, counts))
 
@@ -106,21 +106,21 @@ class RequestScope:
 
     def report(self) -> bytes:
         """JSON of what was used for the request so far, the items in the order of the request."""
-        places = {ref.param: n for n, ref in enumerate(self.lifted.refs)}
+        places = {ref.param: n for n, ref in enumerate(self.extracted.refs)}
         items = tuple(sorted(self._items, key=lambda item: places.get(item.param, len(places))))
         return request_report(items, self._sent, self._engine_cached_tokens, self.timeline)
 
-    def fail(self, error: MedialaneError, *, app_answers: bool = False) -> None:
+    def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
         """Remember that the request is answered with `error`. The first one counts: others follow from it."""
         if self.failure is None:
-            self.failure = Failure(to_report(error), app_answers)
+            self.failure = Failure(to_report(error), app_responds)
 
     def close(self) -> None:
         """Release everything. Idempotent. Media that came inside the request are let go of: whatever still runs in
         the request's context keeps the scope itself."""
         if not self._closed:
             self._closed = True
-            self.lifted = Lifted()
+            self.extracted = ExtractedMedia()
             self._items = ()
             self._stack.close()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from medialane.gateway.side_by_side import side_by_side
+from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerPool
 from medialane.observability.worker_metrics import MetricMirror
 
@@ -45,7 +45,7 @@ class WorkerScrape:
             if self._clock() - self._refreshed_at < MIN_INTERVAL_S:
                 return
             clients = [link.client for link in self._workers.links.values()]
-            await side_by_side([client.read_metrics(TIMEOUT_S) for client in clients if client is not None])
+            await gather_or_cancel([client.read_metrics(TIMEOUT_S) for client in clients if client is not None])
             self._refreshed_at = self._clock()
 
     def mirrors(self) -> dict[str, MetricMirror]:

@@ -110,7 +110,7 @@ class WorkerLink:
             if client is None:
                 raise WorkerLost("the worker's connection was lost before the request was sent")
             if request_id in self._leases:
-                raise GenerationFailed("a request with this id is under way")
+                raise GenerationFailed("a request with this id is already running")
         except MedialaneError:
             for lease in (*leases, *until_sent):
                 lease.release()
@@ -151,7 +151,7 @@ class WorkerLink:
                 await client.wait_closed()
                 self._report_loss()
             finally:
-                await self._hang_up(client)
+                await self._disconnect(client)
         except Exception as error:  # noqa: BLE001 - the supervisor of one link: the others must not end with it
             self._report_failure(error)
             return False
@@ -199,7 +199,7 @@ class WorkerLink:
             self._joined = False
             self.listener.left(self)
 
-    async def _hang_up(self, client: RpcClient) -> None:
+    async def _disconnect(self, client: RpcClient) -> None:
         """End the connection. What the worker may still read stays held."""
         self._worker = None
         await client.close()
@@ -212,12 +212,12 @@ class WorkerLink:
 
     def _report_loss(self) -> None:
         self._metrics.count_worker_lost(self.address)
-        logger.warning("worker %s: connection lost, %d requests were with it", self.address, len(self._leases))
+        logger.warning("worker %s: connection lost with %d requests in flight", self.address, len(self._leases))
 
     def _report_failure(self, error: Exception) -> None:
         """With its trace, but once: the same again every few seconds tells nothing new."""
         if repr(error) != self._failure:
-            logger.error("worker %s: its link failed and is started again", self.address, exc_info=error)
+            logger.error("worker %s: its link failed and is restarted", self.address, exc_info=error)
         self._failure = repr(error)
 
 

@@ -34,7 +34,7 @@ try:
 except (ImportError, OSError):  # OSError: soundfile without libsndfile
     soundfile = None
 
-_UNDECODABLE = "the sound is damaged and cannot be decoded"
+_UNDECODABLE = "the audio is damaged and cannot be decoded"
 
 #: libsndfile's errors that mean "ask another library": garbled, unrecognised, malformed, unsupported. vLLM's
 #: `_BAD_SF_CODES`; every other error is final there and here.
@@ -102,7 +102,7 @@ def check_audio(data: memoryview, config: MediaConfig) -> None:
 def _type_of(data: memoryview, config: MediaConfig) -> AudioType:
     media_type = sniff_audio(data, config)
     if soundfile is None:
-        raise UnsupportedMediaType("this server cannot take audio")
+        raise UnsupportedMediaType("this server does not support audio")
     if media_type in ("audio/mp4", "video/mp4"):
         check_references(data)
     return media_type
@@ -111,26 +111,26 @@ def _type_of(data: memoryview, config: MediaConfig) -> AudioType:
 def _check_claim(*, num_samples: float, sample_rate: int, num_channels: int, config: MediaConfig) -> None:
     """Raise AudioTooLong or InvalidAudio unless a sound that is said to be so may be decoded."""
     if not _MIN_RATE_HZ <= sample_rate <= _MAX_RATE_HZ:
-        raise InvalidAudio(f"the sound has a sample rate of {sample_rate} Hz")
+        raise InvalidAudio(f"the audio has a sample rate of {sample_rate} Hz")
     if not 0 < num_channels <= config.max_audio_channels:
-        raise InvalidAudio(f"the sound has {num_channels} channels; there may be 1 to {config.max_audio_channels}")
+        raise InvalidAudio(f"the audio has {num_channels} channels; supported are 1 to {config.max_audio_channels}")
     if num_samples > config.max_audio_duration_s * sample_rate:
-        raise AudioTooLong(f"the sound is longer than {config.max_audio_duration_s:g} s")
+        raise AudioTooLong(f"the audio is longer than {config.max_audio_duration_s:g} s")
     if num_samples * num_channels * 4 > config.max_audio_decoded_bytes:  # float32
-        raise AudioTooLong(f"the sound's samples take more than {config.max_audio_decoded_bytes} bytes")
+        raise AudioTooLong(f"the audio samples take more than {config.max_audio_decoded_bytes} bytes")
 
 
 def _check_planes(num_channels: int) -> None:
     """Raise InvalidAudio for sound whose decoder gives so many channels each by itself (planar)."""
     if num_channels >= _TOO_MANY_PLANES:
-        raise InvalidAudio(f"the sound has {num_channels} channels, more than this kind of file may have")
+        raise InvalidAudio(f"the audio has {num_channels} channels, more than this format supports")
 
 
 def _check_samples(samples: _Floats) -> None:
     if not samples.size:
-        raise InvalidAudio("the sound has no samples")
+        raise InvalidAudio("the audio has no samples")
     if not (np.isfinite(samples.sum()) or np.isfinite(samples).all()):  # a sum is less work
-        raise InvalidAudio("the sound has samples that are not finite")
+        raise InvalidAudio("the audio has samples that are not finite")
 
 
 def _by_libsndfile(data: memoryview, config: MediaConfig) -> AudioSamples | None:
@@ -190,16 +190,16 @@ def _opened_by_ffmpeg(
 ) -> Iterator[tuple[av.container.InputContainer, av.AudioStream]]:
     """The file and its first stream of sound, within the limits."""
     if av is None:
-        raise UnsupportedMediaType("this server cannot take audio of this kind")
+        raise UnsupportedMediaType("this server does not support this kind of audio")
     with _ffmpeg_errors(), _open(data, media_type) as container:
         if not container.streams.audio:
-            raise InvalidAudio("the media has no sound")
+            raise InvalidAudio("the media has no audio track")
         stream = container.streams.audio[0]
         context = stream.codec_context
         if context is None:
             raise InvalidAudio(_UNDECODABLE)
         if context.name not in _CODECS:
-            raise UnsupportedMediaType("the media's sound is coded in a way that this server does not take")
+            raise UnsupportedMediaType("the audio codec is not supported by this server")
         for other in container.streams:
             if other.index != stream.index:
                 other.discard = av.stream.Discard.all
@@ -250,11 +250,11 @@ def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> 
         rows = frame.to_ndarray().astype(np.float32, copy=False)
         num_rows = num_rows or len(rows)
         if len(rows) != num_rows:
-            raise InvalidAudio("the sound's number of channels changes")
+            raise InvalidAudio("the number of audio channels changes")
         num_bytes += rows.nbytes
         end = num_samples + rows.shape[1]
         if end > max_samples or num_bytes > config.max_audio_decoded_bytes:
-            raise AudioTooLong(f"the sound is longer than {config.max_audio_duration_s:g} s, or has too many samples")
+            raise AudioTooLong(f"the audio is longer than {config.max_audio_duration_s:g} s, or has too many samples")
         gathered[num_samples:end] = np.mean(rows, axis=0)
         num_samples = end
     return gathered[:num_samples]

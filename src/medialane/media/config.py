@@ -59,11 +59,9 @@ class FetchLimits:
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and policy of media intake. A client can tighten none and raise none of them."""
 
-    max_body_bytes: Annotated[int, msgspec.Meta(description="largest request body, media inside it included")] = (
-        64 * MIB
-    )
+    max_body_bytes: Annotated[int, msgspec.Meta(description="largest request body, including its media")] = 64 * MIB
     max_data_url_bytes: Annotated[
-        int, msgspec.Meta(description="largest media item inside a request, as it is encoded there (base64)")
+        int, msgspec.Meta(description="largest media item inside a request, in its base64 form")
     ] = 20 * MIB
     max_image_bytes: Annotated[int, msgspec.Meta(description="largest encoded image, fetched or sent")] = 20 * MIB
     max_image_pixels: Annotated[int, msgspec.Meta(description="most pixels of an image")] = 50_000_000
@@ -75,25 +73,27 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         msgspec.Meta(
             description="decode large JPEGs at a fraction of their size, at least twice what the model's processor "
-            "resizes them to, where it tells that size: faster, and answers are no longer token-identical to vLLM's"
+            "resizes them to, if that size is known: faster, but answers are no longer token-identical to vLLM's"
         ),
     ] = False
     max_video_bytes: Annotated[int, msgspec.Meta(description="largest encoded video, fetched or sent")] = 128 * MIB
     max_video_pixels: Annotated[int, msgspec.Meta(description="most pixels of a video's frame")] = 4096 * 2304
     max_video_duration_s: Annotated[float, msgspec.Meta(description="longest video")] = 3600.0
-    max_video_frames: Annotated[
-        int, msgspec.Meta(description="most frames of a video that a decoder may have to go over")
-    ] = 36_000
-    max_sampled_frames: Annotated[int, msgspec.Meta(description="most frames of one video that a model is given")] = 768
+    max_video_frames: Annotated[int, msgspec.Meta(description="most frames of a video that may have to be decoded")] = (
+        36_000
+    )
+    max_sampled_frames: Annotated[
+        int, msgspec.Meta(description="most frames of one video that are passed to the model")
+    ] = 768
     max_video_decoded_bytes: Annotated[
         int, msgspec.Meta(description="most memory that the sampled frames of one video may take")
     ] = 512 * MIB
-    max_audio_bytes: Annotated[int, msgspec.Meta(description="largest encoded sound, fetched or sent")] = 25 * MIB
-    max_audio_duration_s: Annotated[float, msgspec.Meta(description="longest sound")] = 600.0
+    max_audio_bytes: Annotated[int, msgspec.Meta(description="largest encoded audio file, fetched or sent")] = 25 * MIB
+    max_audio_duration_s: Annotated[float, msgspec.Meta(description="longest audio")] = 600.0
     max_audio_decoded_bytes: Annotated[
-        int, msgspec.Meta(description="most memory that one sound's samples may take, all channels counted")
+        int, msgspec.Meta(description="most memory for the samples of one audio item, over all channels")
     ] = 256 * MIB
-    max_audio_channels: Annotated[int, msgspec.Meta(description="most channels of a sound")] = 8
+    max_audio_channels: Annotated[int, msgspec.Meta(description="most audio channels")] = 8
     max_items: Annotated[
         int, msgspec.Meta(description="most media items of one request (vLLM's --limit-mm-per-prompt applies as well)")
     ] = 16
@@ -105,40 +105,36 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     allowed_media_networks: Annotated[
         tuple[str, ...],
-        msgspec.Meta(
-            description="networks (CIDR) that media may be fetched from, on any port, though they are not public"
-        ),
+        msgspec.Meta(description="non-public networks (CIDR) that media may be fetched from, on any port"),
     ] = ()
     allowed_media_ports: Annotated[
         tuple[int, ...], msgspec.Meta(description="ports of public addresses that media may be fetched from")
     ] = (80, 443, 8000, 8080, 8443)
     allowed_local_media_path: Annotated[
-        str | None, msgspec.Meta(description="folder whose files file: URLs may name; none given refuses file: URLs")
+        str | None, msgspec.Meta(description="folder that file: URLs may refer to; without it file: URLs are refused")
     ] = None
 
     connect_timeout_s: Annotated[float, msgspec.Meta(description="longest time to connect to a media host")] = 3.0
     first_byte_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest wait for a media host's answer to begin, and between two reads of it")
+        float, msgspec.Meta(description="longest wait for a media host's response to begin, and between two reads")
     ] = 5.0
     image_fetch_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest time to fetch one image, redirects and retry included")
+        float, msgspec.Meta(description="longest time to fetch one image, including redirects and retry")
     ] = 10.0
-    audio_fetch_timeout_s: Annotated[float, msgspec.Meta(description="the same for one sound")] = 20.0
+    audio_fetch_timeout_s: Annotated[float, msgspec.Meta(description="the same for one audio item")] = 20.0
     video_fetch_timeout_s: Annotated[float, msgspec.Meta(description="the same for one video")] = 30.0
     min_rate_bytes_per_s: Annotated[
-        float, msgspec.Meta(description="a media host that sends more slowly than this is given up; 0 is no limit")
+        float, msgspec.Meta(description="a fetch slower than this is aborted; 0 disables the limit")
     ] = 10_000.0
-    min_rate_grace_s: Annotated[
-        float, msgspec.Meta(description="time after which min_rate_bytes_per_s begins to hold")
-    ] = 2.0
+    min_rate_grace_s: Annotated[float, msgspec.Meta(description="time before min_rate_bytes_per_s applies")] = 2.0
     max_redirects: Annotated[int, msgspec.Meta(description="most redirects of one fetch")] = 3
-    max_fetches: Annotated[int, msgspec.Meta(description="most connections to media hosts at a time")] = 128
+    max_fetches: Annotated[int, msgspec.Meta(description="most concurrent connections to media hosts")] = 128
     max_fetches_per_host: Annotated[int, msgspec.Meta(description="most connections to one media host")] = 32
     max_cached_urls: Annotated[
-        int, msgspec.Meta(description="URLs whose content is remembered by its hash, as their cache headers allow")
+        int, msgspec.Meta(description="most URLs whose content hash is cached, as their cache headers allow")
     ] = 16384
     max_fresh_s: Annotated[
-        float, msgspec.Meta(description="longest time that a URL's content is taken as unchanged, whatever its headers")
+        float, msgspec.Meta(description="longest time that a URL's content is considered fresh, whatever its headers")
     ] = 86400.0
 
     def validate(self) -> None:

@@ -35,7 +35,7 @@ _HEAD_BYTES = 64
 _JPEG_LIST_START = b"/9j/"
 
 #: Kinds of ISO media file (ISO/IEC 14496-12): sound alone (phones write 3gp), and pictures, which are neither.
-_SOUND_BRANDS = (b"M4A ", b"M4B ", b"M4P ", b"3gp", b"3g2")
+_AUDIO_BRANDS = (b"M4A ", b"M4B ", b"M4P ", b"3gp", b"3g2")
 _PICTURE_BRANDS = (
     b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"crx ",
 )  # fmt: skip
@@ -65,7 +65,7 @@ def sniff_audio(data: Bytes, config: MediaConfig) -> AudioType:
     head = _head(data)
     media_type = next((media_type for is_type, media_type in _AUDIO_TYPES if is_type(head)), None)
     if media_type is None:
-        raise UnsupportedMediaType("the media is not a WAV, FLAC, MP3, AAC, Ogg, MP4, WebM or Matroska sound")
+        raise UnsupportedMediaType("the media is not a WAV, FLAC, MP3, AAC, Ogg, MP4, WebM or Matroska audio file")
     max_bytes = config.max_video_bytes if media_type.startswith("video/") else config.max_audio_bytes
     _check_bytes(len(data), max_bytes, "sound")
     return media_type
@@ -111,7 +111,7 @@ _AUDIO_TYPES: tuple[tuple[Callable[[bytes], bool], AudioType], ...] = (
     (lambda head: head.startswith(b"ID3") and len(head) >= 10, "audio/mpeg"),
     (lambda head: _is_frame(head, layers=(1, 2)), "audio/mpeg"),
     (_is_adts, "audio/aac"),
-    (lambda head: _is_mp4(head) and head[8:12].startswith(_SOUND_BRANDS), "audio/mp4"),
+    (lambda head: _is_mp4(head) and head[8:12].startswith(_AUDIO_BRANDS), "audio/mp4"),
     (_is_mp4, "video/mp4"),
     (lambda head: _is_matroska(head, b"webm"), "video/webm"),
     (lambda head: _is_matroska(head, b"matroska"), "video/x-matroska"),

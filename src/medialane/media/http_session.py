@@ -32,7 +32,7 @@ def open_session(config: MediaConfig, guard: UrlGuard, resolver: AbstractResolve
         limit=config.max_fetches,
         limit_per_host=config.max_fetches_per_host,
     )
-    made: type[ResponseHandler] = _FewInterimAnswers
+    made: type[ResponseHandler] = _InterimResponseLimit
     connector._factory = partial(made, loop=asyncio.get_running_loop())  # noqa: SLF001 - no other way to bound them
     return aiohttp.ClientSession(
         connector=connector,
@@ -46,7 +46,7 @@ def open_session(config: MediaConfig, guard: UrlGuard, resolver: AbstractResolve
     )
 
 
-class _FewInterimAnswers(ResponseHandler):
+class _InterimResponseLimit(ResponseHandler):
     """aiohttp's connection, which takes interim answers (1xx) without end: a storm of them grew 60 MB a second."""
 
     _num_interim = 0
@@ -72,7 +72,7 @@ class _ValidatingResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         found = await self._inner.resolve(host, port, family)
         for result in found:
-            self._guard.vet(result["host"], result["port"])
+            self._guard.check_address(result["host"], result["port"])
         return found
 
     async def close(self) -> None:

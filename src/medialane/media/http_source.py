@@ -79,23 +79,23 @@ class HttpSource:
         Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed,
         MediaFetchTimeout, MediaTooLarge, EmptyMedia, UpstreamFailed, and what the body raises.
         """
-        wanted = _Wanted(url, limits, validators, open_body)
+        wanted = _FetchRequest(url, limits, validators, open_body)
         try:
             async with asyncio.timeout(limits.timeout_s):
                 try:
                     return await self._attempt(wanted)
-                except _Transient as failure:
+                except _RetryableFailure as failure:
                     if failure.pause_s > MAX_RETRY_AFTER_S:
                         raise failure.error from failure
                     await asyncio.sleep(failure.pause_s)
                 try:
                     return await self._attempt(wanted)
-                except _Transient as failure:
+                except _RetryableFailure as failure:
                     raise failure.error from failure
         except TimeoutError as error:
-            raise MediaFetchTimeout("the media's host did not send it in time") from error
+            raise MediaFetchTimeout("timeout while fetching the media") from error
 
-    async def _attempt(self, wanted: _Wanted) -> Received:
+    async def _attempt(self, wanted: _FetchRequest) -> Received:
         target = self._guard.parse(wanted.url)
         redirected: list[Freshness] = []
         for _ in range(self._config.max_redirects + 1):
@@ -113,7 +113,7 @@ class HttpSource:
     async def _receive(
         self,
         response: aiohttp.ClientResponse,
-        wanted: _Wanted,
+        wanted: _FetchRequest,
         *,
         asked: Validators | None,
         target: URL,
@@ -130,7 +130,7 @@ class HttpSource:
         validators = Validators(str(target), headers.get("ETag"), headers.get("Last-Modified"))
         return Received(content, data, freshness, validators if validators.usable else None)
 
-    async def _read(self, response: aiohttp.ClientResponse, wanted: _Wanted) -> tuple[str, bytearray | None]:
+    async def _read(self, response: aiohttp.ClientResponse, wanted: _FetchRequest) -> tuple[str, bytearray | None]:
         """The body's hash, and its bytes if it does not keep them."""
         declared = response.content_length or 0
         if declared > wanted.limits.max_bytes:
@@ -161,14 +161,14 @@ class HttpSource:
             hasher.update(piece)
             elapsed_s = clock() - started
             if elapsed_s > self._config.min_rate_grace_s and num_bytes < elapsed_s * self._config.min_rate_bytes_per_s:
-                raise MediaFetchTimeout("the media's host sends too slowly")
+                raise MediaFetchTimeout("the media host sends too slowly")
         if not num_bytes:
             raise EmptyMedia("the media is empty")
         return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _FetchRequest:
     """What one fetch is for: the same in each of its attempts."""
 
     url: str
@@ -177,7 +177,7 @@ class _Wanted:
     open_body: Callable[[], Body]
 
 
-class _Transient(Exception):
+class _RetryableFailure(Exception):
     """An attempt failed in a way that another may not; `error` is what to say if there is no other."""
 
     def __init__(self, error: MedialaneError, pause_s: float = _RETRY_PAUSE_S) -> None:
@@ -196,14 +196,16 @@ def _conditions(validators: Validators | None) -> dict[str, str]:
 def _check(response: aiohttp.ClientResponse) -> None:
     """Raise unless the answer is the media, as it is."""
     if response.status == 429 or response.status >= 500:
-        raise _Transient(UpstreamFailed(f"the media's host answered {response.status}"), _pause_s(response))
+        raise _RetryableFailure(
+            UpstreamFailed(f"the media host answered with status {response.status}"), _pause_s(response)
+        )
     if response.status != 200:
-        raise MediaFetchFailed(f"the media's host answered {response.status}")
+        raise MediaFetchFailed(f"the media host answered with status {response.status}")
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
-        raise MediaFetchFailed("the media's host sent a content coding that was not asked for")
+        raise MediaFetchFailed("the media host used an unsupported content encoding")
     # aiohttp hands on what other transfer codings leave, coded as it is.
     if response.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
-        raise MediaFetchFailed("the media's host sent a transfer coding that was not asked for")
+        raise MediaFetchFailed("the media host used an unsupported transfer encoding")
 
 
 def _pause_s(response: aiohttp.ClientResponse) -> float:
@@ -220,8 +222,8 @@ def _mapped_errors() -> Iterator[None]:
     except TimeoutError:
         raise
     except aiohttp.ClientSSLError as error:
-        raise MediaFetchFailed("no secure connection to the media's host") from error
+        raise MediaFetchFailed("TLS connection to the media host failed") from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-        raise _Transient(MediaFetchFailed("no connection to the media's host")) from error
+        raise _RetryableFailure(MediaFetchFailed("cannot connect to the media host")) from error
     except (aiohttp.ClientError, ValueError) as error:
-        raise MediaFetchFailed("the media's host did not answer as HTTP demands") from error
+        raise MediaFetchFailed("the media host sent an invalid HTTP response") from error

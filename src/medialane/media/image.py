@@ -130,7 +130,7 @@ def _check_exif(picture: PILImage.Image) -> None:
 def _fast_jpeg(data: bytes, picture: PILImage.Image, chooser: SizeChooser | None) -> Image | None:
     """A plain JPEG, turned; None if Pillow shall decode it, or say what is wrong with it."""
     width, height = picture.size
-    turn = _turn_of(picture)
+    turn = _rotation_of(picture)
     if picture.mode not in ("RGB", "L") or (turn in _QUARTER_TURNS and width * height < _MIN_QUARTER_TURN_PIXELS):
         return None
     shown = (height, width) if turn in _QUARTER_TURNS else (width, height)
@@ -139,7 +139,7 @@ def _fast_jpeg(data: bytes, picture: PILImage.Image, chooser: SizeChooser | None
     pixels = _jpeg_pixels(data, (width, height), stored)
     if pixels is None:
         return None
-    upright = pixels if turn is None else _turned(pixels, turn)
+    upright = pixels if turn is None else _rotated(pixels, turn)
     return Image(upright) if scaled is None else ScaledImage(upright, shown)
 
 
@@ -191,15 +191,15 @@ def _transpose(pixels: _Pixels) -> _Pixels:
     return pixels.swapaxes(0, 1)
 
 
-_Turn = Callable[[_Pixels], _Pixels]
+_Rotation = Callable[[_Pixels], _Pixels]
 
-_QUARTER_TURNS: tuple[_Turn, ...] = (
+_QUARTER_TURNS: tuple[_Rotation, ...] = (
     _transpose,
     lambda pixels: _transpose(pixels)[:, ::-1],
     lambda pixels: _transpose(pixels)[::-1, ::-1],
     lambda pixels: _transpose(pixels)[::-1],
 )
-_TURNS: tuple[_Turn, ...] = (
+_ROTATIONS: tuple[_Rotation, ...] = (
     *_QUARTER_TURNS,
     lambda pixels: pixels[:, ::-1],
     lambda pixels: pixels[::-1, ::-1],
@@ -210,7 +210,7 @@ _TURNS: tuple[_Turn, ...] = (
 _MIN_QUARTER_TURN_PIXELS = 600_000
 
 
-def _turn_of(picture: PILImage.Image) -> _Turn | None:
+def _rotation_of(picture: PILImage.Image) -> _Rotation | None:
     """How Pillow would turn `picture`; None if it would not.
 
     Whether it does depends on more than the orientation's number (it also has to rewrite the metadata, which fails for
@@ -220,9 +220,9 @@ def _turn_of(picture: PILImage.Image) -> _Turn | None:
     probe.info = picture.info.copy()
     probe.getexif = picture.getexif  # type: ignore[method-assign]  # what the file's own reader has found so far
     probed = np.asarray(_transposed(probe))
-    return next((turn for turn in _TURNS if np.array_equal(turn(_UPRIGHT), probed)), None)
+    return next((turn for turn in _ROTATIONS if np.array_equal(turn(_UPRIGHT), probed)), None)
 
 
-def _turned(pixels: NDArray[np.uint8], turn: _Turn) -> NDArray[np.uint8]:
+def _rotated(pixels: NDArray[np.uint8], turn: _Rotation) -> NDArray[np.uint8]:
     whole = np.ascontiguousarray(turn(pixels.view("V3")[..., 0]))  # whole pixels: twice as fast as by channel
     return whole.view(np.uint8).reshape(*whole.shape, 3)

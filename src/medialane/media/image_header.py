@@ -123,7 +123,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
         while offset + 2 <= num_bytes and (view[offset] != 0xFF or view[offset + 1] in (0x00, 0xFF)):
             offset, num_junk = offset + 1, num_junk + 1
             if num_junk > _MAX_JUNK_BYTES:
-                raise InvalidImage("the image has junk in its header")
+                raise InvalidImage("the image has invalid data in its header")
         marker = _take(view, offset, 2)[1]
         offset += 2
         if marker in _STANDALONE:
@@ -192,7 +192,7 @@ def _read_bmp(view: memoryview) -> Sniffed:
         return Sniffed("image/bmp", _little(view, 18, 2), _little(view, 20, 2))
     width, height = (int.from_bytes(_take(view, offset, 4), "little", signed=True) for offset in (18, 22))
     if view[30:34] in _RUN_CODINGS and len(view) > _MAX_RUN_CODED_BYTES:
-        raise ImageTooComplex(f"the image is run-coded and has more than {_MAX_RUN_CODED_BYTES} bytes")
+        raise ImageTooComplex(f"the image is run-length encoded and has more than {_MAX_RUN_CODED_BYTES} bytes")
     return Sniffed("image/bmp", width, abs(height))
 
 
@@ -257,7 +257,7 @@ def _take(view: memoryview, offset: int, nbytes: int) -> bytes:
     """Raises InvalidImage for what lies behind the end, as `_big` and `_little` do."""
     part = bytes(view[offset : offset + nbytes])
     if len(part) < nbytes:
-        raise InvalidImage("the image ends within its header")
+        raise InvalidImage("the image header is truncated")
     return part
 
 

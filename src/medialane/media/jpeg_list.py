@@ -32,7 +32,7 @@ def split_jpeg_list(view: memoryview, config: MediaConfig) -> list[bytes]:
     frames = [_from_base64(part) for part in parts]
     sizes = {(frame.width, frame.height) for frame in (_sniff_frame(data, config) for data in frames)}
     if len(sizes) > 1:
-        raise InvalidVideo("the video's frames are not of one size")
+        raise InvalidVideo("the video's frames differ in size")
     (width, height) = sizes.pop()
     if len(frames) * width * height * 3 > config.max_video_decoded_bytes:
         raise VideoTooLarge(f"{len(frames)} frames of {width}x{height} take too much memory")

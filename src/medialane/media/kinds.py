@@ -18,8 +18,8 @@ from PIL import features
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.media import Modality
 
-_PILLOW_CURE = "pip install --force-reinstall pillow, which brings a build with it"
-_AV_CURE = "pip install --force-reinstall av, which brings a build with it"
+_PILLOW_FIX = "pip install --force-reinstall pillow, which brings a build with it"
+_AV_FIX = "pip install --force-reinstall av, which brings a build with it"
 _INSTALL_AV = "pip install av"
 _INSTALL_SOUNDFILE = "pip install soundfile"
 
@@ -27,13 +27,13 @@ _INSTALL_SOUNDFILE = "pip install soundfile"
 class Kind(msgspec.Struct, frozen=True):
     """One kind of media: an image format, a video codec, a format of sound.
 
-    `missing` says why this installation cannot decode it and `cure` what to do about that; both are empty if it can.
+    `missing` says why this installation cannot decode it and `fix` what to do about that; both are empty if it can.
     """
 
     modality: Modality
     name: str
     missing: str = ""
-    cure: str = ""
+    fix: str = ""
 
 
 class Kinds(msgspec.Struct, frozen=True):
@@ -41,12 +41,12 @@ class Kinds(msgspec.Struct, frozen=True):
 
     kinds: tuple[Kind, ...]
 
-    def takes(self, modality: Modality, name: str | None = None) -> bool:
+    def supports(self, modality: Modality, name: str | None = None) -> bool:
         """Whether a kind can be decoded; without a name, whether any of the modality can."""
         return any(not k.missing for k in self.kinds if k.modality == modality and name in (None, k.name))
 
     @property
-    def off(self) -> tuple[Kind, ...]:
+    def unavailable(self) -> tuple[Kind, ...]:
         """What cannot be decoded here."""
         return tuple(kind for kind in self.kinds if kind.missing)
 
@@ -54,15 +54,15 @@ class Kinds(msgspec.Struct, frozen=True):
         """What is on, in one line; what is off, a further line for each reason."""
         on = {m: [k.name for k in self.kinds if k.modality == m and not k.missing] for m in _MODALITIES}
         lines = ["media: " + ", ".join(f"{m} ({' '.join(names)})" for m, names in on.items() if names)]
-        for (missing, cure), kinds in self._reasons().items():
+        for (missing, fix), kinds in self._reasons().items():
             names = " ".join(f"{kind.modality}/{kind.name}" for kind in kinds)
-            lines.append(f"media off: {names}: {missing} ({cure})")
+            lines.append(f"media off: {names}: {missing} ({fix})")
         return "\n".join(lines)
 
     def _reasons(self) -> dict[tuple[str, str], list[Kind]]:
         found: dict[tuple[str, str], list[Kind]] = {}
-        for kind in self.off:
-            found.setdefault((kind.missing, kind.cure), []).append(kind)
+        for kind in self.unavailable:
+            found.setdefault((kind.missing, kind.fix), []).append(kind)
         return found
 
 
@@ -75,21 +75,21 @@ def installed_kinds() -> Kinds:
 def find_kinds(load: Callable[[str], ModuleType | str]) -> Kinds:
     """As `installed_kinds`; `load` gives a library by its name, or the reason why there is none."""
     av, soundfile = load("av"), load("soundfile")
-    return Kinds((*_images(features.check), *_videos(av), *_sounds(av, soundfile)))
+    return Kinds((*_images(features.check), *_videos(av), *_audio_kinds(av, soundfile)))
 
 
 def check_modality(modality: Modality) -> None:
     """Raise UnsupportedMediaType if this server decodes nothing of a modality."""
-    if modality != "image" and not installed_kinds().takes(modality):
-        raise UnsupportedMediaType(f"this server does not take {modality}: it has no decoder for it")
+    if modality != "image" and not installed_kinds().supports(modality):
+        raise UnsupportedMediaType(f"this server does not support {modality}: it has no decoder for it")
 
 
 def check_type(modality: Modality, media_type: str) -> None:
     """Raise UnsupportedMediaType if this server cannot decode a sniffed type. Of a video it says nothing: that type
     is the container's, and the codec inside is seen when it is opened."""
-    name = {"image": media_type.removeprefix("image/"), "audio": _SOUND_TYPES.get(media_type, "m4a")}.get(modality)
-    if name is not None and not installed_kinds().takes(modality, name):
-        raise UnsupportedMediaType(f"this server does not take {name.upper()} {modality}: it has no decoder for it")
+    name = {"image": media_type.removeprefix("image/"), "audio": _AUDIO_TYPES.get(media_type, "m4a")}.get(modality)
+    if name is not None and not installed_kinds().supports(modality, name):
+        raise UnsupportedMediaType(f"this server does not support {name.upper()} {modality}: it has no decoder for it")
 
 
 _MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
@@ -98,7 +98,7 @@ _MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
 _IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "avif", "bmp": None}
 
 #: Media type of sound -> the kind that decodes it; every other type is FFmpeg's, as M4A is.
-_SOUND_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "audio/ogg": "ogg"}
+_AUDIO_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "audio/ogg": "ogg"}
 
 #: Codec as users call it -> FFmpeg's decoders, any of which will do.
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
@@ -120,7 +120,7 @@ def _images(has: Callable[[str], bool | None]) -> list[Kind]:
     return [
         Kind("image", name)
         if feature is None or has(feature)
-        else Kind("image", name, f"this Pillow is built without {name}", _PILLOW_CURE)
+        else Kind("image", name, f"this Pillow is built without {name}", _PILLOW_FIX)
         for name, feature in _IMAGES.items()
     ]
 
@@ -131,12 +131,12 @@ def _videos(av: ModuleType | str) -> list[Kind]:
     return [
         Kind("video", name)
         if any(_decodes(av, decoder) for decoder in decoders)
-        else Kind("video", name, f"this av is built without {name}", _AV_CURE)
+        else Kind("video", name, f"this av is built without {name}", _AV_FIX)
         for name, decoders in _VIDEOS.items()
     ]
 
 
-def _sounds(av: ModuleType | str, soundfile: Any) -> list[Kind]:
+def _audio_kinds(av: ModuleType | str, soundfile: Any) -> list[Kind]:
     known: Collection[str] = () if isinstance(soundfile, str) else soundfile.available_formats()
     return [*(_by_soundfile(name, soundfile, known) for name in _SOUNDFILE), _m4a(av, soundfile)]
 
@@ -155,7 +155,7 @@ def _m4a(av: ModuleType | str, soundfile: ModuleType | str) -> Kind:
     if isinstance(av, str):
         return Kind("audio", "m4a", av, _INSTALL_AV)
     return (
-        Kind("audio", "m4a") if _decodes(av, "aac") else Kind("audio", "m4a", "this av is built without aac", _AV_CURE)
+        Kind("audio", "m4a") if _decodes(av, "aac") else Kind("audio", "m4a", "this av is built without aac", _AV_FIX)
     )
 
 

@@ -43,7 +43,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 #: What is read at a time; copied into the body on the loop, in some 0.1 ms.
 _PIECE_BYTES = 1 << 20
 
-_REFUSED = "the file URL does not name a file that this gateway may read"
+_REFUSED = "the file URL is not allowed"
 
 
 class _OpenHow(ctypes.Structure):

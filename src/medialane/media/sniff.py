@@ -11,9 +11,9 @@ from medialane.core.errors import UnsupportedMediaType
 from medialane.core.media import Modality
 from medialane.media.config import MediaConfig
 from medialane.media.container_type import sniff_audio, sniff_video
-from medialane.media.foreign_types import HEAD_BYTES, invalid, is_foreign
 from medialane.media.image_header import sniff_image
 from medialane.media.kinds import check_modality, check_type
+from medialane.media.unsupported_types import HEAD_BYTES, invalid, is_other_file_type
 
 Bytes = bytes | bytearray | memoryview
 
@@ -30,7 +30,7 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
     try:
         media_type = _sniff(data, modality, config)
     except UnsupportedMediaType as error:
-        if is_foreign(bytes(data[:HEAD_BYTES]), modality):
+        if is_other_file_type(bytes(data[:HEAD_BYTES]), modality):
             raise
         raise invalid(modality, f"{error.message}, or it is damaged") from error
     check_type(modality, media_type)

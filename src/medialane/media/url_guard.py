@@ -86,31 +86,31 @@ class UrlGuard:
     def follow(self, url: URL, location: str | None) -> URL:
         """Where a redirect of `url` leads. Raises MediaFetchFailed, and as `parse` does."""
         if location is None:
-            raise MediaFetchFailed("the media's host sent a redirect to nowhere")
+            raise MediaFetchFailed("the media host sent a redirect without a location")
         self._check_text(location)
         try:
             target = location if _SCHEME.match(location) else str(url.join(URL(location, encoded=location.isascii())))
         except ValueError as error:
-            raise InvalidMediaUrl("the media's host sent a redirect to an invalid URL") from error
+            raise InvalidMediaUrl("the media host redirected to an invalid URL") from error
         parsed = self.parse(target)
         if url.scheme == "https" and parsed.scheme != "https":
             raise MediaUrlForbidden("the media URL redirects from https to http")
         return parsed
 
-    def vet(self, address: str, port: int) -> None:
+    def check_address(self, address: str, port: int) -> None:
         """Raise MediaUrlForbidden unless this address may be dialled."""
         inner = tuple(_unwrap(ip_address(address)))
         if all(any(a in network for network in self._networks) for a in inner):
             return
         if port not in self._ports:
-            raise MediaUrlForbidden("the media URL has a port that this gateway does not fetch from")
+            raise MediaUrlForbidden("the port of the media URL is not allowed")
         if not all(_is_public(a) or any(a in network for network in self._networks) for a in inner):
-            raise MediaUrlForbidden("the media URL leads to an address that this gateway does not fetch from")
+            raise MediaUrlForbidden("the media URL resolves to an address that is not allowed")
 
     def open_socket(self, addr_info: tuple[int, int, int, str, tuple[str | int, ...]]) -> socket.socket:
         """The HTTP client's socket factory: the last look at an address before it is dialled."""
         family, kind, protocol, _, (address, port, *_) = addr_info
-        self.vet(str(address), int(port))
+        self.check_address(str(address), int(port))
         return socket.socket(family, kind, protocol)
 
     def _check_text(self, url: str) -> None:
@@ -121,19 +121,19 @@ class UrlGuard:
 
     def _check_host(self, host: str, port: int) -> None:
         if self._domains and host.rstrip(".") not in self._domains:
-            raise MediaUrlForbidden("the media URL names a host that this gateway does not fetch from")
+            raise MediaUrlForbidden("the host of the media URL is not allowed")
         if "%" in host:
-            raise MediaUrlForbidden("the media URL names an address of one link")
+            raise MediaUrlForbidden("the media URL has a link-local scope id")
         if host.startswith("["):
             try:
-                self.vet(str(IPv6Address(host[1:-1])), port)
+                self.check_address(str(IPv6Address(host[1:-1])), port)
             except AddressValueError as error:
                 raise InvalidMediaUrl("the media URL has no valid host") from error
         elif _ENDS_IN_A_NUMBER.search(host):
             try:
-                self.vet(str(IPv4Address(host)), port)
+                self.check_address(str(IPv4Address(host)), port)
             except AddressValueError as error:
-                raise MediaUrlForbidden("the media URL spells an address in an unusual way") from error
+                raise MediaUrlForbidden("the media URL has an address in a non-canonical form") from error
         elif not _NAME.fullmatch(host):
             raise InvalidMediaUrl("the media URL has no valid host")
 

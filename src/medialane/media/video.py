@@ -19,7 +19,7 @@ from medialane.media.config import MediaConfig
 from medialane.media.image import decode_image
 from medialane.media.jpeg_list import split_jpeg_list
 from medialane.media.mp4_references import check_references
-from medialane.media.video_capture import UNOPENABLE, Capture, FrameTable, Unsure, open_container
+from medialane.media.video_capture import UNOPENABLE, Capture, FrameTable, FrameTableMismatch, open_container
 
 _Pixels = NDArray[np.uint8]
 
@@ -27,7 +27,7 @@ _Pixels = NDArray[np.uint8]
 _DEMUXERS = {"video/mp4": "mp4", "video/webm": "matroska", "video/x-matroska": "matroska"}
 
 #: Formats that become the same RGB whether by BGR, which is OpenCV's way, or straight.
-_STRAIGHT = {"yuv420p", "yuvj420p"}
+_DIRECT_FORMATS = {"yuv420p", "yuvj420p"}
 
 #: Degrees that the file says to turn its pictures by, to the quarter turns (counterclockwise) that OpenCV makes.
 _QUARTER_TURNS = {90: 1, 180: 2, -180: 2, -90: 3}
@@ -68,10 +68,10 @@ class JpegList:
         """As `Video.read`; there is no frame that cannot be read."""
         wanted = [index for index in indices if 0 <= index < len(self._frames)]
         if not wanted:
-            raise InvalidVideo("the video has none of the frames that the model takes")
+            raise InvalidVideo("the video has none of the frames that the model samples")
         pictures = [decode_image(memoryview(self._frames[index]), self._config).pixels for index in wanted]
         if len({picture.shape for picture in pictures}) > 1:
-            raise InvalidVideo("the video's frames are not of one size")
+            raise InvalidVideo("the video's frames differ in size")
         return np.stack(pictures), wanted
 
 
@@ -94,7 +94,7 @@ class EncodedVideo:
         if self._table is not None:
             try:
                 return self._collect(wanted, self._capture.jump(self._table, wanted))
-            except Unsure:
+            except FrameTableMismatch:
                 self._table = None
                 self._as_opencv()
         return self._collect(wanted, self._capture.walk(wanted))
@@ -145,7 +145,7 @@ class EncodedVideo:
             try:
                 converter.convert(frame, frames[len(read)])
             except av.FFmpegError as error:
-                raise InvalidVideo("the video's pictures cannot be converted") from error
+                raise InvalidVideo("the video's frames cannot be converted") from error
             read.append(index)
         if frames is None:
             raise InvalidVideo("no frame of the video can be decoded")
@@ -163,7 +163,7 @@ class _Converter:
         return (frame.width, frame.height, 3) if turned else (frame.height, frame.width, 3)
 
     def convert(self, frame: av.VideoFrame, out: _Pixels) -> None:
-        straight = frame.format.name in _STRAIGHT
+        straight = frame.format.name in _DIRECT_FORMATS
         picture = self._reformatter.reformat(
             frame, format="rgb24" if straight else "bgr24", interpolation=Interpolation.BICUBIC, threads=1
         )

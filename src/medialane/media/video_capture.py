@@ -42,7 +42,7 @@ _NO_TIME = -(1 << 63)
 _READ_BYTES = 1 << 17
 
 #: OpenCV's zero, of seconds and of rates (`eps_zero`).
-_NO_LESS = 0.000025
+_EPS_ZERO = 0.000025
 
 #: How many frames before the wanted one OpenCV seeks first.
 _FIRST_SEEK_BACK = 16
@@ -70,10 +70,10 @@ def open_container(data: memoryview, demuxer: str, config: MediaConfig) -> Input
 
 
 def _refuse(_url: str, _flags: int, _options: dict[str, str]) -> None:
-    raise PermissionError("a video may not open anything")
+    raise PermissionError("a video must not reference other files")
 
 
-class Unsure(Exception):
+class FrameTableMismatch(Exception):
     """The frames that come out are not those that the table told."""
 
 
@@ -90,7 +90,7 @@ class Capture:
 
     def __init__(self, container: InputContainer, config: MediaConfig, *, strict: bool) -> None:
         if not container.streams.video:
-            raise InvalidVideo("the video has no pictures")
+            raise InvalidVideo("the video has no frames")
         self._container = container
         self._config = config
         self._stream: VideoStream = container.streams.video[0]
@@ -108,7 +108,7 @@ class Capture:
     def _open_decoder(self, *, strict: bool) -> None:
         context = self._stream.codec_context
         if context is None:
-            raise InvalidVideo("the video has a codec that is not known")
+            raise InvalidVideo("the video codec is unknown")
         self._context = context
         context.thread_count = 1  # one job, one thread: preparers are the parallelism
         context.options = {"max_pixels": str(self._config.max_video_pixels)}
@@ -116,19 +116,19 @@ class Capture:
             context.options |= {"err_detect": "explode"}
         self.size = context.width, context.height
         if not all(self.size):
-            raise InvalidVideo("the video has no pictures")
+            raise InvalidVideo("the video has no frames")
         if self.size[0] * self.size[1] > self._config.max_video_pixels:
-            raise VideoTooLarge(f"the video's pictures have more than {self._config.max_video_pixels} pixels")
+            raise VideoTooLarge(f"the video's frames have more than {self._config.max_video_pixels} pixels")
 
     @property
     def duration_s(self) -> float:
         """The longest that the file tells of itself."""
-        return max(self._told_duration_s(), self.num_claimed_frames / self.fps)
+        return max(self._reported_duration_s(), self.num_claimed_frames / self.fps)
 
-    def _told_duration_s(self) -> float:
+    def _reported_duration_s(self) -> float:
         """`get_duration_sec`: the file's duration, or else the stream's, which may be the number for "not known"."""
         duration = self._container.duration
-        if duration is not None and duration / av.time_base >= _NO_LESS:
+        if duration is not None and duration / av.time_base >= _EPS_ZERO:
             return duration / av.time_base
         told = self._stream.duration
         return float(_NO_TIME if told is None else told) * self._tick_s()
@@ -136,14 +136,14 @@ class Capture:
     def _find_rate(self) -> float:
         """`get_fps`."""
         rate, tick_s = self._stream.average_rate, self._tick_s()
-        if rate is not None and (fps := rate.numerator / rate.denominator) >= _NO_LESS:
+        if rate is not None and (fps := rate.numerator / rate.denominator) >= _EPS_ZERO:
             return fps
         if not tick_s:
             raise InvalidVideo("the video has no time base")
         return 1.0 / tick_s
 
     def _estimate_frames(self) -> int:
-        return math.floor(self._told_duration_s() * self.fps + 0.5)
+        return math.floor(self._reported_duration_s() * self.fps + 0.5)
 
     def _tick_s(self) -> float:
         time_base = self._stream.time_base
@@ -177,7 +177,7 @@ class Capture:
         if self._first_number < 0:
             self._first_number = self._number_of(self._picture_time)
         if (frame.width, frame.height) != self.size:
-            raise InvalidVideo("the video's pictures are not of one size")
+            raise InvalidVideo("the video's frames differ in size")
         return frame
 
     def _count_decoded(self) -> None:
@@ -284,7 +284,7 @@ class Capture:
         at = -1
         for index in wanted:
             if index >= len(table.times):
-                raise Unsure
+                raise FrameTableMismatch
             key = table.keys[bisect_right(table.keys, index) - 1]
             if key > at:
                 frames = self._frames_from(key, table.times)
@@ -293,7 +293,7 @@ class Capture:
                     yield at, frame
                     break
             else:
-                raise Unsure
+                raise FrameTableMismatch
 
     def _frames_from(self, key: int, times: list[int]) -> Iterator[tuple[int, av.VideoFrame]]:
         """Frames from a keyframe on, each one where the table has it."""
@@ -304,6 +304,6 @@ class Capture:
             if number == key and frame.pts is not None and frame.pts < times[key]:
                 continue  # shown before the keyframe that it follows in the file, and built on what was not decoded
             if number == len(times) or frame.pts != times[number] or frame.is_corrupt:
-                raise Unsure
+                raise FrameTableMismatch
             yield number, frame
             number += 1

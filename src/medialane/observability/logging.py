@@ -31,7 +31,7 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        msgspec.Meta(description="least severe of medialane's own messages that are logged"),
+        msgspec.Meta(description="log level of medialane's own messages"),
     ] = "info"
 
     def validate(self) -> None:
@@ -50,7 +50,7 @@ def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
     logging.getLogger("medialane").setLevel(config.level.upper())
 
 
-class RareWarning:
+class RateLimitedWarning:
     """A warning that clients can cause as often as they like: logged at most once in `every_s` seconds."""
 
     def __init__(

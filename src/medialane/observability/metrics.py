@@ -27,24 +27,27 @@ _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 
 _HISTOGRAMS: Final = {
     # name: (help, labels, buckets in seconds)
-    "medialane_stage_seconds": ("Time of a request's stages", ("stage",), _STAGE_BUCKETS),
-    "medialane_request_seconds": ("Time from the arrival of a request to its end", (), _REQUEST_BUCKETS),
-    "medialane_routing_seconds": ("Time of choosing a worker, without hashing the prompt", (), _ROUTING_BUCKETS),
+    "medialane_stage_seconds": ("Duration of each step of a request", ("stage",), _STAGE_BUCKETS),
+    "medialane_request_seconds": ("Duration of a request from arrival to completion", (), _REQUEST_BUCKETS),
+    "medialane_routing_seconds": ("Duration of routing decisions, excluding block hashing", (), _ROUTING_BUCKETS),
 }
 
 _COUNTERS: Final = {
     # name: (help, labels)
-    "medialane_cache_lookups": ("Questions to a cache, by cache and outcome", ("kind", "outcome")),
-    "medialane_copied_bytes": ("Bytes of media and features copied", ()),
-    "medialane_request_errors": ("Requests refused or failed", ("code",)),
-    "medialane_fallbacks": ("Hand-overs that failed and were followed by another way", ("way", "reason")),
-    "medialane_worker_losses": ("Connections to a worker that were lost", ("worker",)),
+    "medialane_cache_lookups": ("Cache lookups by cache and outcome", ("kind", "outcome")),
+    "medialane_copied_bytes": ("Bytes of media and features copied by the gateway", ()),
+    "medialane_request_errors": ("Requests that were refused or failed, by error code", ("code",)),
+    "medialane_transfer_fallbacks": (
+        "Failed transfers of media to a worker that fell back to another path, by failed path and reason",
+        ("path", "reason"),
+    ),
+    "medialane_worker_losses": ("Lost connections to a worker", ("worker",)),
     "medialane_prompt_tokens": (
-        "Tokens of prompts: all, those expected in the worker's KV cache, those that the engine had there",
+        "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
         ("kind",),
     ),
     "medialane_media_items": (
-        "Media items of answered prompts, by whether all of an item came from the engine's KV cache",
+        "Media items by whether their tokens were entirely in the engine's KV cache",
         ("modality", "outcome"),
     ),
 }
@@ -84,9 +87,10 @@ class Metrics:
         """Count a request that was answered with the error of this code."""
         self._counters["medialane_request_errors"].labels(code).inc()
 
-    def count_fallback(self, way: str, reason: str) -> None:
-        """Count a hand-over that failed in `way` with the error code `reason` and is tried in the next way."""
-        self._counters["medialane_fallbacks"].labels(way, reason).inc()
+    def count_fallback(self, transfer_path: str, reason: str) -> None:
+        """Count a hand-over that failed in `transfer_path` with the error code `reason` and is tried in the next
+        way."""
+        self._counters["medialane_transfer_fallbacks"].labels(transfer_path, reason).inc()
 
     def count_worker_lost(self, worker: str) -> None:
         self._counters["medialane_worker_losses"].labels(worker).inc()
@@ -164,12 +168,10 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
         "cached": stats.published_bytes - stats.pinned_bytes,
         "pinned": stats.pinned_bytes,
     }
-    yield _gauge("medialane_arena_bytes", "Shared memory by use; size is the sum of the others", "kind", kinds)
+    yield _gauge("medialane_arena_bytes", "Shared memory by state; size is the total", "kind", kinds)
     yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=stats.num_entries)
-    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that have not ended", value=stats.num_leases)
-    yield CounterMetricFamily(
-        "medialane_arena_evictions", "Cached entries that made room for others", value=stats.num_evictions
-    )
+    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that are held", value=stats.num_leases)
+    yield CounterMetricFamily("medialane_arena_evictions", "Evicted cache entries", value=stats.num_evictions)
 
 
 def _preparers(stats: PoolStats) -> Iterator[Metric]:
@@ -177,37 +179,41 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
     yield _gauge("medialane_preparers", "Preparer processes", "state", states)
     yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
     yield CounterMetricFamily(
-        "medialane_preparer_restarts", "Preparers replaced after they died or were killed", value=stats.num_restarts
+        "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
     )
-    jobs = CounterMetricFamily("medialane_preparer_jobs", "Items prepared, by outcome", labels=["outcome"])
+    jobs = CounterMetricFamily("medialane_preparer_jobs", "Preparation jobs by outcome", labels=["outcome"])
     jobs.add_metric(["done"], stats.num_done)
     jobs.add_metric(["failed"], stats.num_failed)
     yield jobs
 
 
 def _routing(stats: RoutingStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("medialane_routing_blocks", "Different KV blocks in the index", value=stats.num_blocks)
+    yield GaugeMetricFamily(
+        "medialane_routing_blocks", "Distinct KV blocks in the router's index", value=stats.num_blocks
+    )
     yield GaugeMetricFamily(
         "medialane_routing_entries",
-        "KV blocks in the index, for each worker that holds them",
+        "KV blocks in the router's index, summed over workers",
         value=stats.num_entries,
     )
     yield GaugeMetricFamily(
-        "medialane_routing_encoder_items", "Items thought to be in encoder caches", value=stats.num_encoder_items
+        "medialane_routing_encoder_items",
+        "Media items predicted to be in encoder caches",
+        value=stats.num_encoder_items,
     )
     missed = CounterMetricFamily(
         "medialane_routing_missed_predictions",
-        "Prompts whose cached tokens were fewer than promised, or whose blocks a worker never told of",
+        "Prompts with fewer cached tokens than predicted, or whose blocks were never reported as stored",
         labels=["kind"],
     )
     missed.add_metric(["fewer_cached"], stats.num_unexplained)
     missed.add_metric(["never_stored"], stats.num_never_stored)
     yield missed
     lags = dict(stats.event_lag_s)
-    yield _gauge("medialane_kv_event_lag_seconds", "Age of a worker's last KV change when it came", "worker", lags)
+    yield _gauge("medialane_kv_event_lag_seconds", "Age of a worker's latest KV event on arrival", "worker", lags)
     gaps = CounterMetricFamily(
         "medialane_kv_event_gaps",
-        "Times that KV changes of a worker were missing and it told all of them again, on this connection",
+        "Gaps in a worker's KV events that required a snapshot, on this connection",
         labels=["worker"],
     )
     for worker, num_gaps in stats.num_event_gaps.items():
@@ -225,7 +231,7 @@ def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
     waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
     usage = {e.worker_id: e.load.kv_usage for e in endpoints}
-    yield _gauge("medialane_worker_in_flight", "Requests of this gateway at a worker", "worker", in_flight)
-    yield _gauge("medialane_worker_running", "Requests that a worker's engine runs", "worker", running)
-    yield _gauge("medialane_worker_waiting", "Requests that wait in a worker's engine", "worker", waiting)
-    yield _gauge("medialane_worker_kv_usage_ratio", "Part of a worker's KV cache in use, 0 to 1", "worker", usage)
+    yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
+    yield _gauge("medialane_worker_running", "Requests running in a worker's engine", "worker", running)
+    yield _gauge("medialane_worker_waiting", "Requests waiting in a worker's engine", "worker", waiting)
+    yield _gauge("medialane_worker_kv_usage_ratio", "KV-cache utilisation of a worker, 0 to 1", "worker", usage)

@@ -50,7 +50,7 @@ class MetricReader:
         self._families: dict[str, int] = {}
         self._ids: dict[_Key, int] = {}
         self._values: dict[int, float] = {}
-        self._num_told = 0
+        self._num_sent = 0
         self.num_dropped = 0
 
     def read(self) -> list[MetricChanges]:
@@ -71,8 +71,8 @@ class MetricReader:
                     if len(self._ids) >= self._max_series:
                         self.num_dropped += 1
                         continue
-                    number = self._ids[key] = self._num_told
-                    self._num_told += 1
+                    number = self._ids[key] = self._num_sent
+                    self._num_sent += 1
                     series.append(MetricSeries(family, sample.name, dict(sample.labels)))
                 if self._values.get(number) != sample.value:
                     self._values[number] = changed[number] = sample.value
@@ -100,7 +100,7 @@ class MetricMirror:
         self._families: list[MetricFamily] = []
         self._series: dict[int, MetricSeries] = {}
         self._values: dict[int, float] = {}
-        self._num_told = 0
+        self._num_sent = 0
 
     def __len__(self) -> int:
         return len(self._values)
@@ -111,7 +111,7 @@ class MetricMirror:
         ids, values = list(map(int, _unpack(changes.ids, _ID))), _unpack(changes.values, _VALUE)
         removed = set(map(int, _unpack(changes.removed, _ID)))
         num_families = len(self._families) + len(changes.families)
-        new = dict(enumerate(changes.series, self._num_told))
+        new = dict(enumerate(changes.series, self._num_sent))
         if num_families > self._max_series or len(self._series) + len(new) - len(removed) > self._max_series:
             raise ValueError("more series than a worker may have")
         if not all(map(_is_family, changes.families)) or not all(_is_series(s, num_families) for s in changes.series):
@@ -120,7 +120,7 @@ class MetricMirror:
             raise ValueError("values that do not fit the series")
         self._families.extend(changes.families)
         self._series.update(new)
-        self._num_told += len(new)
+        self._num_sent += len(new)
         self._values.update(zip(ids, values, strict=True))
         for number in removed:
             self._series.pop(number, None)

@@ -15,10 +15,13 @@ GIB = 1024 * 1024 * 1024
 
 class PrepareConfig(msgspec.Struct, frozen=True):
     num_preparers: Annotated[
-        int, msgspec.Meta(description="processes that decode and process media; 0 takes the cores less one, at least 1")
+        int,
+        msgspec.Meta(
+            description="processes that decode and process media; 0 is the number of cores minus one, at least 1"
+        ),
     ] = 0
     queue_limit: Annotated[
-        int, msgspec.Meta(description="items that may wait for a preparer; one more is answered 503 with Retry-After")
+        int, msgspec.Meta(description="most items that wait for a preparer; more get 503 with Retry-After")
     ] = 256
     queue_timeout_s: Annotated[
         float, msgspec.Meta(description="longest wait for a preparer, then 503 with Retry-After")
@@ -26,17 +29,19 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     image_timeout_s: Annotated[
         float, msgspec.Meta(description="longest time to decode and process one image; then its preparer is killed")
     ] = 10.0
-    audio_timeout_s: Annotated[float, msgspec.Meta(description="the same for one sound")] = 20.0
+    audio_timeout_s: Annotated[float, msgspec.Meta(description="the same for one audio item")] = 20.0
     video_timeout_s: Annotated[float, msgspec.Meta(description="the same for one video")] = 60.0
     start_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest time to load and warm the model's processor")
+        float, msgspec.Meta(description="longest time to load and warm up the model's processor")
     ] = 120.0
     memory_limit_bytes: Annotated[
         int,
-        msgspec.Meta(description="address space that a preparer may take beyond what it starts with; 0 is no limit"),
+        msgspec.Meta(
+            description="most address space that a preparer may add to its initial size; 0 disables the limit"
+        ),
     ] = 4 * GIB
     max_jobs_per_preparer: Annotated[
-        int, msgspec.Meta(description="jobs after which a preparer is replaced by a fresh one; 0 is never")
+        int, msgspec.Meta(description="jobs after which a preparer is replaced; 0 is never")
     ] = 0
 
     def validate(self) -> None:

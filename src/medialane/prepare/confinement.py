@@ -58,7 +58,7 @@ def limit_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def forgo_privileges() -> None:
+def drop_privileges() -> None:
     """No new privileges, no core dump; be the first to die when the machine is out of memory."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -77,7 +77,7 @@ def drop_capabilities() -> None:
         raise OSError(number, f"capset: {os.strerror(number)}")
 
 
-def die_of_faults() -> None:
+def restore_fault_handlers() -> None:
     """Let a fault end this process at once.
 
     Libraries that come with vLLM (LLVM) have the fault signals print a stack first; in a forked child that waits for

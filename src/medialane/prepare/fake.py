@@ -105,7 +105,7 @@ class FakeProcessor:
 class FakeAssembler:
     """Replaces the n-th placeholder token by one token per patch of the n-th feature."""
 
-    takes_own_options = False
+    accepts_item_options = False
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         if token_ids.count(PLACEHOLDER_TOKEN) != len(features):

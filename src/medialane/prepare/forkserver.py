@@ -75,7 +75,7 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ForkserverInfo:
     """What a fork server and its spares know of themselves."""
 
     gateway_pid: int
@@ -86,7 +86,9 @@ class Facts:
 class Forkserver:
     """Forks preparers on request and reports their ends, until the control channel ends."""
 
-    def __init__(self, control: socket.socket, processor: Processor, setup: PreparerSetup, facts: Facts) -> None:
+    def __init__(
+        self, control: socket.socket, processor: Processor, setup: PreparerSetup, facts: ForkserverInfo
+    ) -> None:
         self._control = control
         self._processor = processor
         self._setup = setup
@@ -242,7 +244,7 @@ def main(argv: list[str]) -> int:
         started = time.monotonic()
         try:
             processor = build(factory_name, setup)
-            facts = Facts(parent_pid, time.monotonic() - started, available())
+            facts = ForkserverInfo(parent_pid, time.monotonic() - started, available())
             Forkserver(control, processor, setup.preparer, facts).run()
         except MedialaneError as error:
             send_report(control, Refused(error.message))

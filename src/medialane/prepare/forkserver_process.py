@@ -17,7 +17,6 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from medialane.core.errors import StartupFailed
-from medialane.prepare.adopted_process import AdoptedProcess
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
@@ -35,6 +34,7 @@ from medialane.prepare.messages import (
     decode_control_report,
     encode_control,
 )
+from medialane.prepare.pidfd_process import PidfdProcess
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.process_memory import read_into
 from medialane.prepare.sandbox import Sandbox
@@ -70,7 +70,7 @@ class ForkserverLost(Exception):
 
 
 class _Process(Protocol):
-    """A child of ours (`asyncio.subprocess.Process`), or an `AdoptedProcess`."""
+    """A child of ours (`asyncio.subprocess.Process`), or an `PidfdProcess`."""
 
     @property
     def pid(self) -> int: ...
@@ -94,7 +94,7 @@ class ForkserverProcess:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[float] = self._loop.create_future()
         self._forks: dict[int, tuple[PreparerProcess, asyncio.Future[None]]] = {}
-        self._spare: asyncio.Future[AdoptedProcess] | None = None
+        self._spare: asyncio.Future[PidfdProcess] | None = None
         self._num_forks = 0
         self._refusal: str | None = None
         self._loop.add_reader(control.fileno(), self.poll)
@@ -218,7 +218,7 @@ class ForkserverProcess:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop is about to tell
                 self._process.kill()
             if not await self._wait_exit(_KILL_TIMEOUT_S):
-                logger.error("fork server (pid %d) does not die", self.pid)
+                logger.error("fork server (pid %d) could not be killed", self.pid)
 
     async def _wait_exit(self, timeout_s: float) -> bool:
         try:
@@ -237,7 +237,7 @@ class ForkserverProcess:
             raise StartupFailed(f"the model's processor was not ready in {timeout_s:g} s (start_timeout_s)") from None
         except ForkserverLost as error:
             raise StartupFailed(
-                self._refusal or "the process that prepares media ended while it started; its log says why"
+                self._refusal or "the media preparation process failed to start; see its log"
             ) from error
         logger.info("processor ready after %.1f s (%.1f s to build)", time.monotonic() - started, warm_s)
 
@@ -298,7 +298,7 @@ class ForkserverProcess:
         if self._spare is None or self._spare.done():  # nobody waits for it any more
             os.close(fds[0])
         else:
-            self._spare.set_result(AdoptedProcess(report.pid, fds[0]))
+            self._spare.set_result(PidfdProcess(report.pid, fds[0]))
 
     def _lose(self, reason: str) -> None:
         if self.lost.is_set():

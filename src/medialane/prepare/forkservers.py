@@ -16,8 +16,8 @@ from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProce
 logger = logging.getLogger(__name__)
 
 #: First and last pause before a spare that has died is replaced; it doubles in between.
-FIRST_PAUSE_S = 1.0
-LAST_PAUSE_S = 60.0
+INITIAL_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
 
 
 class Forkservers:
@@ -35,14 +35,14 @@ class Forkservers:
         """The spare if there is one, else a new one; the caller owns it. Raises StartupFailed."""
         if (spare := self._spare) is not None and self.has_spare:
             self._spare = None
-            logger.info("the spare fork server (pid %d) takes over", spare.pid)
+            logger.info("spare fork server (pid %d) takes over", spare.pid)
             return spare
         await self.close()
         return await self._start()
 
     async def keep_spare(self, used: ForkserverProcess) -> None:
         """Keep a spare of `used`, until that is lost."""
-        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         while not used.lost.is_set():
             try:
                 self._spare = await used.fork_spare()

@@ -110,7 +110,7 @@ class JobQueue:
     def put(self, job: Job) -> None:
         """Queue a job, which fails when nobody takes it in time. Raises PreparersBusy when the queue is full."""
         if len(self._jobs) >= self._limit + self._num_takers:
-            raise PreparersBusy("too many media items are waiting to be prepared")
+            raise PreparersBusy("the queue of media items is full")
         self._jobs.append(job)
         self._timers[job] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, job)
         self._changed.set()
@@ -151,4 +151,4 @@ class JobQueue:
 
     def _expire(self, job: Job) -> None:
         if self.withdraw(job):
-            job.settle(Outcome(error=PreparersBusy(f"no preparer was free within {self._timeout_s:g} s")))
+            job.settle(Outcome(error=PreparersBusy(f"no preparer became available within {self._timeout_s:g} s")))

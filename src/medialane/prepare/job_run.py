@@ -62,7 +62,7 @@ class JobRunner:
         """Run one job within its deadline. Raises nothing; cancelled, its preparer is in an unknown state."""
         try:
             async with asyncio.timeout(job.timeout_s) as job.deadline:
-                return Outcome(lease=await self._converse(job, preparer))
+                return Outcome(lease=await self._exchange_messages(job, preparer))
         except MedialaneError as error:  # reported by the preparer, which is fine, or the arena is full
             return Outcome(error=error)
         except Exception as error:  # noqa: BLE001 - one job's surprise must not end those of the others; it is logged
@@ -72,7 +72,7 @@ class JobRunner:
         """End the copy threads; a copy that is under way goes on to its end."""
         self._copiers.shutdown(wait=False)
 
-    async def _converse(self, job: Job, preparer: PreparerProcess) -> Lease[Feature] | None:
+    async def _exchange_messages(self, job: Job, preparer: PreparerProcess) -> Lease[Feature] | None:
         """One job's messages. Raises PreparerLost, and MedialaneError when the job failed and the preparer did not."""
         self._num_jobs += 1
         job_id = self._num_jobs
@@ -105,7 +105,7 @@ class JobRunner:
         """Raises ArenaFull, and MediaTooLarge for what never fits beside the encoded bytes that it is made of."""
         _, nbytes = layout(need.specs)
         if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
-            raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server has for it")
+            raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server can store")
         job.reservation = self._arena.reserve(nbytes, "decoded" if job.options is None else "processed")
         return job.reservation
 
@@ -141,17 +141,17 @@ def _explain(
     """Log what cost a job its preparer; return what its caller is told."""
     match error:
         case TimeoutError():
-            why = "nobody waits for its job" if job.is_disowned else f"its job took over {job.timeout_s:g} s"
+            why = "its job was cancelled" if job.is_disowned else f"its job took over {job.timeout_s:g} s"
             logger.warning("preparer %d (pid %s) is killed: %s", preparer.preparer_id, preparer.pid, why)
             return PreparerTimeout(f"preparing this item took longer than {job.timeout_s:g} s")
         case PreparerLost():
-            logger.warning("a job has lost its preparer: %s", error)
+            logger.warning("a job lost its preparer: %s", error)
             if forkserver_is_lost():
                 return Unavailable("media preparation is restarting")
-            return PreparerCrashed("the process that decoded this item has crashed")
+            return PreparerCrashed("the decoder process crashed on this item")
         case _:
             logger.error("a job failed unexpectedly; preparer %d is replaced", preparer.preparer_id, exc_info=error)
-            return PreparationFailed("this item could not be prepared")
+            return PreparationFailed("preparing this item failed")
 
 
 async def to_the_end(work: Awaitable[object]) -> None:

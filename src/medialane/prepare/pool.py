@@ -33,7 +33,7 @@ from medialane.prepare.forkservers import Forkservers
 from medialane.prepare.job_queue import Job, JobQueue
 from medialane.prepare.job_run import to_the_end
 from medialane.prepare.messages import PreparerSetup
-from medialane.prepare.preparers import FIRST_PAUSE_S, LAST_PAUSE_S, Preparers
+from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Preparers
 from medialane.prepare.sandbox import WRITE_ARENA
 
 logger = logging.getLogger(__name__)
@@ -157,14 +157,14 @@ class PreparerPool:
         )
 
     @property
-    def impairment(self) -> str | None:
+    def degradation(self) -> str | None:
         """What is wrong with media preparation now; None when nothing is, or it was never started, or is closed."""
         if self._supervisor is None or self._is_closed:
             return None
         if self._unavailable is not None:
             return self._unavailable
         if self._forkserver is not None and self._forkserver.lost.is_set():
-            return "preparers are being started again"
+            return "preparers are restarting"
         if (num_alive := len(self._preparers.alive)) < self._preparers.num_wanted:
             return f"{num_alive} of {self._preparers.num_wanted} preparers are running"
         return None
@@ -181,7 +181,7 @@ class PreparerPool:
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         """Keep a fork server alive until cancelled, or until the first one does not come up."""
-        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -192,11 +192,11 @@ class PreparerPool:
                     logger.error("media preparation cannot start: %s", error.message)
                     _fail_start(started, error)
                 except Exception:  # the supervisor: whatever ended it, media preparation starts again
-                    logger.exception("media preparation has failed and starts again")
-                _fail_start(started, StartupFailed("media preparation ended while it started; its log says why"))
+                    logger.exception("media preparation failed and is restarting")
+                _fail_start(started, StartupFailed("media preparation failed to start; see its log"))
                 if started.exception() is not None:
                     return
-                if self._preparers.num_done > num_done or loop.time() - began > LAST_PAUSE_S:
+                if self._preparers.num_done > num_done or loop.time() - began > MAX_BACKOFF_S:
                     backoff.reset()  # it was of use
                 self._num_forkserver_restarts += 1
                 await asyncio.sleep(backoff.next())
@@ -216,9 +216,9 @@ class PreparerPool:
             timeout_s=self._config.start_timeout_s,
         )
         for could in forkserver.sandbox.missing():
-            logger.warning("a preparer that a hostile file takes over could %s", could)
+            logger.warning("a preparer compromised by a hostile file could %s", could)
         if not forkserver.reads_memory:
-            logger.warning("a preparer that a hostile file takes over could %s", WRITE_ARENA)
+            logger.warning("a preparer compromised by a hostile file could %s", WRITE_ARENA)
         return forkserver
 
     async def _live(self, started: asyncio.Future[None]) -> None:
@@ -227,7 +227,7 @@ class PreparerPool:
         try:
             self._progress(f"starting {self._preparers.num_wanted} preparers")
             ready = partial(self._note_ready, forkserver, started)
-            failed = partial(_fail_start, started, StartupFailed("a preparer ended while it started; its log says why"))
+            failed = partial(_fail_start, started, StartupFailed("a preparer failed to start; see its log"))
             async with asyncio.TaskGroup() as slots:
                 for index in range(self._preparers.num_wanted):
                     slot = self._preparers.run_slot(forkserver, ready, failed)

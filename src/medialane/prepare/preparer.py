@@ -69,8 +69,8 @@ class Preparer:
         confinement.drop_sockets(keep={jobs.fileno()})
         self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=writes_arena)
         allow_reader(reader_pid)
-        confinement.forgo_privileges()
-        confinement.die_of_faults()
+        confinement.drop_privileges()
+        confinement.restore_fault_handlers()
         confinement.limit_memory(setup.memory_limit_bytes)
         sandbox.enter(processor.files)
 
@@ -97,11 +97,11 @@ class Preparer:
             raise
         except MemoryError:
             logger.warning("a job ran out of memory (memory_limit_bytes)")
-            excess = PreparationFailed("preparing this item takes more memory than one item may have")
+            excess = PreparationFailed("preparing this item exceeds the memory limit")
             return JobFailed(job.job_id, to_report(excess))
         except Exception:  # this loop is the supervisor of jobs: one job's surprise must not end the next
             logger.exception("a job failed unexpectedly")
-            return JobFailed(job.job_id, to_report(PreparationFailed("this item could not be prepared")))
+            return JobFailed(job.job_id, to_report(PreparationFailed("preparing this item failed")))
 
     def _probe(self, job: ProbeItem) -> Done:
         encoded = job.encoded

@@ -128,7 +128,7 @@ class PreparerProcess:
             self._kill()
             if not await self._wait_exit(KILL_TIMEOUT_S):
                 logger.error(
-                    "preparer %d (pid %d) does not die; what it was given stays reserved", self.preparer_id, self.pid
+                    "preparer %d (pid %d) could not be killed; its memory stays reserved", self.preparer_id, self.pid
                 )
         return self.gone
 

@@ -25,8 +25,8 @@ from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 logger = logging.getLogger(__name__)
 
 #: First and last pause before a preparer that failed at once is replaced; it doubles in between.
-FIRST_PAUSE_S = 0.1
-LAST_PAUSE_S = 10.0
+INITIAL_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
 
 #: How long an idle preparer may take to end by itself.
 GRACE_S = 1.0
@@ -50,7 +50,7 @@ class Preparers:
         self, forkserver: ForkserverProcess, on_ready: Callable[[], None], on_failure: Callable[[], None]
     ) -> None:
         """Keep one preparer at work until the fork server is lost. Each is reported as ready, or as not to be had."""
-        backoff = Backoff(initial_s=FIRST_PAUSE_S, max_s=LAST_PAUSE_S)
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         while not forkserver.lost.is_set():
             num_jobs = 0
             try:

@@ -58,7 +58,7 @@ class Processor(Protocol):
 #: A factory as the pool takes it: its fork server starts at once, whatever the model.
 NO_PROCESSOR_FACTORY = "medialane.prepare.processor:build_no_processor"
 
-_REFUSAL = "this model takes no media"
+_REFUSAL = "this model does not support media"
 
 
 def build_no_processor(_config: bytes) -> NoProcessor:
@@ -98,7 +98,7 @@ class Assembler(Protocol):
     """Expands a prompt's placeholders from its items' metadata alone: neither pixels nor large tensors are read."""
 
     @property
-    def takes_own_options(self) -> bool:
+    def accepts_item_options(self) -> bool:
         """Whether an item's tokens follow from its feature alone, so that items may differ in processor options."""
         ...
 

@@ -90,7 +90,7 @@ def _holds(confine: Callable[[], None], forbidden: Callable[[], object]) -> bool
     if pid == 0:
         status = 1
         try:
-            confinement.forgo_privileges()
+            confinement.drop_privileges()
             confine()
             status = 0 if _is_refused(forbidden) else 1
         except OSError:  # the kernel, or a container around us, refuses the confinement itself

@@ -34,7 +34,7 @@ _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0
 _FIRST_UNKNOWN = 453
 
 #: Allowed whatever the arguments. Numbers on x86_64 and aarch64, -1 where there is none: <asm/unistd.h>.
-_FREE: dict[str, tuple[int, int]] = {
+_ALLOWED: dict[str, tuple[int, int]] = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "preadv": (295, 69), "lseek": (8, 62), "close": (3, 57), "close_range": (436, 436), "dup": (32, 23),
     "dup2": (33, -1), "dup3": (292, 24), "fstat": (5, 80), "newfstatat": (262, 79), "stat": (4, -1),
@@ -65,7 +65,7 @@ _FREE: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 
 #: Looked at further, in `_rules`.
-_RULED: dict[str, tuple[int, int]] = {
+_CONDITIONAL: dict[str, tuple[int, int]] = {
     "openat": (257, 56), "fcntl": (72, 25), "kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220),
     "clone3": (435, 435), "sched_setaffinity": (203, 122), "prctl": (157, 167), "prlimit64": (302, 261),
     "ioctl": (16, 29),
@@ -122,10 +122,10 @@ def _program(column: int, arch: int, pid: int) -> list[_Insn]:
         _Insn(_JUMP_AT_LEAST, 0, 1, _FIRST_UNKNOWN),
         _fail(errno.ENOSYS),
     ]
-    for numbers in _FREE.values():
+    for numbers in _ALLOWED.values():
         program += _if_call(numbers[column], [_Insn(_RETURN, 0, 0, _RET_ALLOW)])
     for name, rule in _rules(pid).items():
-        program += _if_call(_RULED[name][column], rule)
+        program += _if_call(_CONDITIONAL[name][column], rule)
     return [*program, _fail(errno.EPERM)]
 
 

@@ -11,13 +11,13 @@ from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
 
 if TYPE_CHECKING:
-    from medialane.routing.routed import Routed
+    from medialane.routing.routed_request import RoutedRequest
     from medialane.routing.router import Router
 
 __all__ = [
     "DecisionRecord",
     "PredictionCounts",
-    "Routed",
+    "RoutedRequest",
     "Router",
     "RoutingConfig",
     "RoutingRequest",
@@ -26,7 +26,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load the router on first use (PEP 562)."""
-    if name not in ("Routed", "Router"):
+    if name not in ("RoutedRequest", "Router"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from medialane.routing import router
 

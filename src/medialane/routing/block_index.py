@@ -16,9 +16,9 @@ import numpy as np
 
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.cached_soon import CachedSoon, Note
 from medialane.routing.native_match import LAYOUT, MAX_WAITING, NUM_WORK_ROWS, match
 from medialane.routing.native_view import Prefixes, View
+from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
 from medialane.routing.slot_words import slot_words
 
 #: Bounds a match's time: a dozen of different lengths are found exactly.
@@ -64,7 +64,7 @@ class BlockIndex:
         self._ttl_s = ttl_s
         self._clock = clock
         self._holders = BlockHolders()
-        self._soon = CachedSoon()
+        self._pending_blocks = PendingBlocks()
         self._free = dict.fromkeys(range(self._holders.num_bits))
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
@@ -92,7 +92,7 @@ class BlockIndex:
 
     @property
     def num_notes(self) -> int:
-        return len(self._soon)
+        return len(self._pending_blocks)
 
     def num_held(self, slot: int) -> int:
         """Blocks that the slot holds."""
@@ -119,7 +119,7 @@ class BlockIndex:
     def clear(self, slot: int) -> None:
         """The slot is gone, or begins anew: neither blocks nor notes of it are left."""
         self._lose(slot)
-        self._soon.clear(slot)
+        self._pending_blocks.clear(slot)
 
     def replace(self, slot: int, ids: BlockIds) -> None:
         """The slot holds exactly these blocks. Notes stay: what was sent there is still on its way."""
@@ -136,29 +136,29 @@ class BlockIndex:
             self._collect()
         return not self._retired
 
-    def note(self, slot: int, ids: BlockIds) -> Note:
+    def note(self, slot: int, ids: BlockIds) -> PendingPrefix:
         """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
 
         The note counts until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. Several notes
         of the same blocks count each by itself: they are cached soon until the last of these is gone.
         """
         now = self._clock()
-        self._soon.expire(now)
+        self._pending_blocks.expire(now)
         if self._retired:
             self.sweep()
-        return self._soon.note(slot, ids, deadline=now + self._ttl_s)
+        return self._pending_blocks.note(slot, ids, deadline=now + self._ttl_s)
 
-    def forget(self, note: Note) -> None:
+    def forget(self, note: PendingPrefix) -> None:
         """The note counts no more; it may have ended before."""
-        self._soon.forget(note)
+        self._pending_blocks.forget(note)
 
-    def fade(self, note: Note, ids: BlockIds) -> None:
+    def fade(self, note: PendingPrefix, ids: BlockIds) -> None:
         """The request with these blocks has ended, and they were computed: unless the slot has reported the last of
         them, the note counts a little longer, since the events that tell so may still be on their way."""
         if len(ids) and not self.holds(note.slot, ids.item(-1)):
-            self._soon.fade(note, deadline=self._clock() + _EVENTS_LATE_S)
+            self._pending_blocks.fade(note, deadline=self._clock() + _EVENTS_LATE_S)
         else:
-            self._soon.forget(note)
+            self._pending_blocks.forget(note)
 
     def match(self, ids: BlockIds, slots: int) -> Matches:
         """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
@@ -168,13 +168,13 @@ class BlockIndex:
         num_slots = slots.bit_length()
         self.have_slots(num_slots)
         candidates = slot_words(slots, self._lengths.shape[1] // 64)
-        self._soon.expire(self._clock())
+        self._pending_blocks.expire(self._clock())
         match(ids, candidates, self.view.addresses, len(ids))
         return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
 
     def expire(self, now: float) -> None:
         """Forget the notes that have counted for long enough."""
-        self._soon.expire(now)
+        self._pending_blocks.expire(now)
 
     def have_slots(self, count: int) -> None:
         """Let the arrays over slots be so long at least; they are as long as the next multiple of 64."""
@@ -243,6 +243,6 @@ class BlockIndex:
             self._counts,
             self._lengths,
             self._holders.view,
-            self._soon.view,
+            self._pending_blocks.view,
             self._plain,
         )

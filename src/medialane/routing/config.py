@@ -10,7 +10,7 @@ from medialane.core.errors import StartupFailed
 
 PolicyName = Literal["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 
-_MUST_BE_POSITIVE = ("session_ttl_s", "max_sessions", "soon_ttl_s", "num_decisions", "store_grace_s")
+_MUST_BE_POSITIVE = ("session_ttl_s", "max_sessions", "pending_ttl_s", "num_decisions", "store_grace_s")
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     router: Annotated[
         PolicyName,
         msgspec.Meta(
-            description="which worker a request goes to: cost (the earliest first token, by caches and load), "
+            description="routing policy: cost (lowest expected time to first token, by caches and load), "
             "prefix-only (the longest cached prefix), least-loaded, round-robin, random"
         ),
     ] = "cost"
@@ -31,61 +31,65 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, msgspec.Meta(description="cost of a prompt token that is not in the KV cache, ms")
     ] = 0.05
     encoder_ms_per_token: Annotated[
-        float, msgspec.Meta(description="cost of an item's token that is in neither cache, besides its prefill, ms")
-    ] = 0.03
-    request_ms: Annotated[float, msgspec.Meta(description="cost of any request besides its tokens, ms")] = 5.0
-    others_weight: Annotated[
         float,
         msgspec.Meta(
-            description="how much more a ms of computing counts than a ms of waiting: who computes what another worker "
-            "has keeps others waiting; 0 sends a copy of a prompt under way elsewhere at once"
+            description="cost of encoding one embedding of an item that is in no cache, besides its prefill, ms"
+        ),
+    ] = 0.03
+    request_ms: Annotated[float, msgspec.Meta(description="cost of any request besides its tokens, ms")] = 5.0
+    contention_weight: Annotated[
+        float,
+        msgspec.Meta(
+            description="weight of a ms of computing relative to a ms of waiting: computing what another worker "
+            "has cached delays other requests; 0 duplicates a prompt that is in flight elsewhere at once"
         ),
     ] = 2.0
-    running_ms: Annotated[float, msgspec.Meta(description="cost of each sequence that the engine runs already, ms")] = (
-        0.2
-    )
-    seat_ms: Annotated[
+    running_ms: Annotated[float, msgspec.Meta(description="cost of each running sequence, ms")] = 0.2
+    over_capacity_ms: Annotated[
         float,
-        msgspec.Meta(description="cost of each sequence above what the engine runs at once: it waits for an end, ms"),
+        msgspec.Meta(description="cost of each sequence beyond max_num_seqs, which waits for another to finish, ms"),
     ] = 100.0
     kv_pressure_ms: Annotated[
-        float, msgspec.Meta(description="cost of a KV cache that running sequences fill to the brim, ms")
+        float, msgspec.Meta(description="cost of a KV cache completely filled by running sequences, ms")
     ] = 200.0
-    kv_pressure_from: Annotated[
-        float, msgspec.Meta(description="part of the KV cache in use from which on that cost rises from zero")
+    kv_pressure_threshold: Annotated[
+        float, msgspec.Meta(description="KV-cache utilisation above which that cost rises linearly from zero")
     ] = 0.8
     local_ms_per_mib: Annotated[
-        float, msgspec.Meta(description="cost of handing a MiB to a worker that maps the shared memory, ms")
+        float, msgspec.Meta(description="cost of a MiB transferred to a worker that maps the shared memory, ms")
     ] = 0.02
-    remote_ms: Annotated[
-        float, msgspec.Meta(description="cost of handing anything to another worker than that, ms")
-    ] = 0.5
-    remote_ms_per_mib: Annotated[float, msgspec.Meta(description="cost of each MiB of it, ms")] = 1.0
+    remote_ms: Annotated[float, msgspec.Meta(description="fixed cost of a transfer to any other worker, ms")] = 0.5
+    remote_ms_per_mib: Annotated[float, msgspec.Meta(description="cost of each MiB of such a transfer, ms")] = 1.0
     session_ms: Annotated[
-        float, msgspec.Meta(description="what the worker of a session's last request is preferred by, ms")
+        float,
+        msgspec.Meta(description="bonus of the worker that served the session's last request, ms"),
     ] = 2.0
     session_ttl_s: Annotated[float, msgspec.Meta(description="how long a session without requests is remembered")] = (
         600.0
     )
-    max_sessions: Annotated[int, msgspec.Meta(description="sessions that are remembered at once")] = 100_000
+    max_sessions: Annotated[int, msgspec.Meta(description="most sessions that are remembered")] = 100_000
     temperature_ms: Annotated[
         float,
         msgspec.Meta(
-            description="0 takes the least cost; above, a worker is drawn with weight exp(-cost / temperature), ms"
+            description="0 selects the lowest cost; else a worker is sampled with weight exp(-cost / temperature), ms"
         ),
     ] = 0.0
     max_in_flight: Annotated[
-        int, msgspec.Meta(description="requests of this gateway at one worker at once; 0 is no limit")
+        int, msgspec.Meta(description="most concurrent requests of this gateway at one worker; 0 disables the limit")
     ] = 0
-    soon_ttl_s: Annotated[
+    pending_ttl_s: Annotated[
         float,
-        msgspec.Meta(description="how long a prompt counts as cached where it was sent before the worker tells so"),
+        msgspec.Meta(
+            description="how long a prompt in flight counts as cached at its worker without KV events that confirm it"
+        ),
     ] = 60.0
     store_grace_s: Annotated[
         float,
-        msgspec.Meta(description="how long after a first token its prompt's blocks may take to be told by the worker"),
+        msgspec.Meta(description="how long after the first token the KV events of a prompt may arrive"),
     ] = 10.0
-    num_decisions: Annotated[int, msgspec.Meta(description="last choices that can be looked up")] = 256
+    num_decisions: Annotated[
+        int, msgspec.Meta(description="routing decisions that are kept for /medialane/decisions")
+    ] = 256
 
     def validate(self) -> None:
         """Raise StartupFailed naming the setting that cannot work."""
@@ -96,5 +100,5 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in _MUST_BE_POSITIVE:
             if not getattr(self, name):
                 raise StartupFailed(f"{name} must be positive")
-        if self.kv_pressure_from >= 1:
-            raise StartupFailed("kv_pressure_from must be below 1")
+        if self.kv_pressure_threshold >= 1:
+            raise StartupFailed("kv_pressure_threshold must be below 1")

@@ -56,7 +56,7 @@ def _item(span: MediaSpan, block_size: int) -> EncoderItem:
     return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, num_blocks)
 
 
-class Offer(msgspec.Struct, frozen=True, eq=False):
+class ScoringInput(msgspec.Struct, frozen=True, eq=False):
     """A request and who may take it: what a policy chooses by. `holders` are the slots that have each item in their
     encoder cache, `candidates` those that may be chosen, as bit masks."""
 
@@ -80,7 +80,7 @@ class Rates(NamedTuple):
     temperature: float = 0.0
 
 
-class Terms(NamedTuple):
+class SlotCost(NamedTuple):
     """An offer as one slot sees it: what its engine has of the prompt, and what choosing it costs."""
 
     cached_blocks: int
@@ -94,7 +94,7 @@ class CostModel:
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        weight = 1 + config.others_weight
+        weight = 1 + config.contention_weight
         self.rates = Rates(
             request=config.request_ms * weight,
             token=config.prefill_ms_per_token * weight,
@@ -106,7 +106,7 @@ class CostModel:
             temperature=config.temperature_ms,
         )
 
-    def terms(self, offer: Offer, slot: Slot, cached_blocks: int) -> Terms:
+    def terms(self, offer: ScoringInput, slot: Slot, cached_blocks: int) -> SlotCost:
         """The cost of one slot, which has so much of the prompt, told apart."""
         config, request = self._config, offer.request
         queue, running, kv_pressure = slot.parts
@@ -130,7 +130,7 @@ class CostModel:
             running=running,
             kv_pressure=kv_pressure,
             handover=handover,
-            others=(prefill + encoder) * config.others_weight,
+            contention=(prefill + encoder) * config.contention_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
-        return Terms(cached_blocks, needed, num_to_encode, parts)
+        return SlotCost(cached_blocks, needed, num_to_encode, parts)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from medialane.core.request import Alternative, RoutingDecision
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import Offer, Terms
+from medialane.routing.cost import ScoringInput, SlotCost
 from medialane.routing.policies import Choice
 from medialane.routing.slots import Slot, SlotTable
 
 
 def explain(
-    offer: Offer, choice: Choice, slot: Slot, terms: Terms, *, slots: SlotTable, policy: PolicyName
+    offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, slots: SlotTable, policy: PolicyName
 ) -> RoutingDecision:
     """What was chosen, as the slots are now: before the request counts at its own."""
     block_size = offer.request.block_size
@@ -33,13 +33,13 @@ def explain(
     )
 
 
-def _reason(offer: Offer, choice: Choice, policy: PolicyName) -> str:
+def _reason(offer: ScoringInput, choice: Choice, policy: PolicyName) -> str:
     if policy != "cost":
         return policy
     if choice.blocks < choice.longest:
-        return "others hold more of it, and are busier"
+        return "longer prefix elsewhere, but higher load"
     if choice.blocks:
-        return "no other holds more of it"
+        return "longest cached prefix"
     if choice.slot == offer.session_slot:
-        return "the session's last"
-    return "no other is less busy"
+        return "worker of the session's last request"
+    return "lowest load"

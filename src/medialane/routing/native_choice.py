@@ -33,7 +33,7 @@ from medialane.routing.native_view import (
 _EQUAL: Final = 1e-6
 #: Rows of `table`, which has a column for each slot: what scores begin with, by policy; 1 on another host; the scores
 #: of the last choice.
-STANDING: Final = 0
+BASE_COST: Final = 0
 SEQUENCES: Final = 1
 FLAT: Final = 2
 IS_REMOTE: Final = 3
@@ -145,10 +145,10 @@ def _add_prefixes(best: Scores, lengths: Prefixes, longest: int) -> None:
 
 @compiled_part
 def _score(
-    found: Scores, standing: Scores, blocks: Prefixes, is_remote: Scores, alone: float, block: float, remote: float
+    found: Scores, base_cost: Scores, blocks: Prefixes, is_remote: Scores, alone: float, block: float, remote: float
 ) -> None:
     for slot in range(len(found)):
-        found[slot] = standing[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
+        found[slot] = base_cost[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
 
 
 @compiled_part

@@ -9,7 +9,7 @@ Slots that differ in thousands of lengths would take as many probes: the longest
 probes are used up the rest get a lower bound. A slot that lacks a block inside the prefix that it seems to hold has a
 hole: where a probe sees it, its prefix ends there.
 
-What slots will hold soon is noted for some lengths only (`cached_soon.py`), which are looked up one after the other.
+What slots will hold soon is noted for some lengths only (`pending_blocks.py`), which are looked up one after the other.
 """
 
 from __future__ import annotations

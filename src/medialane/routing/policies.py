@@ -11,8 +11,9 @@ import numpy as np
 
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Offer, Rates
+from medialane.routing.cost import CostModel, Rates, ScoringInput
 from medialane.routing.native_choice import (
+    BASE_COST,
     BLOCKS,
     FLAT,
     LAYOUT,
@@ -22,7 +23,6 @@ from medialane.routing.native_choice import (
     NUM_COLUMNS,
     SCORE,
     SEQUENCES,
-    STANDING,
     TOLD,
     choose,
 )
@@ -56,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
         return int(self.rows[0][BLOCKS])
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether all of that is held by what the worker told, none by what was sent there."""
         return self.rows[0][BLOCKS] == self.rows[0][TOLD]
 
@@ -96,7 +96,7 @@ class Policy:
         self._masks, self._items = masks.data.cast("B"), items.data.cast("B")
         self._view.show(self._table, masks, items, self._rates, self._picked, self._index.view)
 
-    def choose(self, offer: Offer) -> Choice:
+    def choose(self, offer: ScoringInput) -> Choice:
         """Pick one of the offer's candidates, of which there is at least one."""
         request, items, slots = offer.request, offer.items, self._slots
         if slots.table is not self._table or len(items) > self._num_items:
@@ -116,7 +116,7 @@ class Policy:
         )
         return Choice(slot, self._best.tolist())
 
-    def _write(self, offer: Offer) -> None:
+    def _write(self, offer: ScoringInput) -> None:
         """Candidates, items and their holders, where native code looks for them."""
         candidates, size = offer.candidates, self._mask_bytes
         if candidates != self._written:
@@ -131,7 +131,7 @@ class Policy:
 def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:
     """The policy of this name; `seed` is for those that draw."""
     if name == "cost":
-        return Policy(slots, index, STANDING, costs.rates, seed=seed)
+        return Policy(slots, index, BASE_COST, costs.rates, seed=seed)
     if name == "prefix-only":
         return Policy(slots, index, FLAT, Rates(token=1.0))
     if name == "least-loaded":

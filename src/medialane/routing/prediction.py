@@ -56,7 +56,7 @@ class Expectation:
     )  # fmt: skip
 
     def __init__(
-        self, slot: _Watched, *, block_size: int, usable_tokens: int, predicted_tokens: int, last_id: int | None
+        self, slot: _SlotOutcomes, *, block_size: int, usable_tokens: int, predicted_tokens: int, last_id: int | None
     ) -> None:
         self.slot = slot
         self.block_size = block_size
@@ -70,7 +70,7 @@ class Expectation:
         self.due_s = 0.0
 
 
-class _Watched:
+class _SlotOutcomes:
     """One slot: expectations by the block whose storing or removal decides them, and the last outcomes."""
 
     def __init__(self, name: str) -> None:
@@ -81,28 +81,29 @@ class _Watched:
         self.warned_at: float | None = None
 
 
-class PredictionWatch:
+class PredictionMonitor:
     """Keeps the counts and warns. `clock` is monotonic, `grace_s` how long blocks may take to be told of; seconds."""
 
     def __init__(self, *, grace_s: float, clock: Callable[[], float]) -> None:
         self.counts = PredictionCounts()
         self._grace_s = grace_s
         self._clock = clock
-        self._slots: dict[int, _Watched] = {}
+        self._slots: dict[int, _SlotOutcomes] = {}
         self._due: deque[Expectation] = deque()
 
     def join(self, slot: int, name: str) -> None:
-        self._slots[slot] = _Watched(name)
+        self._slots[slot] = _SlotOutcomes(name)
 
     def leave(self, slot: int) -> None:
         self.forget_all(slot)
         del self._slots[slot]
 
     def sent(
-        self, slot: int, block_ids: BlockIds, *, block_size: int, num_usable: int, num_held: int, is_told: bool
+        self, slot: int, block_ids: BlockIds, *, block_size: int, num_usable: int, num_held: int, is_reported: bool
     ) -> Expectation:
         """A prompt with these full blocks goes to `slot`. The engine may take the first `num_usable` from its cache and
-        is predicted to take `num_held`; `is_told`: by what the worker told, not by what was sent to it a moment ago."""
+        is predicted to take `num_held`; `is_reported`: by what the worker told, not by what was sent to it a moment
+        ago."""
         watched = self._slots[slot]
         expected = Expectation(
             watched,
@@ -113,7 +114,7 @@ class PredictionWatch:
         )
         if expected.last_id is not None:
             watched.by_last.setdefault(expected.last_id, []).append(expected)
-        if num_held and is_told:
+        if num_held and is_reported:
             expected.prefix_id = block_ids.item(num_held - 1)
             watched.by_prefix.setdefault(expected.prefix_id, []).append(expected)
         return expected
@@ -184,7 +185,7 @@ class PredictionWatch:
         counts.num_unexplained += not is_good
         self._judge(expected.slot, is_good=is_good)
 
-    def _judge(self, watched: _Watched, *, is_good: bool) -> None:
+    def _judge(self, watched: _SlotOutcomes, *, is_good: bool) -> None:
         outcomes = watched.outcomes
         outcomes.append(is_good)
         num_bad = outcomes.count(False)
@@ -196,9 +197,9 @@ class PredictionWatch:
         watched.warned_at = now
         self.counts.num_warnings += 1
         logger.warning(
-            "worker %s does not cache as predicted: %d of the last %d looks at it failed (fewer cached tokens than its "
-            "events promise, or blocks of prompts that it never told of). What the "
-            "router takes for cached there is not to be relied on; is prefix caching on there?",
+            "worker %s does not cache as predicted: %d of the last %d checks failed (fewer cached tokens than its "
+            "KV events indicate, or blocks that were never reported as stored). Its "
+            "predicted cache contents are unreliable; is prefix caching enabled there?",
             watched.name,
             num_bad,
             len(outcomes),

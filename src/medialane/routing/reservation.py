@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_index import BlockIndex
-from medialane.routing.cached_soon import Note
-from medialane.routing.cost import Terms
+from medialane.routing.cost import SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.prediction import Expectation, PredictionWatch
+from medialane.routing.pending_blocks import PendingPrefix
+from medialane.routing.prediction import Expectation, PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Slot, SlotTable
 
@@ -21,11 +21,11 @@ class SlotState:
     slots: SlotTable
     index: BlockIndex
     caches: EncoderCaches
-    predictions: PredictionWatch
+    predictions: PredictionMonitor
 
-    def reserve(self, slot: Slot, request: RoutingRequest, terms: Terms, *, is_told: bool) -> Reservation:
-        """Count a request at a slot, which must not have left. `is_told`: its prefix there is held by what the worker
-        reported."""
+    def reserve(self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> Reservation:
+        """Count a request at a slot, which must not have left. `is_reported`: its prefix there is held by what the
+        worker reported."""
         work_ms = terms.parts.prefill + terms.parts.encoder
         expected = self.predictions.sent(
             slot.number,
@@ -33,7 +33,7 @@ class SlotState:
             block_size=request.block_size,
             num_usable=request.max_cached_blocks,
             num_held=terms.cached_blocks,
-            is_told=is_told,
+            is_reported=is_reported,
         )
         note = self.index.note(slot.number, request.block_ids)
         pinned = self.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in terms.needed])
@@ -57,7 +57,7 @@ class Reservation:
         *,
         work_ms: float,
         expected: Expectation,
-        note: Note,
+        note: PendingPrefix,
         pinned: list[str],
     ) -> None:
         self._state = state

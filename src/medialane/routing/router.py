@@ -3,8 +3,8 @@
 One thread; nothing here waits or reads a socket. What workers report comes in by `join`, `report`, `change` and
 `leave`; what is sent to them is known from `pick` and what becomes of its result.
 
-A request waits for `pick`, so it does no more than choose; what the choice entails is done by `Routed.begin`, once the
-request is sent.
+A request waits for `pick`, so it does no more than choose; what the choice entails is done by `RoutedRequest.begin`,
+once the request is sent.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from medialane.core.kv_events import BlockIds, KvChange
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, Offer, encoder_items
+from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.decisions import DecisionRecord, Decisions
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import policy
-from medialane.routing.prediction import PredictionCounts, PredictionWatch
+from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import SlotState
-from medialane.routing.routed import Routed, RouterState
+from medialane.routing.routed_request import RoutedRequest, RouterState
 from medialane.routing.sessions import Sessions
 from medialane.routing.slots import SlotTable
 from medialane.routing.warm_up import warm_up
@@ -52,10 +52,10 @@ class Router:
         warm_up()
         config = config or RoutingConfig()
         self.config = config
-        self.index = BlockIndex(clock=clock, ttl_s=config.soon_ttl_s)
+        self.index = BlockIndex(clock=clock, ttl_s=config.pending_ttl_s)
         self._slots = SlotTable(config)
         self._caches = EncoderCaches()
-        self._predictions = PredictionWatch(grace_s=config.store_grace_s, clock=clock)
+        self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
         self._decisions = Decisions(config.num_decisions)
         self._sessions = Sessions(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions, clock=clock)
         costs = CostModel(config)
@@ -144,13 +144,13 @@ class Router:
         """The worker's encoder cache was emptied."""
         self._caches.clear(self._slots[slot].number)
 
-    def pick(self, request: RoutingRequest) -> Routed:
+    def pick(self, request: RoutingRequest) -> RoutedRequest:
         """The slot for this request. Its `begin` is owed right after the request was sent. Raises NoWorkerReady."""
         candidates = self._slots.candidates(request)
         if not candidates:
             raise self._no_candidate(request)
         items = encoder_items(request.media, request.block_size)
-        offer = Offer(
+        offer = ScoringInput(
             request,
             items,
             tuple([self._caches.holders(item.mm_hash) for item in items]),
@@ -160,7 +160,7 @@ class Router:
         now = self._state.clock()
         self.index.expire(now)
         choice = self._policy.choose(offer)
-        return Routed(self._state, offer, choice, self._slots[choice.slot], picked_at=now)
+        return RoutedRequest(self._state, offer, choice, self._slots[choice.slot], picked_at=now)
 
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
         place = self._sessions.find(session_id)
@@ -172,7 +172,7 @@ class Router:
             return NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
         if not self._slots.serving(request):
             return NoWorkerReady("no worker serves this model, adapter or rank", retry_after_s=5)
-        return NoWorkerReady("no worker has room for another request", retry_after_s=1)
+        return NoWorkerReady("all workers have reached their limit of requests", retry_after_s=1)
 
 
 def _ids(packed: bytes) -> BlockIds:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 #: worker_id and data-parallel rank: a worker that comes back has its sessions again.
-Place = tuple[str, int]
+WorkerRank = tuple[str, int]
 
 
 class Sessions:
@@ -16,19 +16,19 @@ class Sessions:
         self._ttl_s = ttl_s
         self._max = max_sessions
         self._clock = clock
-        self._places: OrderedDict[str, tuple[Place, float]] = OrderedDict()  # in the order of their last requests
+        self._places: OrderedDict[str, tuple[WorkerRank, float]] = OrderedDict()  # in the order of their last requests
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def find(self, session_id: str) -> Place | None:
-        """Where the session's last request went; None if it is new or forgotten."""
+    def find(self, session_id: str) -> WorkerRank | None:
+        """Where worker of the session's last request request went; None if it is new or forgotten."""
         found = self._places.get(session_id)
         if found is None or self._clock() - found[1] > self._ttl_s:
             return None
         return found[0]
 
-    def note(self, session_id: str, place: Place) -> None:
+    def note(self, session_id: str, place: WorkerRank) -> None:
         """The session's request goes to `place`."""
         now = self._clock()
         self._places[session_id] = (place, now)

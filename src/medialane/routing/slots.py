@@ -13,10 +13,10 @@ import numpy as np
 
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import RoutingConfig
-from medialane.routing.native_choice import FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES, STANDING
+from medialane.routing.native_choice import BASE_COST, FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES
 from medialane.routing.native_view import Scores
 from medialane.routing.request import RoutingRequest
-from medialane.routing.sessions import Place
+from medialane.routing.sessions import WorkerRank
 
 _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the mean work of requests: the last fifty or so count.
@@ -42,7 +42,7 @@ class Slot:
 
     def __init__(self, number: int, endpoint: Endpoint) -> None:
         self.number = number
-        self.place: Place = (endpoint.worker_id, endpoint.rank)
+        self.place: WorkerRank = (endpoint.worker_id, endpoint.rank)
         self.num_ranks = endpoint.num_ranks
         self.same_host = endpoint.same_host
         self.card = endpoint.card
@@ -63,7 +63,7 @@ class Slot:
         return max(self.num_in_flight - self.num_queued, self.load.num_running)
 
     @property
-    def num_waiting_of_others(self) -> int:
+    def num_waiting_elsewhere(self) -> int:
         """Waiting sequences that no request from here accounts for."""
         waiting = self.load.num_waiting
         return min(waiting, self.num_sequences - self.num_in_flight) if waiting else 0
@@ -80,7 +80,7 @@ class SlotTable:
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
         self._slots: list[Slot | None] = []
-        self._by_place: dict[Place, Slot] = {}
+        self._by_place: dict[WorkerRank, Slot] = {}
         self._by_worker: dict[str, set[int]] = {}
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
@@ -88,9 +88,9 @@ class SlotTable:
         self.table: Scores = _table(_FIRST_CAPACITY)  # as `native_choice` has it
 
     @property
-    def standing_ms(self) -> Scores:
+    def base_cost_ms(self) -> Scores:
         """The costs that depend on the slot alone."""
-        return self.table[STANDING]
+        return self.table[BASE_COST]
 
     @property
     def sequences(self) -> Scores:
@@ -110,7 +110,7 @@ class SlotTable:
             raise KeyError(number)
         return slot
 
-    def at(self, place: Place) -> Slot | None:
+    def at(self, place: WorkerRank) -> Slot | None:
         return self._by_place.get(place)
 
     def join(self, endpoint: Endpoint) -> Slot:
@@ -189,23 +189,24 @@ class SlotTable:
         queue, running, kv_pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
         slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
-        table[STANDING, number] = queue + running + kv_pressure
+        table[BASE_COST, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
         """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""
-        return slot.queued_ms + slot.num_waiting_of_others * self._request_ms
+        return slot.queued_ms + slot.num_waiting_elsewhere * self._request_ms
 
     def running_ms(self, slot: Slot) -> float:
         """What running sequences take of each step, and the wait for one to end where all seats are taken."""
         config = self._config
         running_ms = slot.num_running * config.running_ms
-        seats = slot.card.max_num_seqs if slot.card is not None else 0
-        above = slot.num_sequences + 1 - seats
-        return running_ms + above * config.seat_ms if seats and above > 0 else running_ms
+        capacity = slot.card.max_num_seqs if slot.card is not None else 0
+        above = slot.num_sequences + 1 - capacity
+        return running_ms + above * config.over_capacity_ms if capacity and above > 0 else running_ms
 
     def kv_pressure_ms(self, load: WorkerLoad) -> float:
-        """Rises in a line from 0 at `kv_pressure_from` to the whole at a full cache, where sequences are preempted."""
-        start = self._config.kv_pressure_from
+        """Rises in a line from 0 at `kv_pressure_threshold` to the whole at a full cache, where sequences are
+        preempted."""
+        start = self._config.kv_pressure_threshold
         if load.kv_usage <= start:
             return 0.0
         return self._config.kv_pressure_ms * (load.kv_usage - start) / (1 - start)
@@ -221,7 +222,7 @@ class SlotTable:
 
     def _close(self, number: int) -> None:
         self.open &= ~(1 << number)
-        self.table[(STANDING, SEQUENCES, FLAT), number] = np.inf
+        self.table[(BASE_COST, SEQUENCES, FLAT), number] = np.inf
 
 
 def _table(num_slots: int) -> Scores:

@@ -12,7 +12,7 @@ from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, Offer, encoder_items
+from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
@@ -60,6 +60,6 @@ def _choose(request: RoutingRequest, index: BlockIndex) -> None:
     config = RoutingConfig()
     slots = SlotTable(config)
     slots.join(Endpoint("", "", True, WorkerLoad(), 0, same_host=True))
-    offer = Offer(request, encoder_items(request.media, request.block_size), (1,), 1, None)
+    offer = ScoringInput(request, encoder_items(request.media, request.block_size), (1,), 1, None)
     costs = CostModel(config)
     policy("cost", costs=costs, slots=slots, index=index, seed=None).choose(offer)

@@ -30,7 +30,8 @@ ID_BYTES = 8
 class BlockFeed:
     """`held` gives the ids of each rank; it may call `push` before it returns.
 
-    After `push` and `resync` the owner asks `wants_turn`, and if so gives it a turn: `append_next` until it is False.
+    After `push` and `resync` the owner asks `wants_to_send`, and if so gives it a turn: `append_next` until it is
+    False.
     """
 
     def __init__(self, held: Callable[[], Mapping[int, Sequence[int]]], *, max_frame_bytes: int) -> None:
@@ -40,7 +41,7 @@ class BlockFeed:
         self._sequences: dict[int, int] = {}
         self._num_waiting = 0
         self._stale = True
-        self._has_turn = False
+        self._is_sending = False
         self.num_snapshots = 0
 
     def push(self, change: KvChange) -> None:
@@ -61,18 +62,18 @@ class BlockFeed:
         self._pieces.clear()
         self._num_waiting = 0
 
-    def wants_turn(self) -> bool:
+    def wants_to_send(self) -> bool:
         """Whether there is something to tell and nobody sees to it; the asker does then."""
-        wants = not self._has_turn and (self._stale or bool(self._pieces))
-        self._has_turn = self._has_turn or wants
+        wants = not self._is_sending and (self._stale or bool(self._pieces))
+        self._is_sending = self._is_sending or wants
         return wants
 
     def append_next(self, buffer: bytearray) -> bool:
         change = self.next()
         if change is not None:
             append_frame(buffer, KvBlocks(change), self._max_frame_bytes)
-        self._has_turn = self._stale or bool(self._pieces)
-        return self._has_turn
+        self._is_sending = self._stale or bool(self._pieces)
+        return self._is_sending
 
     def next(self) -> KvChange | None:
         """The next piece; None when everything is told."""

@@ -48,7 +48,7 @@ class ClientRequests:
         """See `RpcClient.submit`."""
         request_id = request.request_id
         if request_id in self._requests:
-            raise GenerationFailed("a request with this id is under way")
+            raise GenerationFailed("a request with this id is already running")
         remote = RemoteRequest(
             request_id,
             max_queued_bytes=self._config.max_queued_bytes,
@@ -83,7 +83,7 @@ class ClientRequests:
             outgoing.cancel()
         requests, self._requests = self._requests, {}
         for remote in requests.values():
-            remote.on_lost(WorkerLost("the worker was lost before the answer was complete"))
+            remote.on_lost(WorkerLost("the worker was lost during generation"))
 
     def _request(self, request_id: str) -> RemoteRequest:
         try:
@@ -95,10 +95,10 @@ class ClientRequests:
         if self._connection.closed.is_set():
             raise WorkerLost("the worker was lost before the request was sent")
         if len(self._requests) >= self._config.max_in_flight:
-            raise NoWorkerReady("the worker has as many requests as it may have")
+            raise NoWorkerReady("the worker has reached its limit of concurrent requests")
         num_unsent_bytes = sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
         if self._connection.num_buffered_bytes + num_unsent_bytes > self._config.max_write_buffer_bytes:
-            raise NoWorkerReady("the worker takes requests more slowly than they come")
+            raise NoWorkerReady("the worker is overloaded")
 
     def _send(self, request: EngineRequest, on_sent: Callable[[str], None] | None) -> None:
         message, tensors = split(request)
@@ -108,7 +108,7 @@ class ClientRequests:
                 return
             self._connection.send(Submit(request), at_once=True)
         except ProtocolViolation:
-            raise HandoverFailed("the request is larger than a message to a worker may be") from None
+            raise HandoverFailed("the request exceeds the message size limit") from None
         if on_sent is not None:
             on_sent(request.request_id)
 

@@ -19,30 +19,30 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 64 * MIB
     max_write_buffer_bytes: Annotated[
         int,
-        msgspec.Meta(description="bytes that may wait for one peer to read them; more requests are refused (503)"),
+        msgspec.Meta(description="most bytes buffered for a peer that reads slowly; further requests get 503"),
     ] = 256 * MIB
     max_in_flight: Annotated[
-        int, msgspec.Meta(description="requests under way on one connection; more are refused (503)")
+        int, msgspec.Meta(description="most concurrent requests on one connection; more get 503")
     ] = 2048
     max_queued_bytes: Annotated[
         int,
-        msgspec.Meta(description="answer bytes of one request that may wait for a slow client before it is aborted"),
+        msgspec.Meta(description="most output bytes buffered for a slow client before its request is aborted"),
     ] = 8 * MIB
-    max_connections: Annotated[int, msgspec.Meta(description="gateways that may be connected to one worker")] = 64
+    max_connections: Annotated[int, msgspec.Meta(description="most gateways connected to one worker")] = 64
     connect_timeout_s: Annotated[
-        float, msgspec.Meta(description="deadline for connecting to a worker, until it has welcomed the gateway")
+        float, msgspec.Meta(description="timeout for connecting to and registering with a worker")
     ] = 30.0
     release_timeout_s: Annotated[
         float,
-        msgspec.Meta(description="how long a worker waits, at reconnection and shutdown, until requests have let go"),
+        msgspec.Meta(description="how long a worker waits for requests to be released, at reconnection and shutdown"),
     ] = 10.0
-    heartbeat_interval_s: Annotated[float, msgspec.Meta(description="pause between two heartbeats")] = 1.0
-    heartbeat_timeout_s: Annotated[
-        float, msgspec.Meta(description="a peer that is silent for so long counts as dead")
-    ] = 10.0
+    heartbeat_interval_s: Annotated[float, msgspec.Meta(description="heartbeat interval")] = 1.0
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(description="silence after which a peer is considered dead")] = (
+        10.0
+    )
     token: Annotated[
         str,
-        msgspec.Meta(description="secret that gateway and worker share; set it whenever workers listen on tcp://"),
+        msgspec.Meta(description="shared secret of gateway and workers; set it if workers listen on tcp://"),
     ] = ""
 
     def validate(self) -> None:

@@ -69,12 +69,12 @@ def _remove_stale(path: str) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(mode) or _somebody_listens(path):
+    if not stat.S_ISSOCK(mode) or _has_listener(path):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     os.unlink(path)
 
 
-def _somebody_listens(path: str) -> bool:
+def _has_listener(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from medialane.core.errors import InvalidFeature, ProtocolViolation
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.request import EngineRequest, ExpandedPrompt, Prompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.rpc.framing import append_frame, append_raw_frame
@@ -175,7 +175,7 @@ def _filled(tensor: TensorDescriptor | InlineTensor, rest: Iterator[memoryview])
     return InlineTensor(tensor.spec, next(rest, NO_BYTES))
 
 
-def _with_media(request: EngineRequest, media: tuple[HandedMedia, ...]) -> EngineRequest:
+def _with_media(request: EngineRequest, media: tuple[MediaPayload, ...]) -> EngineRequest:
     prompt: Prompt = request.prompt
     name = "features" if isinstance(prompt, ExpandedPrompt) else "media"
     return msgspec.structs.replace(request, prompt=msgspec.structs.replace(prompt, **{name: media}))

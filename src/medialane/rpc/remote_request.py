@@ -79,7 +79,7 @@ class RemoteRequest:
         if self._complete:
             return  # it crossed our abort
         if self._queue and self._num_queued_bytes + nbytes > self._max_queued_bytes:
-            self._give_up(GenerationFailed("the answer is read too slowly"))
+            self._give_up(GenerationFailed("the response is read too slowly"))
             return
         self._queue.append((delta, nbytes))
         self._num_queued_bytes += nbytes
@@ -93,7 +93,7 @@ class RemoteRequest:
             self._wake()
 
     def on_release(self) -> None:
-        self.on_error(GenerationFailed("the worker let the request go before its answer was complete"))
+        self.on_error(GenerationFailed("the worker released the request before its output was complete"))
         self._was_released = True
         self._gone.set()
         if self._on_released is not None:

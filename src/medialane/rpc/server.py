@@ -35,7 +35,7 @@ class RpcServer:
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
         if address.startswith("tcp://") and not self._has_token:
-            logger.warning("listening at %s without a token: whoever reaches it may use this worker", address)
+            logger.warning("listening at %s without a token: anyone who can connect may use this worker", address)
         self._listener = await Listener.listen(address, self._sessions.open_connection)
         return self._listener.address
 
@@ -47,7 +47,7 @@ class RpcServer:
         self._stopped = True
         await self._sessions.stop()
         if any(self._sessions):
-            logger.error("%d requests have not let go", self.num_in_flight)
+            logger.error("%d requests have not been released", self.num_in_flight)
 
     async def close(self) -> None:
         """Stop, if that was not done before, hang up, and stop listening last.

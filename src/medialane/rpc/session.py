@@ -99,7 +99,7 @@ class Session:
     def stop(self) -> None:
         """The worker shuts down: fail and cancel every request, and hang up when they have been released."""
         self._requests.stop()
-        self._hang_up_if_drained()
+        self._disconnect_if_drained()
 
     def end(self, error: MedialaneError) -> None:
         """Drop the connection; the requests are cancelled."""
@@ -184,9 +184,9 @@ class Session:
 
     def _requests_changed(self) -> None:
         self._reports.load_changed()
-        self._hang_up_if_drained()
+        self._disconnect_if_drained()
 
-    def _hang_up_if_drained(self) -> None:
+    def _disconnect_if_drained(self) -> None:
         if self._requests.is_drained:
             self.connection.close()
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: Connections that have not shown the token yet. A gateway does so at once; beyond this the oldest one is ended.
 MAX_UNIDENTIFIED = 64
 #: What cancelled tasks that have overrun their deadline still get.
-LAST_PAUSE_S = 1.0
+MAX_BACKOFF_S = 1.0
 
 
 class SessionRegistry:
@@ -60,25 +60,25 @@ class SessionRegistry:
     async def end(self) -> None:
         """End every session now, and wait for it; tasks that take long are cancelled."""
         for session in list(self._sessions):
-            session.end(WorkerLost("the worker shuts down"))
+            session.end(WorkerLost("the worker is shutting down"))
         for cancelling in (False, True):
             late = set(self._sessions.values())
             if not late:
                 return
             for task in late if cancelling else ():
                 task.cancel()
-            await asyncio.wait(late, timeout=LAST_PAUSE_S)
+            await asyncio.wait(late, timeout=MAX_BACKOFF_S)
 
     def _admit(self, session: Session) -> None:
-        """Run a new session, unless the worker shuts down."""
+        """Run a new session, unless the worker is shutting down."""
         if self._stopping:
-            session.end(WorkerLost("the worker shuts down"))
+            session.end(WorkerLost("the worker is shutting down"))
             return
         self._unidentified[session] = None
         if len(self._unidentified) > MAX_UNIDENTIFIED:
             oldest = next(iter(self._unidentified))
             del self._unidentified[oldest]
-            logger.warning("more than %d connections without a token: the oldest is ended", MAX_UNIDENTIFIED)
+            logger.warning("more than %d unauthenticated connections: the oldest is closed", MAX_UNIDENTIFIED)
             oldest.end(WorkerLost("too many connections have not shown a token"))
         task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
         self._sessions[session] = task
@@ -93,11 +93,11 @@ class SessionRegistry:
         self._unidentified.pop(session, None)
         if len({*self._gateway_ids.values(), hello.gateway_id}) > self._config.max_connections:
             logger.warning("more than %d gateways", self._config.max_connections)
-            raise WorkerLost("the worker has as many gateways as it may have")
+            raise WorkerLost("the worker has reached its limit of gateways")
         self._gateway_ids[session] = hello.gateway_id
-        await self._displace_others(session, hello.gateway_id)
+        await self._replace_earlier(session, hello.gateway_id)
 
-    async def _displace_others(self, session: Session, gateway_id: str) -> None:
+    async def _replace_earlier(self, session: Session, gateway_id: str) -> None:
         """End the gateway's other sessions and wait until nothing of them is left. Raises WorkerLost."""
         others = [other for other, found in self._gateway_ids.items() if other is not session and found == gateway_id]
         for other in others:
@@ -108,7 +108,7 @@ class SessionRegistry:
             [self._sessions[other] for other in others], timeout=self._config.release_timeout_s
         )
         if late:
-            raise WorkerLost("requests of the gateway's earlier connection have not let go yet")
+            raise WorkerLost("requests of the gateway's earlier connection have not been released yet")
 
     def _ended(self, session: Session, task: asyncio.Task[None]) -> None:
         del self._sessions[session]

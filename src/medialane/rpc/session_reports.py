@@ -66,5 +66,5 @@ class SessionReports:
         self._send_blocks()
 
     def _send_blocks(self) -> None:
-        if self._feed.wants_turn():
+        if self._feed.wants_to_send():
             self._connection.send_in_pieces(self._feed)

@@ -105,7 +105,7 @@ class SessionRequests:
     def stop(self) -> None:
         """The worker shuts down: fail and cancel every request, refuse new ones."""
         self._stopping = True
-        report = to_report(WorkerLost("the worker shuts down"))
+        report = to_report(WorkerLost("the worker is shutting down"))
         for running in self._running.values():
             self._fail(running, report)
             running.stop()
@@ -117,11 +117,11 @@ class SessionRequests:
 
     def _refusal_of(self, request_id: str) -> MedialaneError | None:
         if request_id in self._request_ids:
-            return GenerationFailed("a request with this id is under way")
+            return GenerationFailed("a request with this id is already running")
         if self._stopping:
-            return WorkerLost("the worker shuts down")
+            return WorkerLost("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
-            return NoWorkerReady("the worker has as many requests as it may have")
+            return NoWorkerReady("the worker has reached its limit of concurrent requests")
         return None
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:

@@ -16,12 +16,12 @@ class TransferConfig(msgspec.Struct, frozen=True):
     transport: Annotated[
         TransportChoice,
         msgspec.Meta(
-            description="how features travel: shm (shared memory, same host), inline (bytes inside the message), "
-            "auto (shm where the worker proved that it maps the arena, else inline)"
+            description="how features are sent: shm (shared memory, same host), inline (bytes with the message), "
+            "auto (shm if the worker has proved that it maps the arena, else inline)"
         ),
     ] = "auto"
     max_inline_bytes: Annotated[
-        int, msgspec.Meta(description="largest sum of tensor bytes of one request that travels inline")
+        int, msgspec.Meta(description="most tensor bytes of one request that are sent inline")
     ] = 48 * MIB
 
     def validate(self) -> None:

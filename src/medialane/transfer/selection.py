@@ -12,7 +12,7 @@ from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageNa
 TransportChoice = Literal["auto", "shm", "inline"]
 
 
-class Way(msgspec.Struct, frozen=True):
+class TransferPath(msgspec.Struct, frozen=True):
     """One stage and one transport."""
 
     stage: StageName
@@ -22,9 +22,9 @@ class Way(msgspec.Struct, frozen=True):
         return f"{self.stage}/{self.transport}"
 
 
-def ways(
+def transfer_paths(
     stage: StageChoice, transport: TransportChoice, *, same_host: bool, same_processor: bool, prepared: bool
-) -> tuple[Way, ...]:
+) -> tuple[TransferPath, ...]:
     """The ways to try, best first; empty when the operator's choice is impossible at this worker.
 
     `same_host`: the worker proved that it maps our arena. `same_processor`: its processor settings equal ours, so our
@@ -35,7 +35,7 @@ def ways(
         return not found.same_processor or (same_processor and prepared)
 
     return tuple(
-        Way(found.name, name)
+        TransferPath(found.name, name)
         for found in _stages(stage, is_possible)
         for name in _transports(found, transport, same_host=same_host)
     )

@@ -17,7 +17,7 @@ from medialane.core.errors import HandoverFailed
 from medialane.core.request import TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
-HandedTensors = tuple[TensorDescriptor | InlineTensor, ...]
+TransferTensors = tuple[TensorDescriptor | InlineTensor, ...]
 
 
 class Transport(Protocol):
@@ -26,7 +26,7 @@ class Transport(Protocol):
     @property
     def name(self) -> TransportName: ...
 
-    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
         """Put the tensors of one entry of the arena into the form in which they travel.
 
         The caller holds a lease on the entry until the worker has released the request. Raises HandoverFailed.
@@ -45,7 +45,7 @@ class Receiver(Protocol):
 class ShmTransport:
     name: TransportName = "shm"
 
-    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
         return tensors
 
 
@@ -101,7 +101,7 @@ class InlineTransport:
         self._read = read
         self._max_bytes = max_bytes
 
-    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> HandedTensors:
+    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
         nbytes = sum(t.spec.nbytes for t in tensors)
         if nbytes > self._max_bytes:
             raise HandoverFailed(f"tensors of {nbytes} bytes are more than {self._max_bytes} bytes inline")

@@ -27,7 +27,7 @@ def with_own_id(lora: LoRARequest) -> LoRARequest:
     return msgspec.structs.replace(lora, lora_int_id=number)
 
 
-class KnownAdapters:
+class LoadedAdapters:
     """The adapters that an engine has loaded at least once; `load` asks it to, and raises MedialaneError."""
 
     def __init__(self, load: Callable[[LoRARequest], Awaitable[object]]) -> None:

@@ -28,6 +28,7 @@ from medialane.vllm_bridge.fail_fast import failing_fast
 from medialane.vllm_bridge.http_server import check_http, serve_http
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.api_server import (
     AuthenticationMiddleware,
     build_app,
@@ -36,7 +37,6 @@ from medialane.vllm_bridge.seams.api_server import (
     validate_api_server_args,
 )
 from medialane.vllm_bridge.settings import processor_settings
-from medialane.vllm_bridge.story import Story
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class Frontend:
         """Header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
 
-    def tells_resize_target(self) -> bool:
+    def has_resize_target(self) -> bool:
         """Whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`). Processes an
         image to find out."""
-        return self.supports_split and VllmProcessor(self.renderer.get_mm_processor()).tells_resize_target()
+        return self.supports_split and VllmProcessor(self.renderer.get_mm_processor()).has_resize_target()
 
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not honour."""
@@ -96,7 +96,7 @@ class Frontend:
 
     async def app(
         self,
-        story: Story,
+        backend: RequestBackend,
         *,
         outer: Middleware,
         inner: Sequence[Middleware],
@@ -104,17 +104,17 @@ class Frontend:
         health: Probe | None = None,
     ) -> Any:
         """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
-        vLLM's own middleware: it answers requests that fail by an error that `story` remembers. `pages` are ours, by
-        path; `health` answers in place of vLLM's `/health`, which knows one engine."""
+        vLLM's own middleware: it answers requests that fail by an error that `request_backend` remembers. `pages` are
+        ours, by path; `health` answers in place of vLLM's `/health`, which knows one engine."""
         if self.takes_media:
-            renderer_hook.install(self.renderer, story)
-        client = RoutedEngineClient(self.config, self.renderer, story, TASKS)
+            renderer_hook.install(self.renderer, backend)
+        client = RoutedEngineClient(self.config, self.renderer, backend, TASKS)
         with middleware_stack_not_built(), failing_fast():
             app = build_app(self.args, TASKS, self.config.model_config)
         app.user_middleware.extend(inner)
 
         async def answer_ours(_request: Request, error: MedialaneError) -> Response:
-            story.fail(error)
+            backend.fail(error)
             return Response(status_code=error.status)  # `inner` gives it the form of its API
 
         app.add_exception_handler(MedialaneError, answer_ours)
@@ -138,7 +138,7 @@ class Frontend:
 class _NoAssembler:
     """Stands where no prompt is ever assembled: stages `decoded` and `url`, or a model without media."""
 
-    takes_own_options = False
+    accepts_item_options = False
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")

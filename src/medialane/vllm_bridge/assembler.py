@@ -16,8 +16,8 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.prepare.processor import AssembledPrompt
-from medialane.vllm_bridge.foreign_errors import public_text
-from medialane.vllm_bridge.placing import Placing, Placings, decode_options
+from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.seams.multimodal import expand_prompt, processes_items_apart
 
 #: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
@@ -33,10 +33,10 @@ class VllmAssembler:
 
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
-        self._placings = Placings(processor)
+        self._layouts = PlaceholderLayouts(processor)
 
     @property
-    def takes_own_options(self) -> bool:
+    def accepts_item_options(self) -> bool:
         return any(cls.__name__ in _TOKENS_BY_GRID for cls in type(self._processor).__mro__)
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
@@ -58,18 +58,18 @@ class VllmAssembler:
         )
 
     def _apply(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> Any:
-        placing = self._placings.find(features, options)
+        layout = self._layouts.find(features, options)
         hashes: dict[str, list[str]] = {}
         for feature in features:
             hashes.setdefault(feature.modality, []).append(feature.mm_hash)
         return expand_prompt(
             self._processor,
             token_ids,
-            data=placing.data,
+            data=layout.data,
             options=decode_options(options),
-            kwargs=placing.kwargs,
+            kwargs=layout.kwargs,
             hashes=hashes,
-            updates=_copied(placing),
+            updates=_copied(layout),
         )
 
 
@@ -82,9 +82,9 @@ def supports_split(processor: BaseMultiModalProcessor) -> bool:
     return processes_items_apart(processor)
 
 
-def _copied(placing: Placing) -> dict[str, list[list[Any]]]:
+def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:
     """Lists that a family may change (Qwen-Omni does, where a video is heard); the updates themselves are frozen."""
-    return {modality: [list(updates) for updates in items] for modality, items in placing.updates.items()}
+    return {modality: [list(updates) for updates in items] for modality, items in layout.updates.items()}
 
 
 def _range(found: Any) -> PlaceholderRange:

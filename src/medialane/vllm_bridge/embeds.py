@@ -51,7 +51,7 @@ class EmbedsReader:
     def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
         """One item's tensors, each over the bytes that came. Raises InvalidEmbeds."""
         if not self._is_on:
-            raise InvalidEmbeds(f"this server takes no {modality}_embeds (--enable-mm-embeds)")
+            raise InvalidEmbeds(f"this server does not support {modality}_embeds (--enable-mm-embeds)")
         if modality != "image" or not self._fields:
             raise InvalidEmbeds(f"{modality}_embeds of this model are not supported by this gateway")
         if embeds.fields.keys() != self._fields:

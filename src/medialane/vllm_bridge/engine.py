@@ -42,7 +42,7 @@ from medialane.core.errors import (
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
 from medialane.vllm_bridge import administration
-from medialane.vllm_bridge.adapters import KnownAdapters
+from medialane.vllm_bridge.adapters import LoadedAdapters
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
@@ -157,11 +157,11 @@ class VllmEngine:
         self._num_releases_unknown = 0
         self._logged_at = time.monotonic()
         self._closed = False
-        self._tied = False
+        self._dies_with_us = False
         self._arenas: set[str] = set()
         encode_with(llm, ArenaEncoder)
         self._reader = RequestReader(llm, self._arenas)
-        self._adapters = KnownAdapters(self._load_adapter)
+        self._adapters = LoadedAdapters(self._load_adapter)
         self.card = _card(llm)
 
     def loads(self) -> list[WorkerLoad]:
@@ -213,7 +213,7 @@ class VllmEngine:
         with mapped_errors():
             doing = asyncio.ensure_future(administration.begin(self._llm, call))
             try:
-                await self._done_or_dead(doing)
+                await self._result_or_death(doing)
             finally:
                 doing.cancel()
             try:
@@ -229,9 +229,9 @@ class VllmEngine:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
         await self._log_stats()
-        if not self._tied:
-            self._tied = True
-            await self._tie(timeout_s)
+        if not self._dies_with_us:
+            self._dies_with_us = True
+            await self._bind_lifetime(timeout_s)
 
     async def close(self) -> None:
         """Stop EngineCore and its children. Idempotent."""
@@ -268,9 +268,9 @@ class VllmEngine:
             raise
         finally:
             if not settled:
-                await self._let_go(request.request_id)
+                await self._wait_released(request.request_id)
 
-    async def _let_go(self, request_id: str) -> None:
+    async def _wait_released(self, request_id: str) -> None:
         """Return when EngineCore reads nothing of an aborted request any more; see the theory of operation."""
         # A step may be under way for each pipeline stage, one more with asynchronous scheduling; and the abort after a
         # stop string may leave this process after the first call.
@@ -282,7 +282,7 @@ class VllmEngine:
             if is_engine_dead(self._llm):
                 return  # a dead process reads nothing
             self._num_releases_unknown += 1
-            logger.critical("request %s: the engine does not confirm that it has let go", request_id)
+            logger.critical("request %s: the engine has not confirmed its release", request_id)
             await asyncio.Event().wait()  # the end of the process, which `ping` asks for
 
     async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -291,7 +291,7 @@ class VllmEngine:
         call = asyncio.ensure_future(call_every_engine(self._llm, method, *args))
         try:
             async with asyncio.timeout(timeout_s):
-                await self._done_or_dead(call)
+                await self._result_or_death(call)
         except TimeoutError as error:
             raise GenerationFailed(f"the engine has not answered for {timeout_s:g} s") from error
         finally:
@@ -303,7 +303,7 @@ class VllmEngine:
         except Exception as error:  # vLLM has no narrower type for a failed utility
             raise GenerationFailed(f"the engine failed a call of {method}") from error
 
-    async def _done_or_dead(self, call: asyncio.Future[Any]) -> None:
+    async def _result_or_death(self, call: asyncio.Future[Any]) -> None:
         while not call.done():
             if self._llm.errored:
                 raise WorkerLost("the worker's engine has died")
@@ -320,14 +320,14 @@ class VllmEngine:
         if self._llm.vllm_config.lora_config is not None:  # else vLLM says what is wrong
             await self._ask("add_lora", lora, timeout_s=ADAPTER_TIMEOUT_S)
 
-    async def _tie(self, timeout_s: float) -> None:
+    async def _bind_lifetime(self, timeout_s: float) -> None:
         """Have every EngineCore end when this process does, however it does."""
         try:
             tied = all(await self._ask("medialane_die_with", os.getpid(), timeout_s=timeout_s))
         except GenerationFailed:
             tied = False
         if not tied:
-            logger.warning("the engine's processes may survive this one, when it is killed")
+            logger.warning("the engine's processes may survive if this process is killed")
 
     async def _check_refused(self, request_id: str) -> None:
         """A request with media ended in an error: raise HandoverFailed if EngineCore, which maps arenas, could not read

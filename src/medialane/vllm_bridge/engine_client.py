@@ -17,14 +17,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from medialane.core import admin
-from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected, WorkersNotDone
+from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.adapters import with_own_id
 from medialane.vllm_bridge.outputs import to_request_output
 from medialane.vllm_bridge.prepared_input import prepared_prompt
 from medialane.vllm_bridge.renderer_hook import remembered_errors
+from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
-from medialane.vllm_bridge.story import Story
 
 
 class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
@@ -49,14 +49,16 @@ class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not
 class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typed
     """Drives vLLM's OpenAI app without an engine in this process."""
 
-    def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer, story: Story, tasks: tuple[str, ...]) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, renderer: BaseRenderer, backend: RequestBackend, tasks: tuple[str, ...]
+    ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer
         self.input_processor = FrontEndInputs(vllm_config)
         #: Set once the app is made.
         self.is_serving = False
-        self._story = story
+        self._backend = backend
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
 
@@ -79,7 +81,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse before a stream has begun: afterwards an error has no status of its own. Raises BridgedError."""
-        if not self._story.ready:
+        if not self._backend.ready:
             with self._bridged():
                 raise NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
 
@@ -121,7 +123,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                 cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
             )
             prompt_token_ids = request.prompt.token_ids
-            async with aclosing(self._story.generate(request, prepared_prompt(prompt))) as deltas:
+            async with aclosing(self._backend.generate(request, prepared_prompt(prompt))) as deltas:
                 async for delta in deltas:
                     prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
                     yield to_request_output(
@@ -133,7 +135,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         """Raise vLLM's exceptions in place of ours, which the story remembers. A refusal by a worker's vLLM is none of
         ours: the app answers it as if its own vLLM had refused."""
         try:
-            with remembered_errors(self._story):
+            with remembered_errors(self._backend):
                 yield
         except PromptRejected as error:
             raise RefusedByEngine(error) from error
@@ -148,19 +150,19 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return bytes(encoded)
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
-        _not_here("pooling")
+        _unsupported("pooling")
         yield
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Closing a request's generator aborts it, and that is how vLLM's app aborts its own; others it would name."""
-        _not_here("aborting requests by their names")
+        _unsupported("aborting requests by their names")
 
     async def check_health(self) -> None:
-        if not self._story.ready:
+        if not self._backend.ready:
             raise EngineDeadError("no worker is ready")
 
     async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
-        _not_here("KV transfer")
+        _unsupported("KV transfer")
 
     async def is_tracing_enabled(self) -> bool:
         return self.vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -207,7 +209,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         if not self.is_serving:
             return True
         try:  # vLLM's app words the answer: 404 for an adapter that is not there
-            await self._story.administer(admin.AddLora(self._encode(with_own_id(lora_request))))
+            await self._backend.administer(admin.AddLora(self._encode(with_own_id(lora_request))))
         except MedialaneError as error:
             raise BridgedError(error) from error
         return True
@@ -224,22 +226,22 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     async def _all(self, call: admin.AdminCall) -> list[admin.AdminResult]:
         """The answers of all workers. Raises BridgedError, which says who has not done it."""
         with self._bridged():
-            return await self._story.administer(call)
+            return await self._backend.administer(call)
 
     async def _agreed(self, call: admin.AdminCall, what: str) -> bool:
         """What all workers say of themselves. Raises BridgedError where they differ."""
         with self._bridged():
-            answers = await self._story.administer(call)
+            answers = await self._backend.administer(call)
             if len(set(answers)) > 1:
                 num_true = sum(map(bool, answers))
-                raise WorkersNotDone(f"{num_true} of {len(answers)} workers {what}, the others do not")
+                raise AdminCallIncomplete(f"{num_true} of {len(answers)} workers {what}, the others do not")
             return all(answers)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The gateway's own shutdown closes what it opened."""
 
 
-def _not_here(what: str) -> NoReturn:
+def _unsupported(what: str) -> NoReturn:
     raise NotImplementedError(f"{what} is not supported: this gateway has several engines")
 
 

@@ -16,7 +16,7 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerLost
-from medialane.vllm_bridge.foreign_errors import public_text
+from medialane.vllm_bridge.error_text import public_text
 
 logger = logging.getLogger(__name__)
 

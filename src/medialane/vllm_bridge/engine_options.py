@@ -24,11 +24,11 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
         raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers take no pickles, unset it")
     parsed = parse_vllm_args(model, vllm_args)
     found = AsyncEngineArgs.from_cli_args(parsed)
-    if _asked(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
+    if _is_given(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
         raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
     if parsed.enable_prefix_caching is False:
         raise StartupFailed("--no-enable-prefix-caching is not supported: without it, media have no identity in vLLM")
-    if _asked(vllm_args, "--kv-events-config"):
+    if _is_given(vllm_args, "--kv-events-config"):
         # vLLM has one publisher an engine, and whoever hears it reads every prompt: it is not shared.
         raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
     _check_hash_algorithm(vllm_args, parsed)
@@ -47,10 +47,10 @@ def _is_single(args: AsyncEngineArgs) -> bool:
 
 
 def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
-    if _asked(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
+    if _is_given(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
         raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
 
 
-def _asked(vllm_args: Sequence[str], flag: str) -> bool:
+def _is_given(vllm_args: Sequence[str], flag: str) -> bool:
     """Whether the user wrote the flag, in either of the spellings that vLLM takes."""
     return any(arg.partition("=")[0].replace("_", "-") == flag for arg in vllm_args)

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import HandedMedia, MediaSpan
+from medialane.core.feature import MediaPayload, MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.arena_encoder import ArenaItem
@@ -81,7 +81,7 @@ class RequestReader:
         self, request: EngineRequest, prompt: ExpandedPrompt, tensors: Sequence[Sequence[memoryview]]
     ) -> Any:
         if self._checker is None:
-            raise PromptRejected("this model takes no media")
+            raise PromptRejected("this model does not support media")
         items = [self._item(feature, datas) for feature, datas in zip(prompt.features, tensors, strict=True)]
         self._checker.check(prompt, items)
         kwargs: dict[str, list[Any]] = {}
@@ -100,7 +100,7 @@ class RequestReader:
             cache_salt=request.cache_salt,
         )
 
-    def _item(self, feature: HandedMedia, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
+    def _item(self, feature: MediaPayload, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
         """The item as EngineCore will have it. Raises InvalidFeature."""
         if len(feature.tensors) != len(datas):
             raise InvalidFeature("a feature's tensors are not all there")

@@ -207,7 +207,7 @@ def _bytes_of(large: LargeTensor, tensors: Sequence[memoryview]) -> memoryview:
     if not 0 <= large.index < len(tensors):
         raise InvalidFeature(f"a feature's header names tensor {large.index} of {len(tensors)}")
     if large.spec.nbytes <= INLINE_BYTES:
-        # Equal headers must mean equal small tensors: `placing` and `validation` go by that.
+        # Equal headers must mean equal small tensors: `placeholder_layout` and `validation` go by that.
         raise InvalidFeature(f"a tensor of {large.spec.nbytes} bytes stands outside its feature's header")
     data = tensors[large.index]
     _check_size(large.spec, data)

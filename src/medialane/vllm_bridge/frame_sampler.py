@@ -27,8 +27,8 @@ from medialane.vllm_bridge.seams.multimodal import (
     VideoTargetMetadata,
     decodes_on_gpu,
     decoding_by,
+    has_own_reader,
     load_video,
-    reads_in_own_way,
     source_for,
     video_backend,
     vllm_decode,
@@ -64,7 +64,7 @@ class VllmFrameSampler:
         try:
             frames, metadata = self._load(video, media_io)
         except _REFUSALS as error:
-            raise InvalidVideo("the model's sampler cannot take frames of this video with these options") from error
+            raise InvalidVideo("the model's sampler does not support this video with these options") from error
         if not len(frames):
             raise InvalidVideo("no frame of the video can be decoded")
         return FrameBatch(np.ascontiguousarray(frames), _encode_metadata(metadata))
@@ -118,7 +118,7 @@ def _decoding_with(video: Video, most: int) -> AbstractContextManager[None]:
         indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
         if len(set(indices)) > most:
             raise TooManyFrames(f"{len(set(indices))} frames of the video were asked for, more than {most}")
-        if not reads_in_own_way(loader):
+        if not has_own_reader(loader):
             frames, valid = video.read(indices)
             if len(valid) == len(set(indices)) or not frame_recovery:
                 return frames, source, indices, valid

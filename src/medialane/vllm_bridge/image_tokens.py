@@ -20,7 +20,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.core.errors import PromptTooLong
 from medialane.core.media import MediaSize, Modality
 from medialane.prepare.processor import ProcessedItem
-from medialane.vllm_bridge.placing import Placings, decode_options
+from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.resize_target import Size
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ class ImageTokens:
         self._max_model_len = max_model_len
         self.is_trusted = False
         # Counting takes 0.2-0.4 ms, 4 % of an image, most of it in vLLM's and transformers' handling of options.
-        self._known = lru_cache(maxsize=512)(self.fewest)
+        self._known = lru_cache(maxsize=512)(self.min_tokens)
 
     def verify(self, items: Iterable[ProcessedItem]) -> None:
         """Compare what is said of the sizes of these images with what stands for them in a prompt."""
-        placings = Placings(self._processor)
+        layouts = PlaceholderLayouts(self._processor)
         try:
-            self.is_trusted = all(self._is_true(item, placings) for item in items)
+            self.is_trusted = all(self._is_true(item, layouts) for item in items)
         except Exception:  # a family's own code: without its word images are decoded first, as ever
             logger.warning("images are not refused by their size alone: their tokens cannot be counted", exc_info=True)
 
@@ -64,7 +64,7 @@ class ImageTokens:
                 "and possibly their aspect ratios as well."
             )
 
-    def fewest(self, size: Size, options: bytes) -> int | None:
+    def min_tokens(self, size: Size, options: bytes) -> int | None:
         """Tokens of an image of this size or of its quarter turn (a header does not tell how it is turned), the fewer
         of the two; None where the family does not say."""
         given = decode_options(options)
@@ -94,9 +94,9 @@ class ImageTokens:
             return None
         return int(count(**{p.name: makers[p.name]() for p in wanted if p.name in makers}))
 
-    def _is_true(self, item: ProcessedItem, placings: Placings) -> bool:
-        told = self.fewest((item.size.width, item.size.height), b"{}")
+    def _is_true(self, item: ProcessedItem, layouts: PlaceholderLayouts) -> bool:
+        told = self.min_tokens((item.size.width, item.size.height), b"{}")
         if told is None:
             return False
-        (updates,) = placings.find([_Trial("image", item.header, item.size)], b"{}").updates["image"]
+        (updates,) = layouts.find([_Trial("image", item.header, item.size)], b"{}").updates["image"]
         return told <= min(len(update.content.full) for update in updates)

@@ -25,11 +25,11 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, Mul
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
 from medialane.core.errors import InvalidFeature, InvalidRequest
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.media import Decoded, Modality
 from medialane.prepare.processor import ProcessedItem
 from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.placing import Placings
+from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.preparation import VllmProcessor, trial_audio, trial_image, trial_video
 
 #: The last ones are large: pictures of many tiles, sound longer than the window of Whisper's encoder.
@@ -72,7 +72,7 @@ class ItemShape(msgspec.Struct, frozen=True):
             spec = self.fields[name]
             _check_field(f"{modality} {name}", elem, spec, spec.own_dims if has_options else spec.dims)
 
-    def takes(self, item: MultiModalKwargsItem, num_embeds: int) -> bool | None:
+    def accepts(self, item: MultiModalKwargsItem, num_embeds: int) -> bool | None:
         """Whether the model makes so many embeddings of the item; None where only its processor can say."""
         if self.elements_per_embed is None:
             return None
@@ -81,9 +81,9 @@ class ItemShape(msgspec.Struct, frozen=True):
 
 def learn(processor: BaseMultiModalProcessor) -> dict[str, ItemShape]:
     """What the items of this model look like, by modality."""
-    heavy, placings = VllmProcessor(processor), Placings(processor)
+    heavy, layouts = VllmProcessor(processor), PlaceholderLayouts(processor)
     return {
-        modality: _learn(heavy, placings, modality, samples)
+        modality: _learn(heavy, layouts, modality, samples)
         for modality, samples in SAMPLES.items()
         if modality in processor.info.supported_mm_limits
     }
@@ -94,7 +94,9 @@ def num_embeds(content: PromptUpdateDetails) -> int:
     return len(content.full) if content.is_embed is None else int(content.is_embed(content.full).sum())
 
 
-def _learn(heavy: VllmProcessor, placings: Placings, modality: Modality, samples: Sequence[Decoded]) -> ItemShape:
+def _learn(
+    heavy: VllmProcessor, layouts: PlaceholderLayouts, modality: Modality, samples: Sequence[Decoded]
+) -> ItemShape:
     made: list[ProcessedItem] = []
     for sample in samples:
         with suppress(InvalidRequest):  # longer or larger than this model takes
@@ -103,17 +105,17 @@ def _learn(heavy: VllmProcessor, placings: Placings, modality: Modality, samples
     names = list(items[0])
     fields = {name: _common([item[name] for item in items]) for name in names}
     largest = max(names, key=lambda name: _num_bytes(items[0][name]))
-    handed = [HandedMedia(modality, "sample", found.header, (), found.size) for found in made]
+    handed = [MediaPayload(modality, "sample", found.header, (), found.size) for found in made]
     try:
-        counts = [_num_embeds_of(placings, item) for item in handed]
+        counts = [_num_embeds_of(layouts, item) for item in handed]
         found = {Fraction(item[largest].data.numel(), count) for item, count in zip(items, counts, strict=True)}
     except UNFIT:
         found = set()
     return ItemShape(fields, largest, found.pop() if len(found) == 1 else None)
 
 
-def _num_embeds_of(placings: Placings, item: HandedMedia) -> int:
-    return num_embeds(placings.find([item], b"{}").updates[item.modality][0][0].content)
+def _num_embeds_of(layouts: PlaceholderLayouts, item: MediaPayload) -> int:
+    return num_embeds(layouts.find([item], b"{}").updates[item.modality][0][0].content)
 
 
 def _num_bytes(elem: MultiModalFieldElem) -> int:

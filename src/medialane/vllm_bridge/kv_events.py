@@ -118,7 +118,7 @@ class KvEventReader:
                 for rank in self.ranks:
                     tasks.create_task(rank.run(), name=f"kv events of rank {rank.rank}")
         except Exception as error:
-            logger.critical("KV events are not read any more: requests are routed without them", exc_info=error)
+            logger.critical("KV events are no longer read: requests are routed without them", exc_info=error)
             for rank in self.ranks:
                 rank.lose("its reader has failed")
 
@@ -184,7 +184,7 @@ class RankReader:
             self._skip_to(number)
             verdict = self._sequence.buffered(number)
         if verdict is Verdict.TAKE:
-            await self._tell(payload)
+            await self._notify(payload)
 
     def _skip_to(self, number: int) -> None:
         self.lose(f"batches {self._sequence.next} to {number - 1} are missing")
@@ -199,7 +199,7 @@ class RankReader:
                 while self._num_unanswered:
                     await self._take_repeated(await self._replay.recv_multipart())
         except TimeoutError:
-            logger.warning("rank %d does not repeat its KV events", self.rank)
+            logger.warning("rank %d does not replay its KV events", self.rank)
         return not self._num_unanswered
 
     async def _take_repeated(self, frames: list[bytes]) -> None:
@@ -210,9 +210,9 @@ class RankReader:
         if number > self._sequence.next:
             self._skip_to(number)
         if self._sequence.buffered(number) is Verdict.TAKE:
-            await self._tell(frames[3])
+            await self._notify(frames[3])
 
-    async def _tell(self, payload: bytes) -> None:
+    async def _notify(self, payload: bytes) -> None:
         try:
             batch = self._decoder.decode(payload)
         except (msgspec.DecodeError, RecursionError):

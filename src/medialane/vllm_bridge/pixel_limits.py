@@ -19,7 +19,7 @@ from medialane.core.media import Modality
 _PROCESSORS: tuple[tuple[Modality, str], ...] = (("image", "image_processor"), ("video", "video_processor"))
 
 
-def most_pixels(processor: BaseMultiModalProcessor) -> dict[Modality, int]:
+def max_pixels_of(processor: BaseMultiModalProcessor) -> dict[Modality, int]:
     """The operator's `max_pixels` (`--mm-processor-kwargs`), or else the model's own; empty where it has none."""
     limits = processor.info.get_supported_mm_limits()
     hf_processor = processor.info.get_hf_processor()

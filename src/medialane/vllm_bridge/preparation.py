@@ -38,7 +38,7 @@ from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.model_files import model_files, use_no_network
-from medialane.vllm_bridge.placing import decode_options
+from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
 
@@ -127,7 +127,7 @@ class VllmProcessor:
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         if self._sampler is None:
-            raise UnsupportedMediaType("this model takes no video")
+            raise UnsupportedMediaType("this model does not support video")
         return self._sampler.sample(video, io)
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
@@ -139,7 +139,7 @@ class VllmProcessor:
     def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
         return self._targets.smaller_size(size, smaller, options)
 
-    def tells_resize_target(self) -> bool:
+    def has_resize_target(self) -> bool:
         """Whether the size that a photograph is resized to can be told, with the model's own options."""
         takes_images = "image" in self._processor.info.get_supported_mm_limits()
         return takes_images and self._targets.target((1024, 768), b"{}") is not None

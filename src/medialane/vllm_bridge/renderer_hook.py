@@ -31,11 +31,11 @@ from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.media_options import final_io, model_io
 from medialane.vllm_bridge.option_limits import check_options
-from medialane.vllm_bridge.pixel_limits import item_options, most_pixels
+from medialane.vllm_bridge.pixel_limits import item_options, max_pixels_of
 from medialane.vllm_bridge.prepared_input import engine_input
 from medialane.vllm_bridge.processor_options import check_processor_options
+from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.multimodal import prepare_media_by
-from medialane.vllm_bridge.story import Story
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
 CONNECTOR = "medialane"
@@ -82,24 +82,24 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
         return self.hook.reference(modality, url, self.media_io_kwargs)
 
     def _refuse(self, message: str) -> NoReturn:
-        with remembered_errors(self.hook.story):
+        with remembered_errors(self.hook.backend):
             raise InvalidRequest(message)
 
 
-def install(renderer: BaseRenderer, story: Story) -> None:
-    """Send this renderer's media through `story`."""
-    hook = RendererHook(renderer, story)
+def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
+    """Send this renderer's media through `request_backend`."""
+    hook = RendererHook(renderer, backend)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
     prepare_media_by(renderer, hook.process)
 
 
 @contextmanager
-def remembered_errors(story: Story) -> Iterator[None]:
+def remembered_errors(backend: RequestBackend) -> Iterator[None]:
     """Errors of ours that leave for vLLM's app are what the request is answered with."""
     try:
         yield
     except MedialaneError as error:
-        story.fail(error)
+        backend.fail(error)
         raise
 
 
@@ -107,15 +107,16 @@ class RendererHook:
     """The two ends of the seams: the references that intake left, completed with what vLLM knows of model and request,
     and the prompt that the gateway makes of them."""
 
-    def __init__(self, renderer: BaseRenderer, story: Story) -> None:
-        self.story = story
+    def __init__(self, renderer: BaseRenderer, backend: RequestBackend) -> None:
+        self.backend = backend
         self._io = model_io(renderer.model_config)
-        self._most_pixels = most_pixels(renderer.get_mm_processor())
+        self._max_pixels_of = max_pixels_of(renderer.get_mm_processor())
 
     def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
-        """What stands for a media URL of the body. Raises as `Story.resolve`, and InvalidRequest for its options."""
-        with remembered_errors(self.story):
-            return self._completed(self.story.resolve(url), modality, request_io)
+        """What stands for a media URL of the body. Raises as `RequestBackend.resolve`, and InvalidRequest for its
+        options."""
+        with remembered_errors(self.backend):
+            return self._completed(self.backend.resolve(url), modality, request_io)
 
     async def process(  # noqa: PLR0917 - vLLM's signature
         self,
@@ -128,13 +129,13 @@ class RendererHook:
         skip_mm_cache: bool = False,
     ) -> Any:
         """In place of `BaseRenderer._process_multimodal_async`."""
-        with remembered_errors(self.story):
+        with remembered_errors(self.backend):
             check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
             check_processor_options(mm_processor_kwargs)
             options = canonical_options(mm_processor_kwargs or {})
             items = self._references(mm_data, mm_uuids or {}, media_io_kwargs)
             try:
-                return engine_input(await self.story.prepare(MediaPrompt(list(prompt), items, options)))
+                return engine_input(await self.backend.prepare(MediaPrompt(list(prompt), items, options)))
             except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
                 raise VLLMValidationError(error.message) from error
 
@@ -146,7 +147,7 @@ class RendererHook:
         """
         item = ref.io if ref.modality == modality else b"{}"
         io = final_io(modality, self._io, request_io, item)
-        options = item_options(ref.options, self._most_pixels.get(modality), ref.param)
+        options = item_options(ref.options, self._max_pixels_of.get(modality), ref.param)
         return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
 
     def _references(
@@ -174,7 +175,7 @@ class RendererHook:
         """The reference that intake left in place of the uuid."""
         unknown = UnknownMediaUuid(f"{modality} given by a uuid alone that is not understood: send its URL or data")
         try:
-            ref = self.story.resolve(uuid or "")
+            ref = self.backend.resolve(uuid or "")
         except InvalidMediaUrl as error:
             raise unknown from error
         if ref.modality != modality or not (ref.is_embeds or ref.content):

@@ -97,7 +97,7 @@ REFUSED: Mapping[str, str] = {
     "port": "give --port before `--`",
     "uds": "the gateway listens on --host and --port",
     "headless": "a worker alone is `medialane worker`",
-    "api_server_count": "start as many `medialane gateway`s as there shall be servers",
+    "api_server_count": "start one `medialane gateway` for each server",
     "grpc": "the gateway serves HTTP",
     "grpc_port": "the gateway serves HTTP",
     **dict.fromkeys(

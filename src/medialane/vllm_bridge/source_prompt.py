@@ -31,15 +31,15 @@ from medialane.core.errors import (
     InvalidVideo,
     PromptRejected,
 )
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.core.stage import StageName
 from medialane.vllm_bridge.embeds import EmbedsReader
-from medialane.vllm_bridge.foreign_errors import public_text
+from medialane.vllm_bridge.error_text import public_text
 from medialane.vllm_bridge.item_shape import UNFIT
 from medialane.vllm_bridge.media_options import model_io
-from medialane.vllm_bridge.placing import decode_options
+from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.preparation import engine_media
 from medialane.vllm_bridge.seams.multimodal import video_backend
 from medialane.vllm_bridge.validation import FeatureChecker
@@ -73,7 +73,7 @@ class SourceRenderer:
         self._embeds_reader: EmbedsReader | None = None
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
         #: What the worker does before vLLM's processor, by stage.
-        self._loads: Mapping[StageName, Callable[[HandedMedia, memoryview], Awaitable[Any]]] = {
+        self._loads: Mapping[StageName, Callable[[MediaPayload, memoryview], Awaitable[Any]]] = {
             "decoded": self._decoded,
             "url": self._encoded,
         }
@@ -130,10 +130,10 @@ class SourceRenderer:
             hashes.setdefault(item.modality, []).append(item.mm_hash)
         return media, hashes
 
-    async def _decoded(self, item: HandedMedia, data: memoryview) -> Any:
+    async def _decoded(self, item: MediaPayload, data: memoryview) -> Any:
         return engine_media(decoded_over(item.modality, item.size, data))
 
-    async def _embeds(self, item: HandedMedia, data: memoryview) -> dict[str, torch.Tensor]:
+    async def _embeds(self, item: MediaPayload, data: memoryview) -> dict[str, torch.Tensor]:
         try:
             return self._reader().read(item.modality, decode_embeds(data))
         except InvalidEmbeds as error:
@@ -149,18 +149,18 @@ class SourceRenderer:
         """Made when first needed: a model of text alone has no processor to make it of."""
         if self._embeds_reader is None:
             if not self._model_config.supports_multimodal_inputs:
-                raise PromptRejected("this model takes no media")
+                raise PromptRejected("this model does not support media")
             self._embeds_reader = EmbedsReader(self._renderer.get_mm_processor(), self._model_config)
         return self._embeds_reader
 
-    async def _encoded(self, item: HandedMedia, data: memoryview) -> Any:
+    async def _encoded(self, item: MediaPayload, data: memoryview) -> Any:
         load = self._loader(item)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: load(bytes(data)))
         except Exception as error:  # decoders raise anything of a stranger's bytes: AttributeError, RuntimeError, ...
             raise _UNDECODABLE[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
 
-    def _loader(self, item: HandedMedia) -> Callable[[bytes], Any]:
+    def _loader(self, item: MediaPayload) -> Callable[[bytes], Any]:
         """vLLM's own loader, with the options that the gateway has put together."""
         options = {**self._model_io.get(item.modality, {}), **decode_options(item.io)}
         media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)

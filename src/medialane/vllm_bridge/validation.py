@@ -40,11 +40,11 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
 from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import HandedMedia, PlaceholderRange
+from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.item_shape import UNFIT, learn, num_embeds
-from medialane.vllm_bridge.placing import Placing, Placings, decode_options
+from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.seams.multimodal import fields_config, find_placeholders, prompt_updates
 
 #: mm_hash is opaque to us, but it becomes a key in several caches.
@@ -62,7 +62,7 @@ class FeatureChecker:
         self._limits = dict(processor.info.allowed_mm_limits)
         self._shapes = learn(processor)
         self._merge = merge_size(processor)
-        self._placings = Placings(processor)
+        self._layouts = PlaceholderLayouts(processor)
 
     def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
         """Raise InvalidFeature unless `items`, the prompt's decoded features in order, fit themselves and the prompt.
@@ -76,30 +76,30 @@ class FeatureChecker:
         self._check_counts(features)
         if not all(0 < len(feature.mm_hash) <= MAX_HASH_CHARS for feature in features):
             raise InvalidFeature("a feature has no usable mm_hash")
-        self._check_placeholders(prompt, self._placing(prompt, items))
+        self._check_placeholders(prompt, self._layout_of(prompt, items))
 
-    def _check_counts(self, features: Sequence[HandedMedia]) -> None:
+    def _check_counts(self, features: Sequence[MediaPayload]) -> None:
         for modality, count in Counter(f.modality for f in features).items():
             limit = self._limits.get(modality, 0)
             if count > limit:
                 raise PromptRejected(f"At most {limit} {modality}(s) may be provided in one prompt.")
 
-    def _placing(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> Placing:
+    def _layout_of(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> PlaceholderLayout:
         def check_items() -> None:
             for feature, item in zip(prompt.features, items, strict=True):
                 self._check_item(feature.modality, item, prompt.options)
 
-        def confirm(placing: Placing) -> None:
+        def confirm(layout: PlaceholderLayout) -> None:
             if prompt.options == NO_OPTIONS:
                 return
-            own = self._placings.find(prompt.features, NO_OPTIONS).updates
-            for modality, found in placing.kwargs.items():
-                for item, ours, theirs in zip(found, own[modality], placing.updates[modality], strict=True):
+            own = self._layouts.find(prompt.features, NO_OPTIONS).updates
+            for modality, found in layout.kwargs.items():
+                for item, ours, theirs in zip(found, own[modality], layout.updates[modality], strict=True):
                     for update in theirs:
                         self._check_embeds(modality, item, num_embeds(update.content), ours)
 
         try:
-            return self._placings.find(prompt.features, prompt.options, check=check_items, confirm=confirm)
+            return self._layouts.find(prompt.features, prompt.options, check=check_items, confirm=confirm)
         except UNFIT as error:
             raise InvalidFeature("the model's processor cannot place these features in a prompt") from error
 
@@ -139,7 +139,7 @@ class FeatureChecker:
     def _check_item(self, modality: str, item: MultiModalKwargsItem, options: bytes) -> None:
         shape = self._shapes.get(modality)
         if shape is None:
-            raise InvalidFeature(f"this worker takes no {modality} features")
+            raise InvalidFeature(f"this worker does not support {modality} features")
         shape.check(modality, item, has_options=options != NO_OPTIONS)
         for name, elem in item.items():
             if name.endswith("grid_thw"):
@@ -148,7 +148,7 @@ class FeatureChecker:
 
     def _check_embeds(self, modality: str, item: MultiModalKwargsItem, count: int, own: Sequence[Any]) -> None:
         """`own` is what the processor would put there without the request's options."""
-        takes = self._shapes[modality].takes(item, count)
+        takes = self._shapes[modality].accepts(item, count)
         if takes is None:
             takes = count in [num_embeds(update.content) for update in own]
         if not takes:
@@ -168,14 +168,14 @@ class FeatureChecker:
             if isinstance(field, MultiModalFlatField):
                 _check_flat(f"{modality} {name}", elem, field)
 
-    def _check_placeholders(self, prompt: ExpandedPrompt, placing: Placing) -> None:
+    def _check_placeholders(self, prompt: ExpandedPrompt, layout: PlaceholderLayout) -> None:
         """The prompt must have, at each placeholder, the tokens that the model's own processor would put there."""
-        expected = {modality: iter(items) for modality, items in placing.updates.items()}
+        expected = {modality: iter(items) for modality, items in layout.updates.items()}
         fit = [
             any(_fits(prompt.token_ids, placeholder_of(feature), u.content) for u in next(expected[feature.modality]))
             for feature in prompt.features
         ]
-        if not all(fit) and not self._found_there(prompt, placing.updates):
+        if not all(fit) and not self._found_there(prompt, layout.updates):
             first = prompt.features[fit.index(False)]
             place = placeholder_of(first)
             raise InvalidFeature(
@@ -189,7 +189,7 @@ class FeatureChecker:
         return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
 
 
-def placeholder_of(feature: HandedMedia) -> PlaceholderRange:
+def placeholder_of(feature: MediaPayload) -> PlaceholderRange:
     """Raises InvalidFeature where there is none."""
     if feature.placeholder is None:
         raise InvalidFeature("a feature has no placeholder")

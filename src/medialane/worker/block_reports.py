@@ -33,7 +33,7 @@ class BlockReports:
         self._since: dict[int, float] = {}
         self._num_waiting = 0
         self._waiting: asyncio.TimerHandle | None = None
-        self._num_faults_told = 0
+        self._num_faults_logged = 0
 
     def apply(self, batch: KvEventBatch) -> None:
         """Take up what the engine tells (the listener of `Engine.watch_blocks`)."""
@@ -86,17 +86,17 @@ class BlockReports:
                 change = KvChange(rank, 0, net.stored, net.removed, snapshot=net.snapshot, time_s=since)
                 for listener in list(self._listeners):
                     listener(change)
-        self._tell_faults()
+        self._log_faults()
 
-    def _tell_faults(self) -> None:
+    def _log_faults(self) -> None:
         """Each doubling is worth a line: a fault may repeat with every block."""
         found = sum(table.num_faults for table in self._tables.values())
-        if found >= max(1, 2 * self._num_faults_told):
-            self._num_faults_told = found
+        if found >= max(1, 2 * self._num_faults_logged):
+            self._num_faults_logged = found
             told = ", ".join(
                 f"rank {rank}: {t.num_unknown_parents} without their parent, {t.num_unreadable} unreadable, "
                 f"{t.num_dropped} blocks too many"
                 for rank, t in self._tables.items()
                 if t.num_faults
             )
-            logger.warning("KV events that were not understood so far (%s): requests may miss their cache", told)
+            logger.warning("KV events that could not be applied so far (%s): routing may miss cached blocks", told)

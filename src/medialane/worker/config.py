@@ -12,16 +12,14 @@ from medialane.core.errors import StartupFailed
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker watches its engine. A step of the engine may take seconds on a busy CPU: be patient."""
 
-    ping_interval_s: Annotated[
-        float, msgspec.Meta(description="pause between two looks at whether the engine lives")
-    ] = 2.0
+    ping_interval_s: Annotated[float, msgspec.Meta(description="interval of the engine's liveness check")] = 2.0
     ping_timeout_s: Annotated[
         float,
-        msgspec.Meta(description="how long the engine may take to answer; after two silences the worker ends"),
+        msgspec.Meta(description="timeout of the engine's liveness check; the worker exits after two missed checks"),
     ] = 60.0
     release_timeout_s: Annotated[
         float,
-        msgspec.Meta(description="how long the engine may take to let go of an aborted request; then the worker ends"),
+        msgspec.Meta(description="how long the engine may take to release an aborted request before the worker exits"),
     ] = 60.0
     stop_timeout_s: Annotated[float, msgspec.Meta(description="how long the engine may take to stop at shutdown")] = (
         20.0

@@ -27,19 +27,19 @@ class FakeBlocks:
         num_held = next((i for i, found in enumerate(hashes) if found not in self.held), len(hashes))
         if num_held < len(hashes):
             self.held.update(dict.fromkeys(hashes[num_held:]))
-            self.tell(self._stored(request, hashes, [keys for _, keys in chain], num_held))
+            self.publish(self._stored(request, hashes, [keys for _, keys in chain], num_held))
         return min(num_held, (len(request.prompt.token_ids) - 1) // self.block_size) * self.block_size
 
     def forget(self, num_blocks: int | None = None) -> None:
         """Remove the blocks that were stored last; all of them without a number."""
         if num_blocks is None:
             self.held.clear()
-            self.tell(AllBlocksCleared())
+            self.publish(AllBlocksCleared())
             return
         removed = [self.held.popitem()[0] for _ in range(min(num_blocks, len(self.held)))]
-        self.tell(BlockRemoved(removed, medium="GPU", group_idx=0))
+        self.publish(BlockRemoved(removed, medium="GPU", group_idx=0))
 
-    def tell(self, *events: KvEvent) -> None:
+    def publish(self, *events: KvEvent) -> None:
         if self.listener is not None:
             self.listener(KvEventBatch(0, events, time.time()))
 

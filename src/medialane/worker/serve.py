@@ -85,7 +85,7 @@ async def _is_lost(worker: Worker, stop: asyncio.Event) -> bool:
         error = watching.exception()
         if not isinstance(error, WorkerLost):
             watching.result()
-        logger.critical("%s: this worker ends", error)
+        logger.critical("%s: this worker exits", error)
         return True
     finally:
         watching.cancel()

@@ -27,10 +27,10 @@ from medialane.worker.engine import Engine
 logger = logging.getLogger(__name__)
 
 #: Silences of the engine, one after the other, after which the worker ends. One may be a stall of the machine.
-MAX_SILENCES = 2
+MAX_MISSED_PINGS = 2
 
 #: A dying engine fails many requests at once: one look for all of them.
-SUSPICION_PAUSE_S = 0.1
+MIN_PING_PAUSE_S = 0.1
 
 
 class Worker:
@@ -55,7 +55,7 @@ class Worker:
         self._inline = InlineReceiver()
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
-        self._suspicion = asyncio.Event()
+        self._ping_requested = asyncio.Event()
         self._attached: dict[str, str] = {}  # arena -> gateway
         self._unused: set[str] = set()  # arenas that the engine has not been asked to unmap yet
 
@@ -73,7 +73,7 @@ class Worker:
         del self._attached[hello.arena.id]
         self._shm.detach(hello.arena.id)
         self._unused.add(hello.arena.id)
-        self._suspicion.set()  # `watch` does it now
+        self._ping_requested.set()  # `watch` does it now
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Answer one request. Raises HandoverFailed for tensors that cannot be read, else as `Engine.generate`."""
@@ -82,7 +82,7 @@ class Worker:
                 async for delta in deltas:
                     yield delta
         except (GenerationFailed, WorkerLost):
-            self._suspicion.set()
+            self._ping_requested.set()
             raise
 
     def loads(self) -> Sequence[WorkerLoad]:
@@ -114,16 +114,16 @@ class Worker:
 
         A request that the engine fails is a reason to look at once.
         """
-        num_silences = 0
+        num_missed_pings = 0
         while True:
-            self._suspicion.clear()
+            self._ping_requested.clear()
             try:
                 await self._engine.ping(self._config.ping_timeout_s)
-                num_silences = 0
+                num_missed_pings = 0
             except GenerationFailed as error:
-                num_silences += 1
-                logger.error("%s (%d of %d)", error.message, num_silences, MAX_SILENCES)
-                if num_silences >= MAX_SILENCES:
+                num_missed_pings += 1
+                logger.error("%s (%d of %d)", error.message, num_missed_pings, MAX_MISSED_PINGS)
+                if num_missed_pings >= MAX_MISSED_PINGS:
                     raise WorkerLost("the engine does not answer") from error
             while self._unused:
                 await self._engine.detach_arena(self._unused.pop())
@@ -160,7 +160,7 @@ class Worker:
     async def _pause(self) -> None:
         try:
             async with asyncio.timeout(self._config.ping_interval_s):
-                await self._suspicion.wait()
+                await self._ping_requested.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(SUSPICION_PAUSE_S)
+        await asyncio.sleep(MIN_PING_PAUSE_S)

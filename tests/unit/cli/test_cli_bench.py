@@ -116,7 +116,7 @@ def test_figures_of_what_ran_before_a_failure_are_kept(folder, tmp_path):
     assert set(json.loads(file.read_text())["results"]) == {"fast"}
 
 
-def test_unknown_name_is_told_the_known_ones(folder):
+def test_unknown_name_is_reported_the_known_ones(folder):
     write(folder, "fast", 3.0)
     with pytest.raises(StartupFailed, match="no benchmark 'faster'; there are fast and all"):
         run(folder, "faster")

@@ -65,13 +65,13 @@ def test_vllm_that_cannot_be_imported_is_a_finding(monkeypatch):
     assert doctor._seams().verdict == "fail"
 
 
-def test_kinds_of_media_are_told():
+def test_kinds_of_media_are_reported():
     finding = doctor._media()
     assert finding.verdict == "ok"
     assert finding.text.startswith("image (jpeg png ")
 
 
-def test_kind_of_media_that_is_off_is_a_warning_with_its_cure(monkeypatch):
+def test_kind_of_media_that_is_off_is_a_warning_with_its_fix(monkeypatch):
     blocked = "import sys; sys.modules['av'] = None\n"
     monkeypatch.setattr(doctor, "_KINDS", blocked + doctor._KINDS)
     finding = doctor._media()

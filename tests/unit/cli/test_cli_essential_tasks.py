@@ -27,7 +27,7 @@ async def test_task_that_ends_stops_the_process_and_is_named(work, caplog):
         tasks.start(work(), "connecting to workers")
         await stop.wait()
     assert tasks.failed
-    assert caplog.text.count("connecting to workers ended unexpectedly") == 1
+    assert caplog.text.count("connecting to workers exited unexpectedly") == 1
     assert "another" not in caplog.text
     assert ("a bug" in caplog.text) == (work is raises)
 

@@ -3,21 +3,21 @@ import argparse
 import pytest
 
 from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.serve import ROOMS
-from medialane.cli.worker_command import ROOMS as WORKER_ROOMS
+from medialane.cli.serve import SECTIONS
+from medialane.cli.worker_command import SECTIONS as WORKER_ROOMS
 from medialane.config import load_config, settings
 
 
 def parser(argv=(), *, common=("workers",)):
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.set_defaults(argv=list(argv))
-    add_settings(made, ROOMS, common=common)
+    add_settings(made, SECTIONS, common=common)
     return made
 
 
 def test_every_setting_of_the_configuration_is_a_flag_of_serve_or_of_simulated_workers():
     flags = parser().format_help() + parser(["--help-all"]).format_help()
-    assert {s.room for s in settings() if s.flag not in flags} <= {"simulated"}
+    assert {s.section for s in settings() if s.flag not in flags} <= {"simulated"}
     assert {"worker", "simulated"} <= set(WORKER_ROOMS)
 
 

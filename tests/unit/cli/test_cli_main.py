@@ -8,7 +8,7 @@ import pytest
 from medialane import __version__
 from medialane.cli import main as main_module
 from medialane.cli.main import COMMANDS, ERROR_PREFIX, main
-from medialane.cluster.part_log import OUR_ERROR
+from medialane.cluster.process_log import REPORTED_ERROR
 from medialane.core.errors import StartupFailed
 
 HEAVY = {"torch", "vllm", "transformers", "aiohttp", "rich", "numpy", "medialane.config"}
@@ -83,7 +83,7 @@ def test_what_follows_the_dashes_is_for_vllm(install):
     assert command.args.vllm_args == ["--max-model-len", "8", "--", "x"]
 
 
-def test_flag_of_vllm_in_the_wrong_place_is_told_where_it_goes(install, capsys):
+def test_flag_of_vllm_in_the_wrong_place_is_reported_where_it_goes(install, capsys):
     install(FakeCommand())
     with pytest.raises(SystemExit) as ended:
         main(["serve", "m", "--max-model-len", "8"])
@@ -109,7 +109,7 @@ def test_failed_start_is_one_line_that_the_supervisor_finds(install, capsys):
     install(FakeCommand(StartupFailed("port 8000 is taken")))
     assert main(["serve", "m"]) == 2
     assert capsys.readouterr().err == "medialane: error: port 8000 is taken\n"
-    assert ERROR_PREFIX == OUR_ERROR
+    assert ERROR_PREFIX == REPORTED_ERROR
 
 
 def test_interrupt_ends_with_the_shell_s_status(install):

@@ -32,8 +32,8 @@ def test_terminal_shows_what_a_part_does_right_now():
     progress.printed("worker 0", ["", "Loading weights [1/2]"])
     progress.tick()
     assert "Loading weights [1/2]" in stream.getvalue()
-    progress.settle()
-    progress.settle()
+    progress.finish()
+    progress.finish()
     progress.ended("worker 0", "exit status 1", 1.0)
     assert "started again in 1 s" in stream.getvalue()
 

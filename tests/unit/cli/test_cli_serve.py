@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
 script = sys.argv.pop(1)
-from scripted_parts import script_part
+from scripted_processes import script_part
 from medialane.cli.main import main
 from medialane.cluster import local
 local.parts = lambda *_, folder, **__: [script_part(folder, "worker 0", script, stop_timeout_s=5.0)]
@@ -117,7 +117,7 @@ def test_failed_start_ends_with_the_reason_and_keeps_the_log(serve):
     assert "no such quantisation" in (folder / "worker-0.log").read_text()
 
 
-def test_taken_port_is_told_before_anything_starts(serve):
+def test_taken_port_is_reported_before_anything_starts(serve):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -35,7 +35,7 @@ def test_taken_port_is_one_clear_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(StartupFailed, match=f"cannot listen on 127.0.0.1 port {port}: something listens there"):
+        with pytest.raises(StartupFailed, match=f"cannot listen on 127.0.0.1 port {port}: the port is already in use"):
             local.check_port("127.0.0.1", port)
     local.check_port("127.0.0.1", port)
 

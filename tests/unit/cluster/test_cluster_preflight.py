@@ -75,7 +75,7 @@ def test_model_of_another_hub_is_not_looked_for(words, environ, monkeypatch):
 
 @pytest.mark.parametrize("name", ["/absent/model", "./model", "a/b/c", "../x", "--model"])
 def test_path_without_a_model_is_refused(name):
-    with pytest.raises(StartupFailed, match="there is no model at"):
+    with pytest.raises(StartupFailed, match="is neither"):
         check_model(name, [], {})
 
 

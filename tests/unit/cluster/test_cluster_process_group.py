@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted_parts import is_running, wait_until
+from scripted_processes import is_running, wait_until
 
 from medialane.cluster import process_group
-from medialane.cluster.process_group import kill_users, members, send
+from medialane.cluster.process_group import kill_members, members, send
 
 SCRIPT = """
 import subprocess, sys, time
@@ -35,7 +35,7 @@ def test_killed_users_leave_their_shared_memory_to_the_tracker(group):
     leader, memory, child = group
     assert {leader.pid, child} < set(members(leader.pid))
     assert memory.exists()
-    kill_users(leader.pid)
+    kill_members(leader.pid)
     wait_until(lambda: not members(leader.pid))
     assert not memory.exists()
     assert not is_running(child)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_parts import Recorder, eventually, is_running, make_supervisor, number_in, script_part, wait_until
+from scripted_processes import Recorder, eventually, is_running, make_supervisor, number_in, script_part, wait_until
 
 from medialane.cluster import running
 from medialane.core.errors import StartupFailed
@@ -165,7 +165,7 @@ STUBBORN = """
 import asyncio, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from scripted_parts import Recorder, make_supervisor, script_part
+from scripted_processes import Recorder, make_supervisor, script_part
 folder = Path(sys.argv[2])
 script = '''
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -230,10 +230,10 @@ async def test_supervision_of_one_part_that_fails_starts_again_and_the_others_go
         os.kill(before["worker 0"], signal.SIGKILL)
         await eventually(lambda: seen.count("ready", "worker 0") == 2)
         assert supervisor.pids["worker 1"] == before["worker 1"]
-        assert "worker 0: its supervision failed" in caplog.text
+        assert "worker 0: supervision failed" in caplog.text
 
 
-async def test_log_that_cannot_be_shown_ends_nothing_and_is_told_once(tmp_path, caplog):
+async def test_log_that_cannot_be_shown_ends_nothing_and_is_reported_once(tmp_path, caplog):
     seen = Breaking("printed")
     script = "ready()\nfor _ in range(600): print('hello', flush=True); time.sleep(0.1)"
     parts = [script_part(tmp_path, f"worker {i}", script) for i in range(2)]

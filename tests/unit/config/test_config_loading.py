@@ -75,12 +75,12 @@ def test_formatted_size_reads_back(num_bytes):
         (
             {},
             {"MEDIALANE_WORKRES": "2"},
-            r"unknown environment variable MEDIALANE_WORKRES; is MEDIALANE_WORKERS meant\?",
+            r"unknown environment variable MEDIALANE_WORKRES; did you mean MEDIALANE_WORKERS\?",
         ),
-        ({"workres": "2"}, {}, r"unknown setting --workres; is workers meant\?"),
+        ({"workres": "2"}, {}, r"unknown setting --workres; did you mean workers\?"),
     ],
 )
-def test_wrong_value_or_name_is_told_by_where_it_came_from(flags, environ, message):
+def test_wrong_value_or_name_is_reported_by_where_it_came_from(flags, environ, message):
     with pytest.raises(StartupFailed, match=message):
         load(flags, environ=environ)
 
@@ -92,7 +92,7 @@ def test_secret_is_not_repeated_in_the_message(file):
 
 
 def test_unknown_setting_of_the_file_is_named(file):
-    with pytest.raises(StartupFailed, match=r"medialane.toml: unknown setting arena-sise; is arena-size meant\?"):
+    with pytest.raises(StartupFailed, match=r"medialane.toml: unknown setting arena-sise; did you mean arena-size\?"):
         load(file=file('arena-sise = "2GiB"'))
 
 

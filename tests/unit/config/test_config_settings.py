@@ -7,8 +7,8 @@ from medialane.config.names import NAMES
 from medialane.core.errors import StartupFailed
 
 
-def load(flags, *, rooms):
-    return load_config(flags, environ={}, rooms=rooms)
+def load(flags, *, sections):
+    return load_config(flags, environ={}, sections=sections)
 
 
 def test_every_field_has_a_written_name_and_every_name_a_field():
@@ -35,13 +35,13 @@ def test_every_setting_has_a_name_of_its_own_and_a_description():
 
 def test_room_complains_in_the_spelling_of_the_command_line():
     with pytest.raises(StartupFailed, match="--workers must be at least 1"):
-        load({"workers": "0"}, rooms=("cluster",))
+        load({"workers": "0"}, sections=("cluster",))
     with pytest.raises(StartupFailed, match="--restart-initial must be positive and at most --restart-max"):
-        load({"restart-initial": "0"}, rooms=("cluster",))
+        load({"restart-initial": "0"}, sections=("cluster",))
 
 
 def test_rooms_that_a_command_does_not_use_are_not_validated():
-    assert load({"workers": "0"}, rooms=("server",)).cluster.num_workers == 0
+    assert load({"workers": "0"}, sections=("server",)).cluster.num_workers == 0
 
 
 def test_configuration_is_frozen():

@@ -165,7 +165,7 @@ def test_lora_salt_and_size_cannot_pose_as_each_other():
     assert prompt_block_ids([0] * 8, block_size=8)[0] not in prompt_block_ids([0] * 8, block_size=4)
 
 
-def test_lora_with_the_name_of_the_salt_is_told_from_it_in_events():
+def test_lora_with_the_name_of_the_salt_is_reported_from_it_in_events():
     def first(keys, lora):
         return stored_block_ids([1] * BLOCK, block_size=BLOCK, extra_keys=[keys], lora_name=lora, parent=None)[0]
 

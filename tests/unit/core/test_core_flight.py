@@ -151,12 +151,12 @@ async def test_each_caller_owns_a_share_of_the_result_and_the_flight_keeps_none(
 
 @pytest.mark.parametrize("num_turns", range(4))
 async def test_caller_that_is_cancelled_as_the_flight_lands_leaves_no_share(num_turns):
-    flights, rooms, go = flights_of_rooms(), [], asyncio.Event()
+    flights, sections, go = flights_of_rooms(), [], asyncio.Event()
 
     async def work():
         await go.wait()
-        rooms.append(Room())
-        return rooms[0]
+        sections.append(Room())
+        return sections[0]
 
     (task,) = await started(flights, work, 1)
     go.set()
@@ -165,7 +165,7 @@ async def test_caller_that_is_cancelled_as_the_flight_lands_leaves_no_share(num_
     task.cancel()
     await asyncio.wait([task])
     await asyncio.sleep(0)
-    assert sum(room.num_held for room in rooms) == (not task.cancelled())
+    assert sum(room.num_held for room in sections) == (not task.cancelled())
     assert len(flights) == 0
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from medialane.core.feature import HandedMedia, PlaceholderRange
+from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.media import MediaSize
 from medialane.core.request import (
     CompletionDelta,
@@ -23,10 +23,10 @@ def through_the_wire(value):
 
 def test_both_kinds_of_prompts_stay_what_they_are():
     tensor = InlineTensor(TensorSpec("uint8", (3,)), b"abc")
-    feature = HandedMedia("image", "a" * 64, b"h", (tensor,), MediaSize(2, 1), PlaceholderRange(1, 2, b"\1\0"))
+    feature = MediaPayload("image", "a" * 64, b"h", (tensor,), MediaSize(2, 1), PlaceholderRange(1, 2, b"\1\0"))
     for prompt in (
         ExpandedPrompt([1, 2, 3], (feature,), b'{"a":1}'),
-        SourcePrompt([1, 2], (HandedMedia("image", "b" * 64, b"", (tensor,), io=b'{"a":2}'),), b"{}", "decoded"),
+        SourcePrompt([1, 2], (MediaPayload("image", "b" * 64, b"", (tensor,), io=b'{"a":2}'),), b"{}", "decoded"),
     ):
         request = EngineRequest("r", prompt, b"params", priority=-1, trace_headers={"a": "b"}, reasoning_ended=False)
         assert through_the_wire(request) == request
@@ -40,7 +40,7 @@ def test_outputs_stay_what_they_are():
 
 def test_prompts_print_no_media():
     secret = InlineTensor(TensorSpec("uint8", (6,)), b"secret")
-    assert "secret" not in repr(SourcePrompt([1], (HandedMedia("image", "b" * 64, b"", (secret,)),)))
+    assert "secret" not in repr(SourcePrompt([1], (MediaPayload("image", "b" * 64, b"", (secret,)),)))
     assert repr(ExpandedPrompt([1, 2])) == "ExpandedPrompt(2 tokens, 0 features)"
 
 

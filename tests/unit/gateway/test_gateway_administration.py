@@ -13,7 +13,7 @@ from medialane.core.admin import (
     ResetPrefixCache,
     Sleep,
 )
-from medialane.core.errors import GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost, WorkersNotDone
+from medialane.core.errors import AdminCallIncomplete, GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost
 from medialane.gateway import WorkerPool
 from medialane.gateway.administration import MAX_NAMED, Administration
 
@@ -68,7 +68,7 @@ async def test_every_worker_is_asked_and_answers_in_order():
 @pytest.mark.parametrize("failure", [GenerationFailed("out of memory"), WorkerLost("gone"), LOST])
 async def test_error_says_which_workers_have_not_done_it(failure):
     workers = Workers(None, failure, None)
-    with pytest.raises(WorkersNotDone, match=r"2 of 3 workers have done it; not: unix:/w1 \(.+\)") as failed:
+    with pytest.raises(AdminCallIncomplete, match=r"2 of 3 workers have done it; not: unix:/w1 \(.+\)") as failed:
         await workers.do(Sleep())
     assert "w0" not in failed.value.message
     assert failed.value.status == 503
@@ -79,13 +79,13 @@ async def test_what_all_refuse_alike_is_the_clients_error():
     refusal = InvalidRequest("no such profile")
     with pytest.raises(InvalidRequest, match="no such profile"):
         await Workers(refusal, InvalidRequest("no such profile")).do(Sleep())
-    with pytest.raises(WorkersNotDone):
+    with pytest.raises(AdminCallIncomplete):
         await Workers(refusal, None).do(Sleep())
 
 
 async def test_error_about_many_workers_stays_short():
     workers = Workers(*[GenerationFailed("failed")] * (MAX_NAMED + 5))
-    with pytest.raises(WorkersNotDone, match=f"unix:/w{MAX_NAMED - 1} .* and 5 more") as failed:
+    with pytest.raises(AdminCallIncomplete, match=f"unix:/w{MAX_NAMED - 1} .* and 5 more") as failed:
         await workers.do(Sleep())
     assert f"w{MAX_NAMED} " not in failed.value.message
 
@@ -98,7 +98,7 @@ async def test_adapter_is_loaded_where_a_worker_is_ready():
 
 
 async def test_adapter_that_one_worker_cannot_load_is_no_success():
-    with pytest.raises(WorkersNotDone, match="No adapter found"):
+    with pytest.raises(AdminCallIncomplete, match="No adapter found"):
         await Workers(True, GenerationFailed("No adapter found for /a")).do(AddLora(b"x"))
 
 
@@ -109,6 +109,6 @@ KEEPS = [ResetPrefixCache(), Sleep(0), PauseGeneration("keep"), PauseGeneration(
 @pytest.mark.parametrize(("call", "empties"), [*((c, True) for c in EMPTIES), *((c, False) for c in KEEPS)])
 async def test_emptied_encoder_caches_are_forgotten_where_it_was_done(call, empties):
     workers = Workers(True, GenerationFailed("failed"))
-    with pytest.raises(WorkersNotDone):
+    with pytest.raises(AdminCallIncomplete):
         await workers.do(call)
     assert workers.forgotten == (["unix:/w0"] if empties else [])

@@ -14,10 +14,10 @@ def test_one_more_is_refused_until_a_place_is_given_back():
     assert refused.value.retry_after_s
     first.release()
     third = admission.enter()
-    assert admission.num_inside == 2
+    assert admission.num_in_flight == 2
     for place in (second, third):
         place.release()
-    assert admission.num_inside == 0
+    assert admission.num_in_flight == 0
 
 
 def test_place_is_given_back_once():
@@ -25,4 +25,4 @@ def test_place_is_given_back_once():
     place = admission.enter()
     place.release()
     place.release()
-    assert admission.num_inside == 0
+    assert admission.num_in_flight == 0

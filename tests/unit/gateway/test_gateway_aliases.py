@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.core.media import Alias
-from medialane.gateway.aliases import Aliases, Bound
+from medialane.gateway.aliases import Aliases, AliasTarget
 
 
 class Clock:
@@ -34,7 +34,7 @@ def test_name_that_nobody_gave_is_unknown(aliases):
 
 def test_name_means_the_content_that_came_with_it_last(aliases):
     aliases.bind("", alias(), "first")
-    assert aliases.find("", alias()) == Bound("first", b"{}", b"{}")
+    assert aliases.find("", alias()) == AliasTarget("first", b"{}", b"{}")
     aliases.bind("", alias(), "second")
     assert aliases.find("", alias()).content == "second"
     assert len(aliases) == 1
@@ -55,8 +55,8 @@ def test_salt_and_name_do_not_run_into_each_other(aliases):
 
 def test_options_said_with_the_name_are_remembered_until_others_are_said(aliases):
     aliases.bind("", alias(io=b'{"fps":2}', options=b'{"max_pixels":9}'), "content")
-    assert aliases.find("", alias()) == Bound("content", b'{"fps":2}', b'{"max_pixels":9}')
-    assert aliases.find("", alias(io=b'{"fps":4}')) == Bound("content", b'{"fps":4}', b'{"max_pixels":9}')
+    assert aliases.find("", alias()) == AliasTarget("content", b'{"fps":2}', b'{"max_pixels":9}')
+    assert aliases.find("", alias(io=b'{"fps":4}')) == AliasTarget("content", b'{"fps":4}', b'{"max_pixels":9}')
     assert aliases.find("", alias()).io == b'{"fps":2}'
 
 
@@ -87,5 +87,5 @@ def test_no_names_are_remembered_where_none_may_be():
 
 def test_names_of_any_length_take_the_same_memory(aliases):
     aliases.bind("", alias("x" * 1_000_000), "content")
-    assert [len(key) for key in aliases._bound] == [32]
+    assert [len(key) for key in aliases._targets] == [32]
     assert aliases.find("", alias("x" * 1_000_000)).content == "content"

@@ -6,7 +6,7 @@ import pytest
 from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, MediaPrompt
 from medialane.core.media import MediaSize
-from medialane.gateway.assembly import MAX_QUICK_ITEMS, MAX_QUICK_TOKENS, Assembly
+from medialane.gateway.assembly import MAX_ITEMS_ON_LOOP, MAX_TOKENS_ON_LOOP, Assembly
 from medialane.prepare import AssembledPrompt
 
 
@@ -56,7 +56,7 @@ async def test_short_prompt_is_expanded_on_the_loop(assembly, recorder):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_items", "side"),
-    [(MAX_QUICK_TOKENS + 1, 1, 9), (3, MAX_QUICK_ITEMS + 1, 9), (3, 1, 4000)],
+    [(MAX_TOKENS_ON_LOOP + 1, 1, 9), (3, MAX_ITEMS_ON_LOOP + 1, 9), (3, 1, 4000)],
 )
 async def test_long_prompt_is_expanded_in_the_thread(assembly, recorder, num_tokens, num_items, side):
     recorder.go.set()
@@ -72,7 +72,7 @@ async def test_prompt_with_processor_options_is_expanded_in_the_thread(assembly,
 
 
 async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(assembly, recorder):
-    long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
+    long = asyncio.create_task(assembly.assemble(prompt(MAX_TOKENS_ON_LOOP + 1), ()))
     await asyncio.to_thread(recorder.called.wait, 5)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
     await asyncio.sleep(0.05)
@@ -85,7 +85,7 @@ async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(as
 
 
 async def test_caller_that_leaves_does_not_give_the_assembler_away(assembly, recorder):
-    long = asyncio.create_task(assembly.assemble(prompt(MAX_QUICK_TOKENS + 1), ()))
+    long = asyncio.create_task(assembly.assemble(prompt(MAX_TOKENS_ON_LOOP + 1), ()))
     await asyncio.to_thread(recorder.called.wait, 5)
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
@@ -102,4 +102,4 @@ async def test_rejection_reaches_the_caller_from_both_places(assembly, recorder)
     with pytest.raises(PromptRejected):
         await assembly.assemble(MediaPrompt([0], ()), ())
     with pytest.raises(PromptRejected):
-        await assembly.assemble(MediaPrompt([0], ()), (image(9),) * (MAX_QUICK_ITEMS + 1))
+        await assembly.assemble(MediaPrompt([0], ()), (image(9),) * (MAX_ITEMS_ON_LOOP + 1))

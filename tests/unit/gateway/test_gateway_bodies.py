@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import BodyTooLarge, SentTooSlowly, TooManyBodies
-from medialane.gateway import GatewayConfig, Turns
-from medialane.gateway.bodies import Body, Budget, Buffers, Charge, Incoming
+from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
+from medialane.gateway import GatewayConfig, LoopFairness
+from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers
 
 CONFIG = GatewayConfig()
 
@@ -24,36 +24,36 @@ def sender(*pieces, leaves=False):
 
 
 @pytest.fixture
-def turns():
-    found = Turns()
+def fairness():
+    found = LoopFairness()
     yield found
     found.close()
 
 
 @pytest.mark.parametrize("declared", [0, 10, 300_000, 3_000_000])
-async def test_body_is_read_whole_whatever_length_was_declared(turns, declared):
+async def test_body_is_read_whole_whatever_length_was_declared(fairness, declared):
     pieces = [bytes([n]) * 100_000 for n in range(30)]
     body = Body(Buffers(), declared)
-    assert await body.read(sender(*pieces), turns)
+    assert await body.read(sender(*pieces), fairness)
     assert body.buffer[: body.size] == b"".join(pieces)
 
 
-async def test_client_that_leaves_is_told(turns):
-    assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), turns)
+async def test_client_that_leaves_is_reported(fairness):
+    assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), fairness)
 
 
-async def test_body_of_declared_length_is_never_moved(turns):
+async def test_body_of_declared_length_is_never_moved(fairness):
     buffers = Buffers()
     body = Body(buffers, 1_000_000)
     first = body.buffer
-    assert await body.read(sender(*[b"x" * 100_000] * 10), turns)
+    assert await body.read(sender(*[b"x" * 100_000] * 10), fairness)
     assert body.buffer is first
 
 
 def test_buffer_is_used_again():
     buffers = Buffers()
     first = buffers.take(1_000_000)
-    buffers.give_back(first)
+    buffers.release(first)
     assert buffers.take(900_000) is first
     assert buffers.take(900_000) is not first
 
@@ -62,7 +62,7 @@ def test_buffer_that_somebody_still_views_is_not_used_again():
     buffers = Buffers()
     first = buffers.take(1_000_000)
     view = memoryview(first)[10:20]
-    buffers.give_back(first)
+    buffers.release(first)
     assert buffers.take(1_000_000) is not first
     assert bytes(view) == bytes(10)
 
@@ -71,7 +71,7 @@ def test_idle_buffers_are_bounded():
     buffers = Buffers(max_idle_bytes=1 << 20)
     taken = [buffers.take(1 << 19) for _ in range(5)]
     for buffer in taken:
-        buffers.give_back(buffer)
+        buffers.release(buffer)
     assert [buffer.closed for buffer in taken] == [False, False, True, True, True]
 
 
@@ -80,16 +80,16 @@ def test_no_memory_is_an_overload(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("mmap.mmap", fail)
-    with pytest.raises(TooManyBodies):
+    with pytest.raises(BodyMemoryExhausted):
         Buffers().take(1000)
 
 
 def test_budget_is_common_and_given_back_once():
     budget = Budget(100)
-    first, second = Charge(budget), Charge(budget)
+    first, second = BudgetCharge(budget), BudgetCharge(budget)
     first.set(60)
     second.set(40)
-    with pytest.raises(TooManyBodies) as raised:
+    with pytest.raises(BodyMemoryExhausted) as raised:
         second.set(41)
     assert raised.value.retry_after_s == 1
     first.set(10)
@@ -100,7 +100,7 @@ def test_budget_is_common_and_given_back_once():
 
 
 async def test_more_than_the_limit_is_refused():
-    receive = Incoming(sender(b"a" * 60, b"a" * 60), 100, Charge(Budget(1000)), CONFIG)
+    receive = BoundedReceive(sender(b"a" * 60, b"a" * 60), 100, BudgetCharge(Budget(1000)), CONFIG)
     await receive()
     with pytest.raises(BodyTooLarge):
         await receive()
@@ -115,18 +115,18 @@ async def test_slow_client_is_given_up_by_the_rate_of_what_it_sent():
             await asyncio.Event().wait()
         return messages.pop()
 
-    incoming = Incoming(receive, 10_000, Charge(Budget(10_000)), config)
+    incoming = BoundedReceive(receive, 10_000, BudgetCharge(Budget(10_000)), config)
     for _ in range(3):
         await incoming()
     started = asyncio.get_running_loop().time()
-    with pytest.raises(SentTooSlowly):
+    with pytest.raises(ClientTooSlow):
         await incoming()
     assert asyncio.get_running_loop().time() - started > 0.2  # 300 bytes may take 0.35 s
 
 
 async def test_time_that_we_take_is_not_the_clients():
     config = GatewayConfig(body_timeout_s=0.1)
-    incoming = Incoming(sender(*[b"a"] * 4), 100, Charge(Budget(100)), config)
+    incoming = BoundedReceive(sender(*[b"a"] * 4), 100, BudgetCharge(Budget(100)), config)
     for _ in range(4):
         assert (await incoming())["body"] == b"a"
         await asyncio.sleep(0.05)
@@ -142,6 +142,6 @@ async def test_waiting_for_the_client_to_leave_has_no_deadline():
         await asyncio.sleep(0.1)
         return {"type": "http.disconnect"}
 
-    incoming = Incoming(receive, 100, Charge(Budget(100)), GatewayConfig(body_timeout_s=0.05))
+    incoming = BoundedReceive(receive, 100, BudgetCharge(Budget(100)), GatewayConfig(body_timeout_s=0.05))
     await incoming()
     assert (await incoming())["type"] == "http.disconnect"

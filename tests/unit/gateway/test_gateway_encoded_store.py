@@ -182,11 +182,11 @@ async def test_cancelled_copy_leaves_nothing(arena, store):
 async def test_others_run_while_large_bytes_are_copied(store):
     data = BMP + bytes(4 << 20)
     task = asyncio.create_task(store.put(image(), content_hash(data), data))
-    turns = 0
+    fairness = 0
     while not task.done():
         await asyncio.sleep(0)
-        turns += 1
+        fairness += 1
     lease = await task
     assert store.bytes(lease.value) == data
     lease.release()
-    assert turns > 4
+    assert fairness > 4

@@ -59,7 +59,7 @@ def test_nothing_is_known_before_a_placeholder_was_seen():
     assert not learned([1, "v", 2]).expand(source, items).is_whole
 
 
-def test_modalities_are_told_apart():
+def test_modalities_are_distinguished():
     source, expanded, spans, items = source_and_expanded([1, "v", 2, "a", 3, "v"])
     by_modality = sorted(items, key=lambda item: item.modality)
     found = learned(["v", 2], ["a"]).expand(source, by_modality)

@@ -10,11 +10,11 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns
+from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware
 from medialane.gateway import http_protocol as module
 from medialane.gateway.http_protocol import http_protocol
 from medialane.media import MediaConfig
-from medialane.observability.logging import RareWarning
+from medialane.observability.logging import RateLimitedWarning
 from medialane.observability.metrics import Metrics
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -53,8 +53,8 @@ class App:
 async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
     """A server with these bounds: (its port, its app)."""
     config = GatewayConfig(**limits)
-    app, turns = app or App(), Turns()
-    stack = ScopeMiddleware(IntakeMiddleware(app, MediaConfig(), config, turns), Metrics(CollectorRegistry()))
+    app, fairness = app or App(), LoopFairness()
+    stack = ScopeMiddleware(IntakeMiddleware(app, MediaConfig(), config, fairness), Metrics(CollectorRegistry()))
     settings = uvicorn.Config(
         stack,
         port=0,
@@ -74,7 +74,7 @@ async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
         app.gate.set()
         server.should_exit = True
         await task
-        turns.close()
+        fairness.close()
 
 
 @contextlib.asynccontextmanager
@@ -313,7 +313,7 @@ async def test_bodies_have_a_common_budget():
             await app.called.wait()
         to_second.write(head + b" " * 800_000)
         status, body, headers = await status_and_body(second)
-        assert (status, json.loads(body)["error"]["code"]) == (503, "bodies_overloaded")
+        assert (status, json.loads(body)["error"]["code"]) == (503, "body_memory_exhausted")
         assert headers[b"retry-after"] == b"1"
         app.gate.set()
         assert (await status_and_body(first))[0] == 200
@@ -336,9 +336,9 @@ def test_limit_of_open_files_is_raised_where_it_may_be(monkeypatch):
 
 
 async def test_hitting_a_bound_is_logged_and_not_each_time(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_warn", RareWarning(logging.getLogger("medialane.gateway.http_protocol")))
+    monkeypatch.setattr(module, "_warn", RateLimitedWarning(logging.getLogger("medialane.gateway.http_protocol")))
     async with serving(max_connections=1) as (port, _), connection(port):
         for _ in range(5):
             async with connection(port) as (reader, _):
                 assert (await status_and_body(reader))[0] == 503
-    assert caplog.text.count("as many connections as it may") == 1
+    assert caplog.text.count("too many connections") == 1

@@ -24,7 +24,7 @@ from medialane.core.errors import (
     TooManyMediaItems,
 )
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake import Intake, lift
+from medialane.gateway.intake import Intake, extract
 from medialane.gateway.intake.json_scan import scan_json
 from medialane.gateway.intake.text_encoding import as_utf8
 from medialane.media import MediaConfig
@@ -44,12 +44,12 @@ def image(url) -> dict:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def lifted(document: object, config: MediaConfig = CONFIG):
-    return lift(json.dumps(document).encode(), config)
+def extracted(document: object, config: MediaConfig = CONFIG):
+    return extract(json.dumps(document).encode(), config)
 
 
 def test_payload_becomes_a_reference_and_its_bytes():
-    found = lifted(chat({"type": "text", "text": "what?"}, image(PNG), cache_salt="tenant"))
+    found = extracted(chat({"type": "text", "text": "what?"}, image(PNG), cache_salt="tenant"))
     assert json.loads(found.body) == chat({"type": "text", "text": "what?"}, image("medialane:0"), cache_salt="tenant")
     (ref,) = found.refs
     assert (ref.modality, ref.data, ref.media_type) == ("image", PIXELS, "image/png")
@@ -58,12 +58,12 @@ def test_payload_becomes_a_reference_and_its_bytes():
 
 
 def test_url_is_kept_for_fetching():
-    (ref,) = lifted(chat(image(HTTP))).refs
+    (ref,) = extracted(chat(image(HTTP))).refs
     assert (ref.url, ref.data, ref.salt) == (HTTP, None, "")
 
 
 def test_references_are_numbered_in_the_order_of_the_prompt():
-    found = lifted(chat(image(PNG), image(HTTP), {"type": "text", "text": PNG}, image(SMALL)))
+    found = extracted(chat(image(PNG), image(HTTP), {"type": "text", "text": PNG}, image(SMALL)))
     assert [ref.url or ref.data for ref in found.refs] == [PIXELS, HTTP, b"GIF89a"]
     urls = [
         part["image_url"]["url"] for part in json.loads(found.body)["messages"][0]["content"] if "image_url" in part
@@ -73,7 +73,7 @@ def test_references_are_numbered_in_the_order_of_the_prompt():
 
 def test_reference_is_numbered_as_its_place_says_though_fields_stand_in_another_order():
     part = {"video_url": HTTP, "image_url": PNG}
-    found = lifted(chat(part))
+    found = extracted(chat(part))
     assert json.loads(found.body)["messages"][0]["content"] == [
         {"video_url": "medialane:1", "image_url": "medialane:0"}
     ]
@@ -92,13 +92,13 @@ def test_reference_is_numbered_as_its_place_says_though_fields_stand_in_another_
     ids=str,
 )
 def test_forms_of_a_media_part(part, modality, name):
-    (ref,) = lifted(chat(part)).refs
+    (ref,) = extracted(chat(part)).refs
     assert (ref.modality, ref.data, ref.param) == (modality, PIXELS, f"messages[0].content[0].{name}")
 
 
 def test_input_of_a_response():
     body = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": SMALL}]}]}
-    found = lifted(body)
+    found = extracted(body)
     assert found.refs[0].param == "input[0].content[0].image_url"
     assert json.loads(found.body)["input"][0]["content"][0]["image_url"] == "medialane:0"
 
@@ -106,7 +106,7 @@ def test_input_of_a_response():
 @pytest.mark.parametrize("data", [PIXELS, b"RIFF"])
 def test_input_audio(data):
     part = {"type": "input_audio", "input_audio": {"data": b64encode(data).decode(), "format": "wav"}}
-    found = lifted(chat(part))
+    found = extracted(chat(part))
     (ref,) = found.refs
     assert (ref.modality, ref.data, ref.media_type) == ("audio", data, "audio/wav")
     assert ref.param == "messages[0].content[0].input_audio"
@@ -123,7 +123,7 @@ def test_anthropic_images_are_lifted_wherever_they_stand():
     inline = anthropic(type="base64", media_type="image/webp", data=base64)
     linked = anthropic(type="url", url=HTTP, data="ignored")
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "x"}, inline]}
-    found = lifted(chat(linked, result, anthropic(data=base64)))
+    found = extracted(chat(linked, result, anthropic(data=base64)))
     assert [ref.url or ref.data for ref in found.refs] == [HTTP, PIXELS, PIXELS]
     assert [ref.media_type for ref in found.refs] == [None, "image/webp", "image/jpeg"]
     assert [ref.param for ref in found.refs] == [
@@ -158,13 +158,13 @@ def test_anthropic_images_are_lifted_wherever_they_stand():
 )
 def test_part_that_is_no_media_of_ours_is_left_alone(part):
     body = json.dumps(chat(part)).encode()
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
 
 
 def test_batch_of_conversations():
     conversations = [[{"role": "user", "content": [image(PNG)]}], [{"content": "x"}, {"content": [image(HTTP)]}]]
-    found = lifted({"messages": conversations})
+    found = extracted({"messages": conversations})
     assert [ref.url or ref.data for ref in found.refs] == [PIXELS, HTTP]
     assert [ref.param for ref in found.refs] == [
         "messages[0][0].content[0].image_url",
@@ -182,7 +182,7 @@ FRAMES = ",".join(b64encode(PIXELS + bytes([n])).decode() for n in range(3))
 def test_frames_in_base64_are_kept_as_they_came(frames, header, escape):
     url = f"{header},{frames}"
     body = json.dumps(chat({"type": "video_url", "video_url": {"url": "URL"}}))
-    found = lift(body.replace("URL", url.replace("/", "\\/") if escape else url).encode(), CONFIG)
+    found = extract(body.replace("URL", url.replace("/", "\\/") if escape else url).encode(), CONFIG)
     (ref,) = found.refs
     assert (ref.modality, ref.data, ref.media_type) == ("video", frames.encode(), "video/jpeg")
     assert json.loads(found.body) == chat({"type": "video_url", "video_url": {"url": "medialane:0"}})
@@ -202,13 +202,13 @@ def test_frames_in_base64_are_kept_as_they_came(frames, header, escape):
 )
 def test_frames_that_are_not_base64_are_refused(payload, error):
     with pytest.raises(error) as raised:
-        lifted(chat({"type": "video_url", "video_url": f"data:video/jpeg;base64,{payload}"}))
+        extracted(chat({"type": "video_url", "video_url": f"data:video/jpeg;base64,{payload}"}))
     assert raised.value.param == "messages[0].content[0].video_url"
 
 
 def test_image_that_calls_itself_a_video_is_base64():
     with pytest.raises(InvalidBase64):
-        lifted(chat(image("data:video/jpeg;base64,QUJD,QUJD")))
+        extracted(chat(image("data:video/jpeg;base64,QUJD,QUJD")))
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,14 @@ def test_image_that_calls_itself_a_video_is_base64():
     ],
 )
 def test_what_is_asked_of_us_is_taken_out(body, left):
-    found = lift(body.encode(), CONFIG)
+    found = extract(body.encode(), CONFIG)
     assert found.body.decode().replace(" ", "") == left.replace(" ", "")
     assert found.report == ("true" in body)
 
 
 def test_report_is_asked_for_beside_media():
     body = {"medialane": {"report": True}, **chat(image(PNG)), "z": PNG}
-    found = lifted(body)
+    found = extracted(body)
     assert json.loads(found.body) == {**chat(image("medialane:0")), "z": PNG}
     assert found.report
     assert found.refs[0].data == PIXELS
@@ -239,7 +239,7 @@ def test_report_is_asked_for_beside_media():
 
 @pytest.mark.parametrize("own", [{}, {"report": False}])
 def test_report_is_not_asked_for(own):
-    found = lifted({"medialane": own, **chat(image(PNG))})
+    found = extracted({"medialane": own, **chat(image(PNG))})
     assert not found.report
     assert "medialane" not in json.loads(found.body)
 
@@ -260,21 +260,21 @@ def test_report_is_not_asked_for(own):
 )
 def test_what_we_do_not_know_is_refused_by_name(own, param):
     with pytest.raises(InvalidRequest) as raised:
-        lifted({"medialane": own, **chat(image(PNG))})
+        extracted({"medialane": own, **chat(image(PNG))})
     assert raised.value.param == param
 
 
 @pytest.mark.parametrize("value", [None, "", {"url": None}, {"url": ""}, {}, 7, ["x"], {"url": 3}, {"url": {"a": 1}}])
 def test_part_without_a_url_is_left_alone(value):
     body = json.dumps(chat({"type": "image_url", "image_url": value})).encode()
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
 
 
 @pytest.mark.parametrize("value", [7, ["x"], {"url": 3}, {"url": {"a": 1}}, True])
 def test_part_with_a_uuid_and_what_is_no_url_is_left_alone(value):
     body = json.dumps(chat({"type": "image_url", "image_url": value, "uuid": "known"})).encode()
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
 
 
@@ -295,7 +295,7 @@ def test_part_with_a_uuid_and_what_is_no_url_is_left_alone(value):
 )
 def test_item_of_a_uuid_alone_has_its_reference_there(name, value, kind):
     body = chat({"type": name, "uuid": "k\u00fcnown", name: value}, image(HTTP)) | {"cache_salt": "tenant"}
-    found = lifted(body)
+    found = extracted(body)
     ref = found.refs[0]
     assert (ref.is_alias, ref.alias.uuid, ref.alias.kind, ref.salt) == (True, "k\u00fcnown", kind, "tenant")
     assert (ref.modality, ref.is_embeds) == (kind.partition("_")[0], kind.endswith("_embeds"))
@@ -308,7 +308,7 @@ def test_item_of_a_uuid_alone_has_its_reference_there(name, value, kind):
 
 def test_uuid_beside_content_is_its_alias_and_stays():
     part = {"type": "video_url", "video_url": {"url": HTTP, "fps": 2}, "uuid": "u"}
-    found = lifted(chat(part))
+    found = extracted(chat(part))
     (ref,) = found.refs
     assert (ref.url, ref.alias.uuid, ref.alias.kind, ref.alias.io) == (HTTP, "u", "video", b'{"fps":2}')
     assert json.loads(found.body)["messages"][0]["content"][0]["uuid"] == "u"
@@ -316,10 +316,10 @@ def test_uuid_beside_content_is_its_alias_and_stays():
 
 @pytest.mark.parametrize("uuid", [None, 7, ["u"], {"u": 1}])
 def test_uuid_that_is_no_string_is_none(uuid):
-    found = lifted(chat({"type": "image_url", "image_url": {"url": PNG}, "uuid": uuid}))
+    found = extracted(chat({"type": "image_url", "image_url": {"url": PNG}, "uuid": uuid}))
     assert found.refs[0].alias is None
     body = json.dumps(chat({"type": "image_url", "image_url": None, "uuid": uuid})).encode()
-    assert lift(body, CONFIG) == Intake(body)
+    assert extract(body, CONFIG) == Intake(body)
 
 
 def embeds(shape=(2, 3)) -> str:
@@ -338,7 +338,7 @@ def embeds(shape=(2, 3)) -> str:
 def test_embeddings_are_lifted_and_their_reference_is_their_uuid(value, kind, uuid):
     name = f"{kind}_embeds"
     part = {"type": name, name: value} | uuid
-    found = lifted(chat(image(PNG), part, image(HTTP)))
+    found = extracted(chat(image(PNG), part, image(HTTP)))
     first, ref, last = found.refs
     assert (first.data, last.url) == (PIXELS, HTTP)
     assert (ref.modality, ref.is_embeds, ref.param) == (kind, True, f"messages[0].content[1].{name}")
@@ -352,7 +352,7 @@ def test_embeddings_are_lifted_and_their_reference_is_their_uuid(value, kind, uu
 
 def test_embeddings_that_are_none_are_named():
     with pytest.raises(InvalidEmbeds) as raised:
-        lifted(chat({"type": "image_embeds", "image_embeds": {"image_embeds": embeds(), "image_grid_thw": 3}}))
+        extracted(chat({"type": "image_embeds", "image_embeds": {"image_embeds": embeds(), "image_grid_thw": 3}}))
     assert raised.value.param == "messages[0].content[0].image_embeds.image_grid_thw"
 
 
@@ -381,38 +381,38 @@ def test_embeddings_that_are_none_are_named():
     ids=lambda body: repr(body[:40]),
 )
 def test_body_of_another_form_passes_untouched(body):
-    assert lift(body, CONFIG).body == body
-    assert lift(bytearray(body), CONFIG) == lift(body, CONFIG)
+    assert extract(body, CONFIG).body == body
+    assert extract(bytearray(body), CONFIG) == extract(body, CONFIG)
 
 
 def test_escapes_are_understood():
     escaped = PNG.replace("/", "\\/").replace("+", "\\u002b").replace("d", "\\u0064", 1)
     body = json.dumps(chat(image("URL"))).replace("URL", escaped).replace("image_url", "image\\u005furl").encode()
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert found.refs[0].data == PIXELS
     assert json.loads(found.body) == chat(image("medialane:0"))
 
 
 def test_escapes_before_a_payload_do_not_matter():
     body = json.dumps(chat(image("URL"))).replace("URL", PNG.replace("image/png", "image\\/png")).encode()
-    assert lift(body, CONFIG).refs[0].media_type == "image/png"
+    assert extract(body, CONFIG).refs[0].media_type == "image/png"
 
 
 def test_payload_outside_of_media_passes_untouched():
     text = f"look at {PNG} and\n;base64,{'B' * 3000}"
     body = json.dumps(chat({"type": "text", "text": text}, image(HTTP)), ensure_ascii=False)
-    found = lift(body.encode(), CONFIG)
+    found = extract(body.encode(), CONFIG)
     assert json.loads(found.body) == chat({"type": "text", "text": text}, image("medialane:0"))
 
 
 def test_every_other_byte_passes_as_it_came():
     body = f'{{ "messages" :\n[ {{"content": [ {{"image_url" : {{"url":"{PNG}" , "x":1.50}} }} ] }} ],"é": "\\u00e9" }}'
-    assert lift(body.encode(), CONFIG).body == body.replace(PNG, "medialane:0").encode()
+    assert extract(body.encode(), CONFIG).body == body.replace(PNG, "medialane:0").encode()
 
 
 def test_last_of_equal_keys_counts():
     body = f'{{"messages":[{{"content":[{{"image_url":"{SMALL}","image_url":"{PNG}"}}]}}]}}'.encode()
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert json.loads(found.body)["messages"][0]["content"] == [{"image_url": "medialane:0"}]
     assert found.refs[0].data == PIXELS
 
@@ -429,27 +429,27 @@ def test_last_of_equal_keys_counts():
 )
 def test_names_that_are_no_text_are_no_json_and_pass_untouched(part):
     body = b'{"messages":[{"content":[%b]}]}' % part
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
-    assert found.unread is not None
+    assert found.parse_error is not None
 
 
 def test_embeddings_that_are_no_text_are_refused_by_name():
     with pytest.raises(InvalidMediaUrl) as raised:
-        lift(b'{"messages":[{"content":[{"image_embeds":"\\n\xff"}]}]}', CONFIG)
+        extract(b'{"messages":[{"content":[{"image_embeds":"\\n\xff"}]}]}', CONFIG)
     assert raised.value.param == "messages[0].content[0].image_embeds"
 
 
 @pytest.mark.parametrize("num_fields", [0, 9, 9000])
 def test_embeddings_of_more_fields_than_a_family_has_are_refused(num_fields):
     with pytest.raises(InvalidEmbeds) as raised:
-        lifted(chat({"type": "image_embeds", "image_embeds": {f"f{n}": "" for n in range(num_fields)}}))
+        extracted(chat({"type": "image_embeds", "image_embeds": {f"f{n}": "" for n in range(num_fields)}}))
     assert raised.value.param == "messages[0].content[0].image_embeds"
 
 
 @pytest.mark.parametrize("salt", [None, 5, ["x"], {}])
 def test_salt_that_is_no_string_is_left_to_the_application(salt):
-    found = lifted(chat(image(PNG), cache_salt=salt))
+    found = extracted(chat(image(PNG), cache_salt=salt))
     assert found.cache_salt is None
     assert found.refs[0].salt == ""
 
@@ -477,7 +477,7 @@ def test_salt_that_is_no_string_is_left_to_the_application(salt):
 )
 def test_error_names_the_field(url, error):
     with pytest.raises(error) as raised:
-        lifted({"messages": [{"content": "x"}, {"content": [{"type": "text", "text": "x"}, image(url)]}]})
+        extracted({"messages": [{"content": "x"}, {"content": [{"type": "text", "text": "x"}, image(url)]}]})
     assert raised.value.param == "messages[1].content[1].image_url"
     assert len(raised.value.message) < 200
 
@@ -493,7 +493,7 @@ ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-
 @pytest.mark.parametrize("escaped", [False, True])
 def test_media_are_found_in_every_encoding_that_python_parses(encoding, escaped):
     document = chat({"type": "text", "text": "\u4e2d\ud800 \U0001f600"}, image(PNG), image(HTTP))
-    found = lift(encoded(json.dumps(document, ensure_ascii=escaped), encoding), CONFIG)
+    found = extract(encoded(json.dumps(document, ensure_ascii=escaped), encoding), CONFIG)
     assert [ref.data or ref.url for ref in found.refs] == [PIXELS, HTTP]
     wanted = chat({"type": "text", "text": "\u4e2d\ud800 \U0001f600"}, image("medialane:0"), image("medialane:1"))
     assert json.loads(found.body) == wanted
@@ -501,14 +501,14 @@ def test_media_are_found_in_every_encoding_that_python_parses(encoding, escaped)
 
 def test_encoded_body_longer_than_a_piece_is_converted_whole():
     document = chat({"type": "text", "text": "\U0001f600" * 700_000}, image(PNG))
-    found = lift(encoded(json.dumps(document, ensure_ascii=False), "utf-16"), CONFIG)
+    found = extract(encoded(json.dumps(document, ensure_ascii=False), "utf-16"), CONFIG)
     assert json.loads(found.body)["messages"][0]["content"][0] == document["messages"][0]["content"][0]
     assert found.refs[0].data == PIXELS
 
 
 def test_body_that_breaks_its_encoding_is_the_applications_to_judge():
     body = encoded("{}", "utf-16") + b"\xd8"
-    assert lift(body, CONFIG).body == body
+    assert extract(body, CONFIG).body == body
 
 
 LENIENT = [
@@ -527,14 +527,14 @@ def test_what_python_parses_beyond_json_is_taken_beside_media(name, value, befor
     text = json.dumps(chat(image(PNG), {"type": "text", "text": PNG}))
     text = f'{{"{name}": {value}, {text[1:]}' if before else f'{text[:-1]}, "{name}": {value}}}'
     body = encoded(text, "utf-8")
-    found = lift(body, CONFIG)
+    found = extract(body, CONFIG)
     assert found.refs[0].data == PIXELS
     assert found.body == body.replace(PNG.encode(), b"medialane:0", 1)
 
 
 def test_text_of_a_part_with_a_lone_surrogate_stays_as_it_came():
     body = json.dumps(chat({"type": "text", "text": "\ud83d NaN \ude00"}, image(SMALL))).encode()
-    assert lift(body, CONFIG).body == body.replace(SMALL.encode(), b"medialane:0")
+    assert extract(body, CONFIG).body == body.replace(SMALL.encode(), b"medialane:0")
 
 
 @pytest.mark.parametrize("number", [0xD800, 0xDBFF, 0xDC00, 0xDFFF], ids=hex)
@@ -553,7 +553,7 @@ def test_lone_surrogate_in_what_we_read_is_named(number, ascii_only, document, p
     """Two uuids or salts that differ in that alone must not become one."""
     text = json.dumps(document).replace("@@", f"\\u{number:04x}" if ascii_only else chr(number))
     with pytest.raises(InvalidRequest) as raised:
-        lift(encoded(text, "utf-8"), CONFIG)
+        extract(encoded(text, "utf-8"), CONFIG)
     assert raised.value.param == param
     assert "surrogate" in raised.value.message
 
@@ -562,13 +562,13 @@ def test_lone_surrogate_in_what_we_read_is_named(number, ascii_only, document, p
 def test_option_that_is_no_number_is_named(value):
     part = b'{"type": "video_url", "video_url": {"url": "https://a/v", "fps": %b}}' % value.encode()
     with pytest.raises(InvalidRequest) as raised:
-        lift(b'{"messages": [{"content": [%b]}]}' % part, CONFIG)
+        extract(b'{"messages": [{"content": [%b]}]}' % part, CONFIG)
     assert raised.value.param.startswith("messages[0].content[0].video_url")
 
 
 def test_too_many_items_are_refused_before_any_is_decoded():
     with pytest.raises(TooManyMediaItems) as raised:
-        lifted(chat(*[image("data:nonsense")] * 17))
+        extracted(chat(*[image("data:nonsense")] * 17))
     assert raised.value.param == "messages[0].content[16].image_url"
     assert "17" in raised.value.message
 
@@ -576,14 +576,14 @@ def test_too_many_items_are_refused_before_any_is_decoded():
 def test_limit_holds_over_all_messages():
     config = MediaConfig(max_items=2)
     message = {"role": "user", "content": [image(HTTP)]}
-    assert len(lifted({"messages": [message] * 2}, config).refs) == 2
+    assert len(extracted({"messages": [message] * 2}, config).refs) == 2
     with pytest.raises(TooManyMediaItems):
-        lifted({"messages": [message] * 3}, config)
+        extracted({"messages": [message] * 3}, config)
 
 
 def test_more_strings_than_are_looked_at_are_lifted_all_the_same():
     filler = [{"type": "text", "text": f";base64,{n}"} for n in range(300)]
-    found = lifted(chat(*filler, image(PNG)))
+    found = extracted(chat(*filler, image(PNG)))
     assert found.refs[0].data == PIXELS
     assert json.loads(found.body) == chat(*filler, image("medialane:0"))
 
@@ -622,13 +622,13 @@ def nested(depth: int) -> object:
 )
 def test_body_that_would_hold_up_everyone_is_refused_before_it_is_parsed(body):
     with pytest.raises(InvalidBody):
-        lifted({**NO_MEDIA, **body})
+        extracted({**NO_MEDIA, **body})
 
 
 @pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])
 def test_bounds_hold_for_what_is_no_json(body):
     with pytest.raises(InvalidBody):
-        lift(body, CONFIG)
+        extract(body, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -649,27 +649,27 @@ def test_bounds_hold_for_what_is_no_json(body):
 )
 def test_body_that_people_send_is_not_refused(body):
     body = json.dumps({**NO_MEDIA, **body}).encode()
-    assert lift(body, CONFIG).body == body
+    assert extract(body, CONFIG).body == body
 
 
 def test_limits_are_settings():
     body = json.dumps({**NO_MEDIA, "tools": nested(150), "logit_bias": {str(n): 1 for n in range(30_000)}}).encode()
-    assert lift(body, CONFIG, GatewayConfig(max_body_depth=200, max_body_values=50_000)).body == body
+    assert extract(body, CONFIG, GatewayConfig(max_body_depth=200, max_body_values=50_000)).body == body
     with pytest.raises(InvalidBody):
-        lift(json.dumps(NO_MEDIA).encode(), CONFIG, GatewayConfig(max_body_depth=2))
+        extract(json.dumps(NO_MEDIA).encode(), CONFIG, GatewayConfig(max_body_depth=2))
 
 
 @pytest.mark.parametrize("text", ["x" * (4 << 20), PNG * 700, "\\" * (2 << 20)])
 def test_text_has_a_bound_of_its_own(text):
     with pytest.raises(BodyTooLarge) as raised:
-        lifted(chat({"type": "text", "text": text}, image(SMALL)))
+        extracted(chat({"type": "text", "text": text}, image(SMALL)))
     assert "media" in raised.value.message
 
 
 def test_media_do_not_count_as_text():
     url = "data:image/png;base64," + b64encode(bytes(5 << 20)).decode()
     for body in (json.dumps(chat(image(url))), json.dumps(chat(image(url))).replace("/", "\\/")):
-        (ref,) = lift(body.encode(), CONFIG).refs
+        (ref,) = extract(body.encode(), CONFIG).refs
         assert len(ref.data) == 5 << 20
 
 
@@ -700,14 +700,14 @@ def test_counting_a_large_body_does_not_hold_the_interpreter_lock():
 
 def test_only_a_part_of_a_buffer_is_the_body():
     body = json.dumps(chat(image(PNG), medialane={"report": True})).encode()
-    found = lift(bytearray(body + body), CONFIG, size=len(body))
-    assert found == lift(body, CONFIG)
+    found = extract(bytearray(body + body), CONFIG, size=len(body))
+    assert found == extract(body, CONFIG)
 
 
 @pytest.mark.parametrize("body", [b"{}", json.dumps(chat(image(PNG), image(HTTP))).encode(), b'{"a', b"\xef\xbb\xbf{}"])
 def test_nothing_of_a_buffer_is_kept(body):
     buffer = bytearray(body)
-    found = lift(buffer, CONFIG)
+    found = extract(buffer, CONFIG)
     buffer.append(0)  # BufferError while there is a view of it
     assert found.body is not buffer
 
@@ -775,7 +775,7 @@ def test_lifted_body_is_the_original_with_its_urls_replaced(document, ascii_only
     if slashes:
         text = text.replace("/", "\\/")
     expected, urls = replaced(document, "messages" if "messages" in document else "input")
-    found = lift(text.encode(), MediaConfig(max_items=1000))
+    found = extract(text.encode(), MediaConfig(max_items=1000))
     assert json.loads(found.body) == expected
     for ref, url in zip(found.refs, urls, strict=True):
         assert ref.url == url or "data:image/png;base64," + b64encode(ref.data or b"").decode() == url
@@ -785,12 +785,12 @@ def test_lifted_body_is_the_original_with_its_urls_replaced(document, ascii_only
 @given(st.binary(max_size=400) | st.text('{}[]":,\\ abimage_urlcontentmessages;base64', max_size=400).map(str.encode))
 def test_any_bytes_are_lifted_passed_or_refused(body):
     try:
-        lifted = lift(body, CONFIG).body
+        extracted = extract(body, CONFIG).body
     except MedialaneError:
         return
     try:
         wanted = json.loads(body)
     except (ValueError, RecursionError):
-        assert lifted == (body if (utf8 := as_utf8(body)) is None else utf8)  # the application answers as it does
+        assert extracted == (body if (utf8 := as_utf8(body)) is None else utf8)  # the application answers as it does
     else:
-        assert json.loads(lifted) == wanted or b"medialane:" in lifted
+        assert json.loads(extracted) == wanted or b"medialane:" in extracted

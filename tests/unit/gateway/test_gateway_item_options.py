@@ -5,20 +5,20 @@ import json
 import pytest
 
 from medialane.core.errors import InvalidRequest, TooManyFrames
-from medialane.gateway.intake import lift
+from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 
 URL = "https://example.com/clip.mp4"
 CONFIG = MediaConfig(max_sampled_frames=100, max_image_pixels=5_000_000, max_video_pixels=2_000_000)
 
 
-def lifted(name, **options):
+def extracted(name, **options):
     part = {"type": name, name: {"url": URL, **options}}
-    return lift(json.dumps({"messages": [{"role": "user", "content": ["x", part]}]}).encode(), CONFIG)
+    return extract(json.dumps({"messages": [{"role": "user", "content": ["x", part]}]}).encode(), CONFIG)
 
 
 def ref(name, **options):
-    (found,) = lifted(name, **options).refs
+    (found,) = extracted(name, **options).refs
     return json.loads(found.io), json.loads(found.options)
 
 
@@ -32,7 +32,7 @@ def test_image_has_processor_options_only():
     assert found == ({}, {"max_pixels": 200_704})
 
 
-def test_sound_has_no_options():
+def test_audio_has_no_options():
     assert ref("audio_url", fps=2, max_pixels=9) == ({}, {})
 
 
@@ -42,8 +42,8 @@ def test_options_that_are_not_given_or_not_known_are_none(options):
 
 
 def test_equal_options_are_equal_bytes():
-    (one,) = lifted("video_url", fps=2, max_frames=4).refs
-    (other,) = lifted("video_url", max_frames=4.0, fps=2.0).refs
+    (one,) = extracted("video_url", fps=2, max_frames=4).refs
+    (other,) = extracted("video_url", max_frames=4.0, fps=2.0).refs
     assert one.io == other.io == b'{"fps":2,"max_frames":4}'
 
 
@@ -99,5 +99,5 @@ def test_least_pixels_above_the_most_are_refused():
 
 
 def test_options_stay_in_the_body_as_they_came():
-    part = json.loads(lifted("video_url", fps=2, x={"y": 1}).body)["messages"][0]["content"][1]
+    part = json.loads(extracted("video_url", fps=2, x={"y": 1}).body)["messages"][0]["content"][1]
     assert part["video_url"] == {"url": "medialane:0", "fps": 2, "x": {"y": 1}}

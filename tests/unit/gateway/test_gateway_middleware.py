@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from medialane.core.errors import BodyTooLarge
 from medialane.core.feature import Feature, StagedItem
 from medialane.core.media import MediaSize
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, Turns, current_scope
+from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 
@@ -55,7 +55,7 @@ class Exchange:
     def __init__(self, app, config=None, **limits):
         self.registry = CollectorRegistry()
         self.sent = []
-        self._turns = Turns()
+        self._turns = LoopFairness()
         intake = IntakeMiddleware(app, MediaConfig(**limits), config or GatewayConfig(), self._turns)
         self._stack = ScopeMiddleware(intake, Metrics(self.registry))
 
@@ -116,7 +116,7 @@ async def test_reference_holds_the_bytes_while_the_request_lasts_and_no_longer()
     app = Looking()
     await Exchange(app).run(BODY)
     assert app.data == DATA
-    assert app.request.lifted.refs == ()
+    assert app.request.extracted.refs == ()
 
 
 async def test_only_the_lifted_media_are_held_while_the_answer_lasts():
@@ -265,10 +265,10 @@ async def test_cancelled_request_ends_its_scope():
     app.called = asyncio.Event()
     task = asyncio.create_task(Exchange(app).run(BODY))
     await app.called.wait()
-    assert app.request.lifted.refs
+    assert app.request.extracted.refs
     task.cancel()
     await asyncio.wait([task])
-    assert app.request.lifted.refs == ()
+    assert app.request.extracted.refs == ()
 
 
 @pytest.mark.parametrize(("method", "count"), [("POST", 1), ("GET", 0)])

@@ -10,7 +10,7 @@ import pytest
 from medialane.core.feature import Feature, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import RoutingDecision
-from medialane.gateway import Lifted, open_scope, report
+from medialane.gateway import ExtractedMedia, open_scope, report
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
 
 REPORT = b'{"items":[{"param":"x"}]}'
@@ -247,7 +247,7 @@ def item(ref, mm_hash, size=NO_SIZE, **more):
 def test_scope_reports_items_in_the_order_of_the_request():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:
-        scope.lifted = Lifted(refs, wants_report=True)
+        scope.extracted = ExtractedMedia(refs, wants_report=True)
         scope.note_prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
         scope.note_prepared([item(refs[0], "h1")])
         scope.note_sent(report.Sent("features", "shm", RoutingDecision("w0", "idle")))

@@ -92,7 +92,7 @@ def test_worker_that_failed_to_join_can_leave_and_join_again(make_routes):
     routes.joined(other)
 
 
-def test_workers_of_different_block_sizes_are_told_of(make_routes, caplog):
+def test_workers_of_different_block_sizes_are_reported_of(make_routes, caplog):
     make_routes(link_to("w0", block_size=16), link_to("w1", block_size=16))
     assert not caplog.records
     make_routes(link_to("w0", block_size=16), link_to("w1", block_size=32))

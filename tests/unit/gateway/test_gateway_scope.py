@@ -6,7 +6,7 @@ import pytest
 
 from medialane.core.errors import ArenaFull, InvalidBody, InvalidImage, InvalidMediaUrl
 from medialane.core.media import MediaRef
-from medialane.gateway import Lifted, current_scope, open_scope
+from medialane.gateway import ExtractedMedia, current_scope, open_scope
 
 
 class Resource:
@@ -66,8 +66,8 @@ def test_scope_closes_though_the_request_fails():
 
 def test_media_of_the_request_do_not_outlive_it():
     with open_scope() as scope:
-        scope.lifted = Lifted((MediaRef("image", "p", data=b"a"),))
-    assert scope.lifted.refs == ()
+        scope.extracted = ExtractedMedia((MediaRef("image", "p", data=b"a"),))
+    assert scope.extracted.refs == ()
     with pytest.raises(InvalidMediaUrl):
         scope.resolve("medialane:0")
 
@@ -75,7 +75,7 @@ def test_media_of_the_request_do_not_outlive_it():
 @pytest.mark.parametrize("url", ["data:audio/wav;base64,medialane:0", "data:x;y,z;base64,medialane:0"])
 def test_reference_that_vllm_took_for_base64_is_found(url):
     with open_scope() as scope:
-        scope.lifted = Lifted((MediaRef("audio", "p", data=b"a"),))
+        scope.extracted = ExtractedMedia((MediaRef("audio", "p", data=b"a"),))
         assert scope.resolve(url).data == b"a"
 
 
@@ -97,7 +97,7 @@ def test_reference_that_vllm_took_for_base64_is_found(url):
 )
 def test_url_that_intake_did_not_leave_is_refused(url):
     with open_scope() as scope:
-        scope.lifted = Lifted((MediaRef("image", "p", data=b"a"),))
+        scope.extracted = ExtractedMedia((MediaRef("image", "p", data=b"a"),))
         assert scope.resolve("medialane:0").data == b"a"
         with pytest.raises(InvalidMediaUrl):
             scope.resolve(url)
@@ -132,6 +132,6 @@ async def test_tasks_of_a_request_are_in_its_scope_and_others_in_theirs():
 
 def test_body_that_intake_could_not_read_is_what_is_wrong_with_its_media():
     with open_scope() as scope:
-        scope.lifted = Lifted(unread="Invalid UTF-8")
+        scope.extracted = ExtractedMedia(parse_error="Invalid UTF-8")
         with pytest.raises(InvalidBody, match="Invalid UTF-8"):
             scope.resolve("https://a/b.png")

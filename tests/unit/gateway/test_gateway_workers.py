@@ -277,7 +277,7 @@ async def test_worker_that_comes_back_joins_again_and_tells_what_it_holds_then(n
     assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left", "joined"]
 
 
-async def test_listener_is_told_that_the_gateway_lets_a_worker_go(net):
+async def test_listener_is_reported_that_the_gateway_lets_a_worker_go(net):
     heard = Heard()
     await net.serve(FakeHandler())
     net.link(heard)
@@ -323,7 +323,7 @@ async def test_link_that_fails_is_logged_once_and_tried_again(net, caplog):
     await eventually(lambda: link.client is not None and not heard.num_failures)
     assert not link.is_failing
     assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
-    assert caplog.text.count("its link failed and is started again") == 1
+    assert caplog.text.count("its link failed and is restarted") == 1
     assert "no room for another" in caplog.text
 
 
@@ -373,7 +373,7 @@ async def test_whatever_a_link_raises_the_others_serve_on(net, monkeypatch, erro
     await eventually(lambda: len(tries) > 3 and pool.num_ready == 1)
     assert await num_tokens(links[1].submit(request(), [])) == 3
     assert not running.done()
-    assert (health_of(pool).answer()[0], pool.num_failing) == (200, 1)
+    assert (health_of(pool).response()[0], pool.num_failing) == (200, 1)
     assert "worker tcp://a..b:7000: its link failed" in caplog.text
     await net._end(running)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, sound
 from medialane.core.errors import (
     AudioTooLong,
     EmptyMedia,
@@ -22,7 +23,6 @@ from medialane.core.errors import (
 )
 from medialane.media import MediaConfig, audio
 from medialane.media.audio import decode_audio
-from sound_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, sound
 
 CONFIG = MediaConfig()
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def decode(data: bytes, config: MediaConfig = CONFIG):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_sound_is_mono_at_its_own_rate(kind):
+def test_audio_is_mono_at_its_own_rate(kind):
     decoded = decode(encoded(kind))
     assert decoded.sample_rate == {"wav": 8000, "flac": 8000, "webm": 48000}.get(kind, 16000)
     assert decoded.samples.dtype == np.float32
@@ -56,7 +56,7 @@ def test_encoded_bytes_are_not_needed_afterwards(kind):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_part_of_a_buffer_is_a_sound(kind):
+def test_part_of_a_buffer_is_a_audio(kind):
     data = encoded(kind)
     padded = memoryview(b"x" * 7 + data + b"x" * 7)
     assert np.array_equal(decode_audio(padded[7:-7], CONFIG).samples, decode(data).samples)
@@ -74,7 +74,7 @@ def test_limits_on_length_hold(kind):
 
 
 @pytest.mark.parametrize("kind", ["m4a", "webm"])
-def test_sound_that_claims_to_be_short_is_measured_as_it_is_decoded(kind, monkeypatch):
+def test_audio_that_claims_to_be_short_is_measured_as_it_is_decoded(kind, monkeypatch):
     monkeypatch.setattr(audio, "_claimed_seconds", lambda container, stream: 0.0)
     with pytest.raises(AudioTooLong):
         decode(encoded(kind), MediaConfig(max_audio_duration_s=0.15))
@@ -99,7 +99,7 @@ def test_eight_planes_are_refused_where_pyav_would_crash():
         decode(by_ffmpeg(sound(48000, 8), 48000, "ipod", "aac"))
 
 
-def test_video_without_sound_is_invalid():
+def test_video_without_audio_is_invalid():
     out = BytesIO()
     with av.open(out, "w", format="mp4") as file:
         stream = file.add_stream("mpeg4", rate=10, width=64, height=48, pix_fmt="yuv420p")
@@ -139,7 +139,7 @@ def test_samples_whose_mean_overflows_are_invalid():
 
 
 @pytest.mark.parametrize("names", [("WAV", None), ("FLAC", None), ("OGG", "VORBIS")])
-def test_sound_without_samples_is_invalid(names):
+def test_audio_without_samples_is_invalid(names):
     with pytest.raises((InvalidAudio, EmptyMedia)):  # nothing at all is written of an Ogg
         decode(by_libsndfile(np.zeros((0, 2), np.float32), 8000, *names))
 
@@ -162,7 +162,7 @@ def test_wav_that_claims_more_than_it_has_gives_what_it_has(claimed):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_truncated_sound_is_shorter_or_invalid(kind):
+def test_truncated_audio_is_shorter_or_invalid(kind):
     whole = decode(encoded(kind)).size.num_samples
     data = encoded(kind)
     for part in (0.2, 0.5, 0.9):
@@ -200,7 +200,7 @@ def test_id3_tag_that_claims_a_quarter_of_a_gigabyte(nbytes):
     frugally(data, CONFIG, InvalidAudio)
 
 
-def test_flac_that_claims_the_longest_sound_allocates_no_more_than_the_limit():
+def test_flac_that_claims_the_longest_audio_allocates_no_more_than_the_limit():
     data = bytearray(encoded("flac"))
     bits = int.from_bytes(data[18:26], "big")
     data[18:26] = (bits >> 36 << 36 | (1 << 36) - 1).to_bytes(8, "big")
@@ -218,7 +218,7 @@ def test_messages_are_ours():
     for kind in ("m4a", "webm"):
         with pytest.raises(InvalidAudio) as raised:
             decode(encoded(kind)[:200])
-        assert raised.value.message == "the sound is damaged and cannot be decoded"
+        assert raised.value.message == "the audio is damaged and cannot be decoded"
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -227,7 +227,7 @@ def test_messages_are_ours():
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=12),
     st.floats(0.05, 1),
 )
-def test_mutated_sound_is_a_sound_or_an_error_of_ours(kind, changes, part):
+def test_mutated_audio_is_a_audio_or_an_error_of_ours(kind, changes, part):
     data = bytearray(encoded(kind))
     for place, value in changes:
         data[int(place**3 * len(data))] = value  # headers are at the front

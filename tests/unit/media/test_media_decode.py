@@ -3,6 +3,7 @@ from contextlib import suppress
 
 import pytest
 
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, sound
 from medialane.core.errors import (
     AudioTooLong,
     EmptyMedia,
@@ -12,7 +13,6 @@ from medialane.core.errors import (
     UnsupportedMediaType,
 )
 from medialane.media import MediaConfig, container_type, probe, sniff
-from sound_maker import FILES, by_ffmpeg, by_libsndfile, sound
 
 CONFIG = MediaConfig()
 
@@ -92,7 +92,7 @@ def test_type_of_what_ffmpeg_writes(container, coding, expected):
     ],
     ids=repr,
 )
-def test_what_is_no_sound_is_refused(data):
+def test_what_is_no_audio_is_refused(data):
     with pytest.raises(UnsupportedMediaType):
         sniff_audio(data, CONFIG)
 
@@ -102,7 +102,7 @@ def test_nothing_is_empty():
         sniff_audio(b"", CONFIG)
 
 
-def test_sound_has_its_limit_and_a_video_its_own():
+def test_audio_has_its_limit_and_a_video_its_own():
     config = MediaConfig(max_audio_bytes=1000, max_video_bytes=100_000)
     with pytest.raises(MediaTooLarge):
         sniff_audio(wav(num_bytes=2000), config)
@@ -205,7 +205,7 @@ def test_length_that_a_header_tells_has_a_limit(kind):
         sniff_audio(FILES[kind](), MediaConfig(max_audio_duration_s=0.15))
 
 
-def test_mp4_without_an_index_or_that_refers_elsewhere_is_no_sound():
+def test_mp4_without_an_index_or_that_refers_elsewhere_is_no_audio():
     data = FILES["m4a"]()
     with pytest.raises(InvalidAudio):
         sniff_audio(data[:100], CONFIG)
@@ -227,7 +227,7 @@ def test_every_reference_of_an_mp4_is_looked_at():
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_any_beginning_is_told_or_refused(kind):
+def test_any_beginning_is_reported_or_refused(kind):
     data = FILES[kind]()
     for end in (*range(1, 400), *range(400, len(data), 97)):
         with suppress(MedialaneError):

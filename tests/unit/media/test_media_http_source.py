@@ -98,7 +98,7 @@ async def test_body_and_what_to_ask_with_next_time(source, origin):
     assert received.validators == Validators(origin.url("/a"), '"1"', "Tue")
 
 
-async def test_nothing_is_told_about_us(source, origin):
+async def test_nothing_is_reported_about_us(source, origin):
     origin.routes["/a"] = answer(200, BODY, set_cookie="a=b")
     await source.get(origin.url("/a"), LIMITS)
     await source.get(origin.url("/a"), LIMITS)
@@ -138,7 +138,7 @@ async def test_not_modified_without_having_asked_is_a_failure(source, origin):
 
 
 @pytest.mark.parametrize("status", [201, 204, 206, 300, 400, 401, 403, 404, 410, 451])
-async def test_status_that_is_no_success_is_told(source, origin, status):
+async def test_status_that_is_no_success_is_reported(source, origin, status):
     origin.routes["/a"] = answer(status)
     with pytest.raises(MediaFetchFailed, match=str(status)):
         await source.get(origin.url("/a"), LIMITS)
@@ -364,7 +364,7 @@ async def test_name_with_an_address_inside_is_forbidden(origin, canary):
     await source.close()
 
 
-async def test_name_that_changes_its_address_is_vetted_each_time(origin, canary):
+async def test_name_that_changes_its_address_is_checked_each_time(origin, canary):
     names = Names(rebinding=[["127.0.0.1"], ["127.0.0.5"]])
     source = HttpSource(MediaConfig(allowed_media_networks=("127.0.0.1/32",)), resolver=names)
 
@@ -379,7 +379,7 @@ async def test_name_that_changes_its_address_is_vetted_each_time(origin, canary)
     await source.close()
 
 
-async def test_port_of_a_public_name_is_vetted():
+async def test_port_of_a_public_name_is_checked():
     source = HttpSource(MediaConfig(), resolver=Names(public=[["8.8.8.8"]]))
     with pytest.raises(MediaUrlForbidden, match="port"):
         await source.get("http://public:6379/", LIMITS)
@@ -418,7 +418,7 @@ async def test_cancelled_fetch_closes_its_connection(source, origin):
         await closed.wait()
 
 
-async def test_body_that_keeps_its_bytes_is_told_length_and_hash(source, origin):
+async def test_body_that_keeps_its_bytes_is_reported_length_and_hash(source, origin):
     log = []
     origin.routes["/a"] = answer(200, BODY)
     received = await source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log))

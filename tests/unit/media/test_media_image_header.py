@@ -232,7 +232,7 @@ def test_largest_size_that_an_avif_names_counts():
 
 @pytest.mark.parametrize("options", [{}, {"quality": 100}, {"subsampling": "4:0:0"}, {"tile_rows": 1, "tile_cols": 1}])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
-def test_avif_of_any_coding_is_told(mode, options):
+def test_avif_of_any_coding_is_reported(mode, options):
     assert sniff_image(encode("AVIF", (300, 200), mode, **options), CONFIG).width == 300
 
 
@@ -243,7 +243,7 @@ MAGIC = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(MAGIC, st.binary(max_size=300))
-def test_any_bytes_are_told_or_refused(magic, rest):
+def test_any_bytes_are_reported_or_refused(magic, rest):
     try:
         found = sniff_image(magic + rest, CONFIG)
     except InvalidRequest:

@@ -46,10 +46,10 @@ def test_full_installation_takes_every_kind():
     assert installed_kinds().line() == (
         "media: image (jpeg png webp gif avif bmp), video (h264 hevc vp9 av1), audio (wav flac mp3 ogg m4a)"
     )
-    assert installed_kinds().off == ()
+    assert installed_kinds().unavailable == ()
 
 
-def test_missing_libraries_are_named_with_their_cure():
+def test_missing_libraries_are_named_with_their_fix():
     found = find_kinds(absent)
     assert found.line().splitlines() == [
         "media: image (jpeg png webp gif avif bmp)",
@@ -57,20 +57,20 @@ def test_missing_libraries_are_named_with_their_cure():
         "media off: audio/wav audio/flac audio/mp3 audio/ogg audio/m4a: soundfile is not installed "
         "(pip install soundfile)",
     ]
-    assert found.takes("image")
-    assert not found.takes("video")
-    assert all(kind.cure for kind in found.off)
+    assert found.supports("image")
+    assert not found.supports("video")
+    assert all(kind.fix for kind in found.unavailable)
 
 
 def test_build_without_a_codec_takes_the_others():
     found = find_kinds(installed(av=av_with("h264", "vp9"), soundfile=soundfile_with("WAV")))
     assert [kind.name for kind in found.kinds if not kind.missing][6:] == ["h264", "vp9", "wav"]
-    assert Kind("video", "hevc", "this av is built without hevc", kinds._AV_CURE) in found.off
+    assert Kind("video", "hevc", "this av is built without hevc", kinds._AV_FIX) in found.unavailable
 
 
 def test_pillow_without_a_format_is_found(monkeypatch):
     monkeypatch.setattr(kinds.features, "check", lambda feature: feature != "avif")
-    avif = find_kinds(absent).off[0]
+    avif = find_kinds(absent).unavailable[0]
     assert (avif.modality, avif.name) == ("image", "avif")
     assert "Pillow" in avif.missing
 
@@ -78,7 +78,7 @@ def test_pillow_without_a_format_is_found(monkeypatch):
 @pytest.mark.usefixtures("only_images")
 @pytest.mark.parametrize("modality", ["video", "audio"])
 def test_modality_that_is_off_is_refused_before_anything_else(modality):
-    with pytest.raises(UnsupportedMediaType, match=f"does not take {modality}"):
+    with pytest.raises(UnsupportedMediaType, match=f"does not support {modality}"):
         sniff(b"", modality, MediaConfig())
 
 
@@ -90,7 +90,7 @@ def test_image_format_that_is_off_is_refused_by_its_name(monkeypatch):
         sniff(AVIF, "image", MediaConfig())
 
 
-def test_sound_that_is_off_is_refused_by_its_name(monkeypatch):
+def test_audio_that_is_off_is_refused_by_its_name(monkeypatch):
     without_av = find_kinds(installed(soundfile=soundfile_with("WAV", "FLAC", "OGG", "MP3")))
     monkeypatch.setattr(kinds, "installed_kinds", lambda: without_av)
     kinds.check_modality("audio")
@@ -101,7 +101,7 @@ def test_sound_that_is_off_is_refused_by_its_name(monkeypatch):
         kinds.check_type("audio", "video/webm")
 
 
-def test_kinds_are_told_without_the_libraries_and_the_room_imports_without_them():
+def test_kinds_are_reported_without_the_libraries_and_the_room_imports_without_them():
     """Blocked as an installation without them is: `import av` raises ModuleNotFoundError."""
     program = """
 import sys

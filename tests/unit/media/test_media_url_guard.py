@@ -171,9 +171,9 @@ def test_allowed_network_is_open_on_any_port():
 
 def test_allowed_ports():
     guard = UrlGuard(MediaConfig(allowed_media_ports=(8443,)))
-    guard.vet("8.8.8.8", 8443)
+    guard.check_address("8.8.8.8", 8443)
     with pytest.raises(MediaUrlForbidden):
-        guard.vet("8.8.8.8", 443)
+        guard.check_address("8.8.8.8", 443)
 
 
 def test_allowed_domains_are_exact_and_do_not_open_addresses():

@@ -59,11 +59,11 @@ def indexed(*tables: bytes) -> bytes:
         ("libvpx-vp9", "webm", "video/webm"),
     ],
 )
-def test_container_is_told_by_its_bytes(codec, container, media_type):
+def test_container_is_reported_by_its_bytes(codec, container, media_type):
     assert sniff_video(clip(2, codec=codec, container=container), MediaConfig()) == media_type
 
 
-def test_list_of_jpegs_is_told_by_its_bytes():
+def test_list_of_jpegs_is_reported_by_its_bytes():
     assert sniff_video(jpegs(2), MediaConfig()) == "video/jpeg"
 
 

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from medialane.observability.logging import LoggingConfig, RareWarning, configure, redact, request_id
+from medialane.observability.logging import LoggingConfig, RateLimitedWarning, configure, redact, request_id
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_what_must_not_be_kept_is_redacted(text, expected):
 
 def test_what_clients_can_cause_is_logged_once_in_a_while(caplog):
     now = 0.0
-    warn = RareWarning(logging.getLogger("medialane.test"), every_s=10, clock=lambda: now)
+    warn = RateLimitedWarning(logging.getLogger("medialane.test"), every_s=10, clock=lambda: now)
     for now in (0.0, 1.0, 9.9, 10.0, 11.0):
         warn("refused at %g", now)
     assert [record.getMessage() for record in caplog.records] == [

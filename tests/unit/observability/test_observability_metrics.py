@@ -44,7 +44,7 @@ def test_failures_are_counted_by_what_failed(metrics, registry):
     metrics.count_worker_lost("unix:/w0")
     value = registry.get_sample_value
     assert value("medialane_request_errors_total", {"code": "invalid_image"}) == 1
-    assert value("medialane_fallbacks_total", {"way": "features/shm", "reason": "handover_failed"}) == 1
+    assert value("medialane_transfer_fallbacks_total", {"path": "features/shm", "reason": "handover_failed"}) == 1
     assert value("medialane_worker_losses_total", {"worker": "unix:/w0"}) == 1
 
 

@@ -49,7 +49,7 @@ def test_no_limit_is_set_for_zero():
 
 def test_forgone_privileges_are_a_core_dump_and_a_place_late_in_the_memory_killers_queue():
     def check() -> bool:
-        confinement.forgo_privileges()
+        confinement.drop_privileges()
         with open("/proc/self/oom_score_adj") as file:
             return resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) and int(file.read()) >= 0
 
@@ -60,7 +60,7 @@ def test_a_fault_ends_the_process_though_a_library_would_handle_it():
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGSEGV, lambda *_: None)
-        confinement.die_of_faults()
+        confinement.restore_fault_handlers()
         os.kill(os.getpid(), signal.SIGSEGV)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV

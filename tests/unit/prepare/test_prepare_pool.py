@@ -515,9 +515,9 @@ async def test_spare_takes_over_from_a_killed_forkserver_before_waiting_jobs_not
         for job in lost:
             with pytest.raises(Unavailable):
                 await job
-        assert pool.impairment is not None
+        assert pool.degradation is not None
         (await waiting).release()
-        await eventually(lambda: pool.impairment is None)
+        await eventually(lambda: pool.degradation is None)
         assert time.monotonic() - killed_at < SLOW_START_S
         assert pool.stats().num_forkserver_restarts == 1
         assert not [pid for pid in old if is_running(pid)]
@@ -531,7 +531,7 @@ async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
             await eventually(lambda: spare_of(pool) is not None)
             pids.add(used := spare_of(pool))
             os.kill(forkserver_of(pool.stats().pids[0]), signal.SIGKILL)
-            await eventually(lambda: pool.impairment is None and forkserver_of(pool.stats().pids[0]) == used)
+            await eventually(lambda: pool.degradation is None and forkserver_of(pool.stats().pids[0]) == used)
             (await pool.prepare_item(encoded, b"{}", f"{number:064}")).release()
         assert time.monotonic() - started < SLOW_START_S
         await eventually(lambda: spare_of(pool) is not None)
@@ -540,7 +540,7 @@ async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
 
 
 async def test_spare_that_dies_alone_is_replaced_and_nobody_is_harmed(arena, encoded, monkeypatch):
-    monkeypatch.setattr(forkservers, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(forkservers, "INITIAL_BACKOFF_S", 0.05)
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: spare_of(pool) is not None)
         before, first = pool.stats().pids, spare_of(pool)
@@ -548,7 +548,7 @@ async def test_spare_that_dies_alone_is_replaced_and_nobody_is_harmed(arena, enc
         await eventually(lambda: spare_of(pool) not in (None, first))
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         assert pool.stats().pids == before
-        assert pool.impairment is None
+        assert pool.degradation is None
 
 
 async def test_forkserver_and_spare_that_die_together_fail_jobs_as_unavailable_and_are_replaced(arena, encoded):
@@ -563,8 +563,8 @@ async def test_forkserver_and_spare_that_die_together_fail_jobs_as_unavailable_a
             await job
         with pytest.raises(Unavailable):
             await pool.prepare_item(encoded, b"{}", "b" * 64)
-        assert "restarting" in pool.impairment
-        await eventually(lambda: pool.impairment is None, timeout_s=10)
+        assert "restarting" in pool.degradation
+        await eventually(lambda: pool.degradation is None, timeout_s=10)
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
 
 
@@ -593,17 +593,17 @@ async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
 
 async def test_pool_that_is_not_wanted_is_not_impaired(arena):
     pool = make_pool(arena)
-    assert pool.impairment is None
+    assert pool.degradation is None
     async with running(pool):
-        assert pool.impairment is None
-    assert pool.impairment is None
+        assert pool.degradation is None
+    assert pool.degradation is None
 
 
 async def test_killed_preparer_is_an_impairment_until_it_is_replaced(arena):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         os.kill(pool.stats().pids[0], signal.SIGKILL)
-        await eventually(lambda: pool.impairment == "1 of 2 preparers are running")
-        await eventually(lambda: pool.impairment is None)
+        await eventually(lambda: pool.degradation == "1 of 2 preparers are running")
+        await eventually(lambda: pool.degradation is None)
 
 
 async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):

@@ -164,7 +164,7 @@ async def test_it_may_end_itself_and_the_pool_goes_on(taken_over):
 
 async def test_everything_was_tried_on_the_same_pool_which_never_restarted(taken_over):
     assert taken_over.pool.stats().num_forkserver_restarts == 0
-    assert taken_over.pool.impairment is None
+    assert taken_over.pool.degradation is None
 
 
 async def test_memory_of_a_child_can_be_read_and_nothing_else_looks_like_it():

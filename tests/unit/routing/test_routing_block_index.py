@@ -38,7 +38,7 @@ def noted_lengths(num_blocks):
     return lengths if num_blocks else []
 
 
-def soon(notes, slot, blocks):
+def pending(notes, slot, blocks):
     """The longest noted length of a prompt up to which all of them are among the noted blocks of the slot."""
     noted = {sent[n - 1] for where, sent, _ in notes if where == slot for n in noted_lengths(len(sent))}
     longest = 0
@@ -123,7 +123,7 @@ class IndexMachine(RuleBasedStateMachine):
         for blocks in PROMPTS:
             found = self.index.match(ids(blocks), ALL)
             walked = [self.walked(slot, blocks) for slot in SLOTS]
-            expected = [soon(self.notes.values(), slot, blocks) for slot in SLOTS]
+            expected = [pending(self.notes.values(), slot, blocks) for slot in SLOTS]
             assert found.held[SLOTS].tolist() == walked
             assert found.blocks[SLOTS].tolist() == [max(both) for both in zip(walked, expected, strict=True)]
             assert np.count_nonzero(found.blocks) == np.count_nonzero(found.blocks[SLOTS])
@@ -147,8 +147,8 @@ class IndexMachine(RuleBasedStateMachine):
         while not self.index.sweep():
             pass
         assert (self.index.num_blocks, self.index.num_entries, self.index.num_notes) == (0, 0, 0)
-        assert self.index._holders.num_sets == self.index._soon._holders.num_sets == 0
-        assert self.index._soon.num_counts == self.index._soon._holders.num_blocks == 0
+        assert self.index._holders.num_sets == self.index._pending_blocks._holders.num_sets == 0
+        assert self.index._pending_blocks.num_counts == self.index._pending_blocks._holders.num_blocks == 0
         assert not self.index._holders._now.retired.any()
 
 
@@ -319,7 +319,7 @@ def test_bits_of_slots_that_begin_anew_again_and_again_are_used_again():
     assert index.num_entries == 150
 
 
-def test_slots_beyond_any_word_are_told_apart():
+def test_slots_beyond_any_word_are_distinguished():
     index = BlockIndex()
     for slot in range(0, 1000, 7):
         index.store(slot, ids(range(slot + 1)))

@@ -16,8 +16,8 @@ def test_defaults_are_valid():
         ("max_in_flight", -1),
         ("session_ttl_s", 0.0),
         ("num_decisions", 0),
-        ("kv_pressure_from", 1.0),
-        ("seat_ms", float("nan")),
+        ("kv_pressure_threshold", 1.0),
+        ("over_capacity_ms", float("nan")),
     ],
 )
 def test_setting_that_cannot_work_is_named(name, value):

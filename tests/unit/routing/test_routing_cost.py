@@ -9,7 +9,7 @@ from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, EncoderItem, Offer, encoder_items
+from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.native_choice import SCORES
 from medialane.routing.policies import policy
@@ -28,7 +28,7 @@ class World:
     """Slots with caches, and offers to them."""
 
     def __init__(self, num_slots, *, remote=(), **config):
-        self.config = RoutingConfig(**{"others_weight": 0.0} | config)
+        self.config = RoutingConfig(**{"contention_weight": 0.0} | config)
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
         self.model = CostModel(self.config)
@@ -48,7 +48,7 @@ class World:
             self.index.replace(slot, ids[:length])
         items = encoder_items(media, BLOCK)
         holders = tuple(self.caches.holders(item.mm_hash) for item in items)
-        return Offer(request, items, holders, self.slots.open, session_slot)
+        return ScoringInput(request, items, holders, self.slots.open, session_slot)
 
     def costs(self, offer):
         self.choice = self.policy.choose(offer)
@@ -58,7 +58,7 @@ class World:
         self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)
 
 
-def test_items_are_told_apart_and_stand_as_a_prefix_covers_them():
+def test_items_are_distinguished_and_stand_as_a_prefix_covers_them():
     media = [span("a", 4, 28), span("b", 32, 10), span("a", 60, 5, num_embeds=4)]
     assert encoder_items(media, BLOCK) == (EncoderItem("b", 10, 3), EncoderItem("a", 4, 5))
 
@@ -129,7 +129,7 @@ items = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 180), st.in
 
 
 def build(facts, spans, handover_bytes, session_slot):
-    world = World(len(facts), remote=[n for n, fact in enumerate(facts) if fact["remote"]], others_weight=0.7)
+    world = World(len(facts), remote=[n for n, fact in enumerate(facts) if fact["remote"]], contention_weight=0.7)
     for number, fact in enumerate(facts):
         slot = world.slots[number]
         slot.load = WorkerLoad(fact["running"], fact["waiting"], fact["usage"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, Offer
+from medialane.routing.cost import CostModel, ScoringInput
 from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
@@ -31,7 +31,7 @@ class World:
         for slot, length in enumerate(prefixes or []):
             self.index.replace(slot, ids[:length])
         mask = self.slots.open if candidates is None else candidates
-        return self.policy.choose(Offer(RoutingRequest(ids, 16, 1000), (), (), mask, None))
+        return self.policy.choose(ScoringInput(RoutingRequest(ids, 16, 1000), (), (), mask, None))
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))

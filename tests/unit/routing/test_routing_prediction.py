@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from medialane.routing.prediction import PredictionWatch
+from medialane.routing.prediction import PredictionMonitor
 
 BLOCK = 16
 
@@ -22,17 +22,17 @@ class World:
 
     def __init__(self):
         self.clock = Clock()
-        self.watch = PredictionWatch(grace_s=10, clock=self.clock)
+        self.watch = PredictionMonitor(grace_s=10, clock=self.clock)
         self.watch.join(0, "w")
         self.num_sent = 0
 
-    def send(self, *, held=0, is_told=True):
+    def send(self, *, held=0, is_reported=True):
         self.num_sent += 1
         ids = np.arange(4, dtype=np.uint64) + np.uint64(1000 * self.num_sent)
-        return ids, self.watch.sent(0, ids, block_size=BLOCK, num_usable=4, num_held=held, is_told=is_told)
+        return ids, self.watch.sent(0, ids, block_size=BLOCK, num_usable=4, num_held=held, is_reported=is_reported)
 
-    def serve(self, *, held=0, reported=None, stores=True, is_told=True):
-        ids, expected = self.send(held=held, is_told=is_told)
+    def serve(self, *, held=0, reported=None, stores=True, is_reported=True):
+        ids, expected = self.send(held=held, is_reported=is_reported)
         self.watch.prefilled(expected, held * BLOCK if reported is None else reported)
         if stores:
             self.watch.stored(0, ids)
@@ -127,9 +127,9 @@ def test_eviction_after_the_store_does_not_cry_wolf(world):
     assert (world.counts.num_stored, world.counts.num_warnings) == (20, 0)
 
 
-def test_blocks_of_a_request_under_way_are_no_promise(world):
+def test_blocks_of_a_request_in_flight_are_no_promise(world):
     for _ in range(20):
-        world.serve(held=3, reported=0, is_told=False)
+        world.serve(held=3, reported=0, is_reported=False)
     assert (world.counts.num_unexplained, world.counts.num_warnings) == (0, 0)
 
 
@@ -163,7 +163,7 @@ def test_request_that_ended_early_teaches_nothing(world):
     assert not world.watch._slots[0].by_prefix
 
 
-def test_snapshot_ends_what_is_under_way(world):
+def test_snapshot_ends_what_is_in_flight(world):
     _, expected = world.send(held=2)
     world.watch.forget_all(0)
     world.watch.prefilled(expected, 0)
@@ -173,7 +173,7 @@ def test_snapshot_ends_what_is_under_way(world):
 
 def test_same_prompt_twice_is_confirmed_twice(world):
     ids = np.array([1, 2, 3], np.uint64)
-    both = [world.watch.sent(0, ids, block_size=BLOCK, num_usable=3, num_held=0, is_told=False) for _ in range(2)]
+    both = [world.watch.sent(0, ids, block_size=BLOCK, num_usable=3, num_held=0, is_reported=False) for _ in range(2)]
     world.watch.stored(0, ids)
     for expected in both:
         world.watch.prefilled(expected, 0)
@@ -182,7 +182,9 @@ def test_same_prompt_twice_is_confirmed_twice(world):
 
 
 def test_prompt_without_a_full_block_is_not_awaited(world):
-    expected = world.watch.sent(0, np.empty(0, np.uint64), block_size=BLOCK, num_usable=0, num_held=0, is_told=False)
+    expected = world.watch.sent(
+        0, np.empty(0, np.uint64), block_size=BLOCK, num_usable=0, num_held=0, is_reported=False
+    )
     world.watch.prefilled(expected, 0)
     world.wait(11)
     assert (world.counts.num_stored, world.counts.num_never_stored) == (0, 0)

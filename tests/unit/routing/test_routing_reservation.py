@@ -7,9 +7,9 @@ from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, Offer, encoder_items
+from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.prediction import PredictionWatch
+from medialane.routing.prediction import PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import SlotState
 from medialane.routing.slots import SlotTable
@@ -26,7 +26,7 @@ class World:
             SlotTable(config),
             BlockIndex(clock=lambda: self.now),
             EncoderCaches(),
-            PredictionWatch(grace_s=1, clock=lambda: self.now),
+            PredictionMonitor(grace_s=1, clock=lambda: self.now),
         )
         self.slot = self.state.slots.join(Endpoint("w", "", True, WorkerLoad(), 0, same_host=True, card=CARD))
         self.state.caches.join(0, CARD.encoder_cache_tokens)
@@ -35,13 +35,13 @@ class World:
 
     def reserve(self):
         items = encoder_items(REQUEST.media, REQUEST.block_size)
-        terms = self.costs.terms(Offer(REQUEST, items, (0,), 1, None), self.slot, 0)
-        return self.state.reserve(self.slot, REQUEST, terms, is_told=False)
+        terms = self.costs.terms(ScoringInput(REQUEST, items, (0,), 1, None), self.slot, 0)
+        return self.state.reserve(self.slot, REQUEST, terms, is_reported=False)
 
     def taken(self):
         """In flight, queued, blocks cached soon, holders of the item."""
-        soon = self.state.index.match(REQUEST.block_ids, 1).blocks.tolist()
-        return self.slot.num_in_flight, self.slot.num_queued, soon, self.state.caches.holders("a")
+        pending = self.state.index.match(REQUEST.block_ids, 1).blocks.tolist()
+        return self.slot.num_in_flight, self.slot.num_queued, pending, self.state.caches.holders("a")
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_prompt_goes_where_its_prefix_is(make):
     again = begin(router, request(text(1) + text(2)))
     assert again.slot == first.slot
     assert again.decision.cached_tokens == 96
-    assert again.decision.reason == "no other holds more of it"
+    assert again.decision.reason == "longest cached prefix"
 
 
 def test_engine_computes_at_least_the_last_token(make):
@@ -147,7 +147,7 @@ def test_removal_that_comes_with_an_answer_is_believed(make):
 
 
 def test_what_was_only_sent_expires(make, clock):
-    router = make(1, soon_ttl_s=30)
+    router = make(1, pending_ttl_s=30)
     begin(router, request(text(1)))
     clock.now += 31
     assert begin(router, request(text(1))).decision.cached_tokens == 0
@@ -206,14 +206,14 @@ def test_past_a_difference_in_load_another_worker_learns_a_hot_prompt(make):
     serve(router, request(hot))
     slots = [begin(router, request(hot + text(number, 400))).slot for number in range(2, 12)]
     assert set(slots) == {0, 1}
-    assert router.decisions(10)[-1].decision.reason == "no other holds more of it"
-    assert "others hold more of it, and are busier" in {r.decision.reason for r in router.decisions()}
+    assert router.decisions(10)[-1].decision.reason == "longest cached prefix"
+    assert "longer prefix elsewhere, but higher load" in {r.decision.reason for r in router.decisions()}
 
 
 def test_full_worker_is_left_out_and_returns(make):
     router = make(1, max_in_flight=1)
     routed = begin(router, request(text(1)))
-    with pytest.raises(NoWorkerReady, match="no worker has room") as caught:
+    with pytest.raises(NoWorkerReady, match="reached their limit") as caught:
         begin(router, request(text(2)))
     assert caught.value.retry_after_s == 1
     routed.release()
@@ -278,7 +278,7 @@ def test_session_stays_with_its_worker_while_nothing_speaks_against(make):
         routed.release()
         assert routed.slot == 0
         begin(router, request(text(9, 10))).release()
-    assert router.decisions()[1].decision.reason == "the session's last"
+    assert router.decisions()[1].decision.reason == "worker of the session's last request"
 
 
 def test_session_comes_back_with_its_worker(make):
@@ -321,7 +321,7 @@ def test_every_policy_predicts_and_records(make, policy):
     assert (decision.policy, decision.cached_tokens) == (policy, 96)
 
 
-def test_worker_that_does_not_cache_as_predicted_is_told_of(make, clock, caplog):
+def test_worker_that_does_not_cache_as_predicted_is_reported_of(make, clock, caplog):
     caplog.set_level(logging.WARNING)
     router = make(1)
     for number in range(12):
@@ -334,7 +334,7 @@ def test_worker_that_does_not_cache_as_predicted_is_told_of(make, clock, caplog)
     assert "worker w0 (rank 0) does not cache as predicted" in caplog.text
 
 
-def test_worker_that_caches_as_predicted_is_not_told_of(make, clock):
+def test_worker_that_caches_as_predicted_is_not_reported_of(make, clock):
     router = make(2)
     for number in range(40):
         serve(router, request(text(number % 5) + text(number)))

@@ -60,7 +60,7 @@ def test_worker_that_drains_or_is_not_ready_takes_nothing():
     not_ready = slots.join(Endpoint("b", "unix:/b", ready=False, load=WorkerLoad(), num_in_flight=0))
     slots.join(endpoint("c"))
     assert anyone(slots) == 0b100
-    assert np.isinf(slots.standing_ms[[draining.number, not_ready.number]]).all()
+    assert np.isinf(slots.base_cost_ms[[draining.number, not_ready.number]]).all()
 
 
 def test_full_worker_takes_nothing_until_one_ends():
@@ -123,7 +123,7 @@ def test_own_requests_in_the_report_do_not_count_twice():
 
 
 def test_sequence_above_the_seats_waits_for_an_end():
-    slots = table(running_ms=1.0, seat_ms=100.0)
+    slots = table(running_ms=1.0, over_capacity_ms=100.0)
     slot = slots.join(endpoint(load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))
     assert slots.running_ms(slot) == pytest.approx(104.0)
     slot.load = WorkerLoad(num_running=3)
@@ -131,7 +131,7 @@ def test_sequence_above_the_seats_waits_for_an_end():
 
 
 def test_kv_pressure_rises_from_its_start_to_the_whole():
-    slots = table(kv_pressure_ms=200.0, kv_pressure_from=0.8)
+    slots = table(kv_pressure_ms=200.0, kv_pressure_threshold=0.8)
     assert [slots.kv_pressure_ms(WorkerLoad(kv_usage=usage)) for usage in (0.5, 0.8, 0.9, 1.0)] == pytest.approx(
         [0, 0, 100, 200]
     )

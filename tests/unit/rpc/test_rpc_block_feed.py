@@ -69,7 +69,7 @@ class View:
         return self.held
 
 
-def test_everything_held_is_told_first_rank_by_rank_and_then_changes():
+def test_everything_held_is_reported_first_rank_by_rank_and_then_changes():
     cache, view = Cache(num_ranks=2), View()
     cache.change([1, 2], rank=0)
     first = cache.pieces()
@@ -123,16 +123,16 @@ def test_too_many_waiting_changes_become_one_snapshot():
 
 def test_feed_asks_for_a_turn_once_and_again_when_it_has_something_new():
     cache = Cache()
-    assert cache.feed.wants_turn()
-    assert not cache.feed.wants_turn()
+    assert cache.feed.wants_to_send()
+    assert not cache.feed.wants_to_send()
     buffer = bytearray()
     while cache.feed.append_next(buffer):
         pass
-    assert not cache.feed.wants_turn()
+    assert not cache.feed.wants_to_send()
     cache.change([1])
-    assert cache.feed.wants_turn()
+    assert cache.feed.wants_to_send()
     cache.change([2])
-    assert not cache.feed.wants_turn()
+    assert not cache.feed.wants_to_send()
 
 
 def test_pieces_travel_as_messages():
@@ -146,7 +146,7 @@ def test_pieces_travel_as_messages():
     assert unpack(message.change.stored) == [1, 2**64 - 1]
 
 
-def test_changes_that_asking_for_what_is_held_brings_up_are_not_told_twice():
+def test_changes_that_asking_for_what_is_held_brings_up_are_not_reported_twice():
     """The worker tells what waits before it says what it holds: that is in the snapshot already."""
     told = []
 

@@ -40,7 +40,7 @@ async def handler(net):
     return handler
 
 
-async def test_what_is_held_is_told_at_once_and_then_every_change(net, handler):
+async def test_what_is_held_is_reported_at_once_and_then_every_change(net, handler):
     handler.change_blocks([1, 2])
     view = View(await net.connect())
     await eventually(lambda: view.held == {1, 2})
@@ -52,7 +52,7 @@ async def test_what_is_held_is_told_at_once_and_then_every_change(net, handler):
     assert [change.sequence for change in view.changes] == [0, 1, 2]
 
 
-async def test_every_gateway_is_told(net, handler):
+async def test_every_gateway_is_reported(net, handler):
     views = [View(await net.connect(gateway_id=f"g{i}")) for i in range(3)]
     handler.change_blocks([1])
     await eventually(lambda: [view.held for view in views] == [{1}] * 3)
@@ -78,7 +78,7 @@ async def test_gateway_that_connects_again_is_right_within_one_snapshot(net, han
     assert len(view.changes) == 1
 
 
-async def test_connection_that_is_gone_is_told_nothing(net, handler):
+async def test_connection_that_is_gone_is_reported_nothing(net, handler):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
@@ -151,6 +151,6 @@ async def test_blocks_that_cannot_be_end_the_connection(net, handler, change):
         client._reports.receive_blocks(change)
 
 
-async def test_load_reports_are_told(net, handler):
+async def test_load_reports_are_reported(net, handler):
     view = View(await net.connect())
     await eventually(lambda: len(view.loads) > 1)

@@ -109,7 +109,7 @@ async def test_call_is_cancelled_when_its_gateway_leaves(net):
         await client.administer(Sleep(), 10)
 
 
-async def test_calls_under_way_are_bounded(net, raw):
+async def test_calls_in_flight_are_bounded(net, raw):
     handler = FakeHandler(delay_s=60)
     await net.serve(handler)
     gateway = await raw()

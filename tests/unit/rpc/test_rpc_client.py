@@ -83,7 +83,7 @@ async def test_card_with_impossible_sizes_ends_the_connection(worker_that_says, 
         await RpcClient.connect(address, HELLO, QUICK)
 
 
-async def test_loss_is_told_as_the_connection_is_closed_and_not_a_turn_of_the_loop_later(worker_that_says):
+async def test_loss_is_reported_as_the_connection_is_closed_and_not_a_turn_of_the_loop_later(worker_that_says):
     client = await RpcClient.connect(await worker_that_says(frames(WELCOME)), HELLO, QUICK)
     told = []
     client.watch(on_blocks=told.append, on_loads=told.append, on_lost=lambda: told.append(client.closed.is_set()))
@@ -187,7 +187,7 @@ async def test_violation_by_the_worker_ends_the_connection_and_its_requests(work
     assert client.closed.is_set()
 
 
-async def test_on_released_is_called_when_the_worker_has_let_go(net):
+async def test_on_released_is_called_when_the_worker_has_released(net):
     handler = FakeHandler([1], release_s=0.05)
     await net.serve(handler)
     released = []
@@ -278,7 +278,7 @@ async def test_slow_consumer_is_aborted_when_its_bound_is_reached(net):
         await tokens_of(slow)
 
 
-async def test_close_fails_what_is_under_way_and_is_idempotent(net):
+async def test_close_fails_what_is_in_flight_and_is_idempotent(net):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     client = await net.connect()

@@ -19,7 +19,7 @@ async def test_fake_fills_the_protocol_and_answers_with_its_tokens():
     assert [delta.prompt_token_ids for delta in deltas] == [[0, 1, 2], None]
 
 
-async def test_fake_fails_at_the_token_it_is_told():
+async def test_fake_fails_at_the_token_it_is_reported():
     handler = FakeHandler([4, 5], error=GenerationFailed("no"), fail_at=1)
     answer = handler.run(engine_request("r"))
     assert (await anext(answer)).completions[0].token_ids == [4]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rpc_requests import engine_request, eventually, tokens_of
 
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, ProtocolViolation
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.rpc import FakeHandler, RpcConfig
@@ -29,7 +29,7 @@ def inline(data):
 
 def request_with(*items, request_id="r", kind=ExpandedPrompt):
     """A request whose media have these inline tensors, one tuple of bytes for each item."""
-    media = tuple(HandedMedia("image", "h", b"", tuple(map(inline, datas))) for datas in items)
+    media = tuple(MediaPayload("image", "h", b"", tuple(map(inline, datas))) for datas in items)
     return EngineRequest(request_id, kind([1, 2], media), b"")
 
 
@@ -89,7 +89,7 @@ def test_request_arrives_as_it_was_sent(sizes, kind):
 
 
 def test_tensors_in_an_arena_stay_descriptors():
-    item = HandedMedia("image", "h", b"", (STORED, inline(b"abc")))
+    item = MediaPayload("image", "h", b"", (STORED, inline(b"abc")))
     whole = EngineRequest("r", ExpandedPrompt([1], (item,)), b"")
     (found,) = received(b"".join(sent(outgoing(whole))))
     assert found.prompt.features[0].tensors[0] == STORED
@@ -97,7 +97,7 @@ def test_tensors_in_an_arena_stay_descriptors():
     assert split(text) == (text, [])
 
 
-def test_end_is_told_once_when_the_last_byte_is_copied():
+def test_end_is_reported_once_when_the_last_byte_is_copied():
     ended = []
     out = outgoing(request_with((bytes(PIECES_AT_ONCE * PIECE_BYTES + 1),)), lambda: ended.append(1))
     assert out.append_next(bytearray())

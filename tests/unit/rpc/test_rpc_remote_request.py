@@ -87,7 +87,7 @@ async def test_lost_connection_does_not_spoil_a_complete_answer(told):
     assert told.releases == []
 
 
-async def test_release_is_told_once_and_to_all_who_wait(told):
+async def test_release_is_reported_once_and_to_all_who_wait(told):
     waiting = [asyncio.create_task(told.remote.released()) for _ in range(2)]
     await asyncio.sleep(0)
     told.remote.on_output(delta(1, finished=True), 10)
@@ -98,7 +98,7 @@ async def test_release_is_told_once_and_to_all_who_wait(told):
 
 async def test_release_before_the_answer_is_complete_fails_the_iteration(told):
     told.remote.on_release()
-    with pytest.raises(GenerationFailed, match="before its answer was complete"):
+    with pytest.raises(GenerationFailed, match="before its output was complete"):
         await anext(told.remote)
 
 

@@ -26,7 +26,7 @@ async def test_worker_sees_who_connects(net):
     assert client.welcome.pid == os.getpid()
 
 
-async def test_reconnecting_gateway_is_welcomed_only_after_its_requests_have_let_go(net):
+async def test_reconnecting_gateway_is_welcomed_only_after_its_requests_have_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
     await net.serve(handler)
     first = await net.connect()
@@ -48,12 +48,12 @@ async def test_other_gateway_is_welcomed_at_once(net):
     assert not first.closed.is_set()
 
 
-async def test_reconnection_is_refused_while_requests_do_not_let_go(net):
+async def test_reconnection_is_refused_while_requests_do_not_release(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
     await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     (await net.connect()).submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
-    with pytest.raises(WorkerLost, match="have not let go"):
+    with pytest.raises(WorkerLost, match="have not been released"):
         await net.connect()
     assert len(handler.hellos) == 1
     await eventually(lambda: handler.num_active == 0)
@@ -160,7 +160,7 @@ async def test_too_many_connections_without_a_token_end_the_oldest(net, raw, mon
     assert await newest.next(Welcome)
 
 
-async def test_handler_hears_that_a_gateway_has_left_once_its_requests_have_let_go(net):
+async def test_handler_hears_that_a_gateway_has_left_once_its_requests_have_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.1)
     await net.serve(handler)
     client = await net.connect()
@@ -179,7 +179,7 @@ async def test_server_listens_on_and_keeps_the_connection_while_a_request_has_no
     client.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     await server.stop()
-    assert "1 requests have not let go" in caplog.text
+    assert "1 requests have not been released" in caplog.text
     with pytest.raises(WorkerLost):
         await net.connect(gateway_id="late")
     assert (handler.num_active, handler.num_cancelled, client.closed.is_set()) == (1, 1, False)
@@ -188,21 +188,21 @@ async def test_server_listens_on_and_keeps_the_connection_while_a_request_has_no
         await net.connect(gateway_id="late")
 
 
-async def test_close_fails_and_releases_what_is_under_way(net):
+async def test_close_fails_and_releases_what_is_in_flight(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.05)
     server = await net.serve(handler)
     client = await net.connect()
     remote = client.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     await server.close()
-    with pytest.raises(WorkerLost, match="shuts down"):
+    with pytest.raises(WorkerLost, match="shutting down"):
         await tokens_of(remote)
     assert await remote.released()
     assert client.closed.is_set()
     assert handler.num_active == 0
 
 
-async def test_somebody_listens_until_everything_has_let_go(net):
+async def test_somebody_listens_until_everything_has_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
     server = await net.serve(handler)
     (await net.connect()).submit(engine_request("r"))
@@ -217,14 +217,14 @@ async def test_somebody_listens_until_everything_has_let_go(net):
         await net.connect(gateway_id="late")
 
 
-async def test_close_ends_though_a_request_does_not_let_go(net, caplog):
+async def test_close_ends_though_a_request_does_not_release(net, caplog):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=HOUR_S)
     server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     (await net.connect()).submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     async with asyncio.timeout(5):
         await server.close()
-    assert "1 requests have not let go" in caplog.text
+    assert "1 requests have not been released" in caplog.text
     assert handler.num_active == 0
 
 

@@ -109,7 +109,7 @@ async def test_abort_cancels_the_generator_and_is_answered_by_released(net):
     assert (handler.num_active, handler.num_cancelled) == (0, 1)
 
 
-async def test_release_comes_after_the_generator_has_let_go(net):
+async def test_release_comes_after_the_generator_has_released(net):
     handler = FakeHandler([1], release_s=0.1)
     await net.serve(handler)
     remote = (await net.connect()).submit(engine_request("r"))

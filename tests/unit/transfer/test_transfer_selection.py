@@ -1,9 +1,11 @@
 import pytest
 
 from medialane.core.stage import STAGES, Stage
-from medialane.transfer import Way, selection, ways
+from medialane.transfer import TransferPath, selection, transfer_paths
 
-FEATURES, DECODED, URL = ([Way(stage, t) for t in ("shm", "inline")] for stage in ("features", "decoded", "url"))
+FEATURES, DECODED, URL = (
+    [TransferPath(stage, t) for t in ("shm", "inline")] for stage in ("features", "decoded", "url")
+)
 FEATURES_INLINE, DECODED_INLINE, URL_INLINE = FEATURES[1:], DECODED[1:], URL[1:]
 
 
@@ -30,19 +32,23 @@ FEATURES_INLINE, DECODED_INLINE, URL_INLINE = FEATURES[1:], DECODED[1:], URL[1:]
 def test_ways_are_tried_best_first_within_what_the_operator_allows(
     stage, transport, same_host, same_processor, prepared, expected
 ):
-    found = ways(stage, transport, same_host=same_host, same_processor=same_processor, prepared=prepared)
+    found = transfer_paths(stage, transport, same_host=same_host, same_processor=same_processor, prepared=prepared)
     assert list(found) == expected
 
 
 def test_way_is_printed_as_stage_and_transport():
-    assert [str(way) for way in FEATURES + DECODED_INLINE] == ["features/shm", "features/inline", "decoded/inline"]
+    assert [str(transfer_path) for transfer_path in FEATURES + DECODED_INLINE] == [
+        "features/shm",
+        "features/inline",
+        "decoded/inline",
+    ]
 
 
 def test_stage_that_is_new_is_a_row_of_the_table(monkeypatch):
     row = Stage("embeddings", "embedded", (), ("shm",), same_processor=True, instead="features", fallback="features")
     monkeypatch.setitem(STAGES, "embeddings", row)
     monkeypatch.setattr(selection, "BEST_STAGE", "embeddings")
-    found = ways("auto", "auto", same_host=True, same_processor=True, prepared=True)
-    assert list(found) == [Way("embeddings", "shm"), *FEATURES, *URL]
-    elsewhere = ways("auto", "auto", same_host=False, same_processor=False, prepared=True)
+    found = transfer_paths("auto", "auto", same_host=True, same_processor=True, prepared=True)
+    assert list(found) == [TransferPath("embeddings", "shm"), *FEATURES, *URL]
+    elsewhere = transfer_paths("auto", "auto", same_host=False, same_processor=False, prepared=True)
     assert list(elsewhere) == [*DECODED_INLINE, *URL_INLINE]

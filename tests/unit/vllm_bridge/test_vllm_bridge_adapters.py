@@ -4,7 +4,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.vllm_bridge.adapters import KnownAdapters
+from medialane.vllm_bridge.adapters import LoadedAdapters
 
 SQL = LoRARequest("sql", 7, "/adapters/sql")
 
@@ -27,7 +27,7 @@ def engine():
 
 @pytest.fixture
 def adapters(engine):
-    return KnownAdapters(engine.load)
+    return LoadedAdapters(engine.load)
 
 
 async def test_adapter_is_loaded_before_its_first_request_only(adapters, engine):

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from medialane.core import admin
-from medialane.core.errors import ArenaFull, NoWorkerReady, WorkersNotDone
+from medialane.core.errors import AdminCallIncomplete, ArenaFull, NoWorkerReady
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
@@ -26,7 +26,7 @@ from medialane.vllm_bridge.engine_client import BridgedError, RoutedEngineClient
 from medialane.vllm_bridge.prepared_input import engine_input
 
 
-class Story:
+class RequestBackend:
     def __init__(self, error=None):
         self.ready = True
         self.requests, self.prepared = [], []
@@ -50,13 +50,13 @@ class Story:
             self.num_ended += 1
 
 
-def client(story):
+def client(backend):
     config = SimpleNamespace(
         model_config=object(),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         _check_supports_watermarking=lambda _params: False,
     )
-    return RoutedEngineClient(config, object(), story, ("generate",))
+    return RoutedEngineClient(config, object(), backend, ("generate",))
 
 
 def prepared_prompt(*placeholders):
@@ -75,29 +75,31 @@ async def outputs(generator):
 
 
 async def test_answer_has_the_apps_own_id_and_the_workers_prompt():
-    story = Story()
-    found = await outputs(client(story).generate(tokens_input([1, 2]), SamplingParams(), "app-id"))
+    backend = RequestBackend()
+    found = await outputs(client(backend).generate(tokens_input([1, 2]), SamplingParams(), "app-id"))
     assert [o.request_id for o in found] == ["app-id"] * 3
     assert [o.prompt_token_ids for o in found] == [[1, 2]] * 3
     assert [o.finished for o in found] == [False, False, True]
-    assert story.prepared == [None]
-    assert story.num_ended == 1
+    assert backend.prepared == [None]
+    assert backend.num_ended == 1
 
 
-async def test_closing_the_answer_closes_the_story():
-    story = Story()
-    answer = client(story).generate(tokens_input([1, 2]), SamplingParams(), "r")
+async def test_closing_the_answer_closes_the_backend():
+    backend = RequestBackend()
+    answer = client(backend).generate(tokens_input([1, 2]), SamplingParams(), "r")
     await anext(answer)
     await answer.aclose()
-    assert story.num_ended == 1
+    assert backend.num_ended == 1
 
 
 async def test_fields_of_the_request_are_carried():
-    story = Story()
+    backend = RequestBackend()
     prompt = tokens_input([1, 2], prompt="hi", cache_salt="tenant")
     arguments = {"priority": 3, "session_id": "s", "trace_headers": {"a": "b"}, "reasoning_ended": True}
-    await outputs(client(story).generate(prompt, SamplingParams(), "r", **arguments, reasoning_parser_kwargs={"a": 1}))
-    (request,) = story.requests
+    await outputs(
+        client(backend).generate(prompt, SamplingParams(), "r", **arguments, reasoning_parser_kwargs={"a": 1})
+    )
+    (request,) = backend.requests
     assert (request.prompt_text, request.cache_salt, request.priority) == ("hi", "tenant", 3)
     assert (request.session_id, request.trace_headers, request.reasoning_ended) == ("s", {"a": "b"}, True)
     assert request.reasoning
@@ -105,7 +107,7 @@ async def test_fields_of_the_request_are_carried():
 
 async def test_our_error_travels_as_one_that_vllm_knows():
     with pytest.raises(BridgedError) as failed:
-        await outputs(client(Story(ArenaFull("full"))).generate(tokens_input([1]), SamplingParams(), "r"))
+        await outputs(client(RequestBackend(ArenaFull("full"))).generate(tokens_input([1]), SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.SERVICE_UNAVAILABLE
     assert isinstance(failed.value.__cause__, ArenaFull)
     assert str(failed.value) == "full"
@@ -114,7 +116,7 @@ async def test_our_error_travels_as_one_that_vllm_knows():
 @pytest.mark.parametrize("prompt", ["text", {"type": "embeds"}, {"prompt": "unrendered"}])
 async def test_prompt_that_was_not_rendered_is_the_clients_error(prompt):
     with pytest.raises(BridgedError) as failed:
-        await outputs(client(Story()).generate(prompt, SamplingParams(), "r"))
+        await outputs(client(RequestBackend()).generate(prompt, SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
@@ -122,44 +124,44 @@ async def test_prompt_that_was_not_rendered_is_the_clients_error(prompt):
 async def test_parameter_that_cannot_be_encoded_is_the_clients_error(value):
     params = SamplingParams(extra_args={"a": value})
     with pytest.raises(BridgedError) as failed:
-        await outputs(client(Story()).generate(tokens_input([1]), params, "r"))
+        await outputs(client(RequestBackend()).generate(tokens_input([1]), params, "r"))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
 async def test_integer_that_does_not_fit_a_message_is_the_clients_error():
-    generate = client(Story()).generate
+    generate = client(RequestBackend()).generate
     with pytest.raises(BridgedError) as failed:
         await outputs(generate(tokens_input([1]), SamplingParams(), "r", reasoning_parser_kwargs={"a": 1 << 80}))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
 async def test_placeholders_are_where_vllm_left_them():
-    story = Story()
+    backend = RequestBackend()
     prepared = prepared_prompt(PlaceholderRange(5, 3), PlaceholderRange(10, 2, is_embed=b"\0\1"))
     prompt = engine_input(prepared)
     ranges = prompt["mm_placeholders"]["image"]
     prompt["mm_placeholders"]["image"] = [type(r)(r.offset - 4, r.length, r.is_embed) for r in ranges]
-    await outputs(client(story).generate(prompt, SamplingParams(), "r"))
-    moved = [placed.placeholder for placed in story.prepared[0].features]
+    await outputs(client(backend).generate(prompt, SamplingParams(), "r"))
+    moved = [placed.placeholder for placed in backend.prepared[0].features]
     assert moved == [PlaceholderRange(1, 3), PlaceholderRange(6, 2, is_embed=b"\0\1")]
     assert prepared.features[0].placeholder.offset == 5
 
 
 async def test_prompt_left_to_the_worker_has_no_placed_items():
     prepared = PreparedPrompt([1, 2], (), ("a" * 64,), MediaPrompt([1, 2], (MediaRef("image", "p", data=b"x"),)), None)
-    story = Story()
+    backend = RequestBackend()
     prompt = engine_input(prepared)
     assert (prompt["prompt_token_ids"], prompt["mm_placeholders"]) == ([1, 2], {})
-    await outputs(client(story).generate(prompt, SamplingParams(), "r"))
-    assert story.prepared == [prepared]
+    await outputs(client(backend).generate(prompt, SamplingParams(), "r"))
+    assert backend.prepared == [prepared]
 
 
 async def test_gateway_without_a_worker_is_not_healthy_and_takes_nothing():
-    story = Story()
-    found = client(story)
+    backend = RequestBackend()
+    found = client(backend)
     await found.check_health()
     found.check_admission(2)
-    story.ready = False
+    backend.ready = False
     with pytest.raises(EngineDeadError):
         await found.check_health()
     with pytest.raises(BridgedError) as refused:
@@ -180,7 +182,7 @@ class BeamSearch(BeamSearchOnlineMixin):
         self.renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
 
 
-class BranchingStory(Story):
+class BranchingBackend(RequestBackend):
     """Each step has two candidates: tokens 10 (likely) and 11."""
 
     async def generate(self, request, prepared):
@@ -192,27 +194,27 @@ class BranchingStory(Story):
 
 @pytest.mark.parametrize("placeholders", [(), (PlaceholderRange(5, 3),)], ids=["left to the worker", "expanded"])
 async def test_every_beam_has_the_prompts_media(placeholders):
-    story = BranchingStory()
+    backend = BranchingBackend()
     prepared = prepared_prompt(*placeholders)
     prompt = engine_input(prepared)
-    (answer,) = await outputs(BeamSearch(client(story)).beam_search(prompt, "r", BEAM))
+    (answer,) = await outputs(BeamSearch(client(backend)).beam_search(prompt, "r", BEAM))
     assert answer.outputs[0].token_ids == [10, 10, 10]
-    assert len(story.requests) == 1 + 2 + 2
-    assert story.prepared == [prepared] * 5
-    assert {len(request.prompt.token_ids) for request in story.requests} == {20, 21, 22}
+    assert len(backend.requests) == 1 + 2 + 2
+    assert backend.prepared == [prepared] * 5
+    assert {len(request.prompt.token_ids) for request in backend.requests} == {20, 21, 22}
 
 
 async def test_beam_search_of_text():
-    story = BranchingStory()
-    (answer,) = await outputs(BeamSearch(client(story)).beam_search(tokens_input([1, 2]), "r", BEAM))
+    backend = BranchingBackend()
+    (answer,) = await outputs(BeamSearch(client(backend)).beam_search(tokens_input([1, 2]), "r", BEAM))
     assert [beam.token_ids for beam in answer.outputs] == [[10, 10, 10], [10, 10, 11]]
-    assert story.prepared == [None] * 5
+    assert backend.prepared == [None] * 5
 
 
 async def test_media_that_are_tensors_already_are_not_taken_for_text():
     prompt = mm_input([1, 2], MultiModalKwargsItems({"image": [None]}), {"image": ["a"]}, {"image": []})
     with pytest.raises(BridgedError) as failed:
-        await outputs(client(Story()).generate(prompt, SamplingParams(), "r"))
+        await outputs(client(RequestBackend()).generate(prompt, SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
@@ -258,7 +260,7 @@ OTHERS = {
 }
 
 
-class AdminStory(Story):
+class AdminBackend(RequestBackend):
     def __init__(self, answers=(), error=None):
         super().__init__()
         self.calls = []
@@ -274,15 +276,15 @@ class AdminStory(Story):
 @pytest.mark.parametrize("name", ADMIN)
 async def test_administrative_call_is_every_workers(name):
     ask, call, answer, result = ADMIN[name]
-    story = AdminStory([answer, answer])
-    assert await ask(client(story)) == result
-    assert story.calls == [call]
+    backend = AdminBackend([answer, answer])
+    assert await ask(client(backend)) == result
+    assert backend.calls == [call]
 
 
 @pytest.mark.parametrize("name", ADMIN)
 async def test_administrative_call_that_fails_says_who_has_not_done_it(name):
     with pytest.raises(BridgedError, match="unix:/w1") as failed:
-        await ADMIN[name][0](client(AdminStory(error=WorkersNotDone("1 of 2 have done it; not: unix:/w1"))))
+        await ADMIN[name][0](client(AdminBackend(error=AdminCallIncomplete("1 of 2 have done it; not: unix:/w1"))))
     assert failed.value.status_code == 503
 
 
@@ -296,16 +298,16 @@ def test_every_administrative_method_of_vllms_protocol_is_known_here():
 @pytest.mark.parametrize("name", ["is_sleeping", "is_paused"])
 async def test_workers_that_differ_are_no_yes_and_no_no(name):
     with pytest.raises(BridgedError, match="1 of 2 workers"):
-        await getattr(client(AdminStory([True, False])), name)()
+        await getattr(client(AdminBackend([True, False])), name)()
 
 
 async def test_one_worker_that_could_not_reset_is_no_success():
-    assert await client(AdminStory([True, False])).reset_prefix_cache() is False
+    assert await client(AdminBackend([True, False])).reset_prefix_cache() is False
 
 
 async def test_adapter_has_the_same_number_in_every_gateway_whenever_it_is_loaded():
-    story = AdminStory([True])
-    found = client(story)
+    backend = AdminBackend([True])
+    found = client(backend)
     found.is_serving = True
     assert await found.add_lora(LORA)
     await outputs(found.generate(tokens_input([1]), SamplingParams(), "r", lora_request=LORA))
@@ -313,8 +315,8 @@ async def test_adapter_has_the_same_number_in_every_gateway_whenever_it_is_loade
     other = msgspec.structs.replace(LORA, lora_path="/adapters/sql-2")
     for one in (later, other):
         await found.add_lora(one)
-    loaded = [MsgpackDecoder(LoRARequest).decode(call.lora) for call in story.calls]
-    (request,) = story.requests
+    loaded = [MsgpackDecoder(LoRARequest).decode(call.lora) for call in backend.calls]
+    (request,) = backend.requests
     used = MsgpackDecoder(LoRARequest).decode(request.lora)
     assert (used.lora_name, used.lora_path) == ("sql", "/adapters/sql")
     assert used.lora_int_id == loaded[0].lora_int_id == loaded[1].lora_int_id != loaded[2].lora_int_id
@@ -322,12 +324,12 @@ async def test_adapter_has_the_same_number_in_every_gateway_whenever_it_is_loade
 
 
 async def test_adapters_of_the_command_line_wait_for_no_worker():
-    story = AdminStory(error=NoWorkerReady("no worker is ready"))
-    assert await client(story).add_lora(LORA)
-    assert story.calls == []
+    backend = AdminBackend(error=NoWorkerReady("no worker is ready"))
+    assert await client(backend).add_lora(LORA)
+    assert backend.calls == []
 
 
 @pytest.mark.parametrize("name", ["abort", "notify_kv_transfer_request_rejected"])
 async def test_what_is_not_done_is_no_success(name):
     with pytest.raises(NotImplementedError, match="several"):
-        await getattr(client(Story()), name)("r")
+        await getattr(client(RequestBackend()), name)("r")

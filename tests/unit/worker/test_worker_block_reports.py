@@ -46,7 +46,7 @@ async def test_events_of_some_milliseconds_are_one_change(reports):
     assert (change.rank, change.time_s, change.snapshot) == (0, 10.0, False)
 
 
-async def test_ranks_are_told_apart(reports):
+async def test_ranks_are_distinguished(reports):
     heard = []
     reports.watch(heard.append)
     reports.apply(batch(1, rank=0))
@@ -96,7 +96,7 @@ async def test_clear_is_a_snapshot(reports):
     assert (heard[-1].snapshot, heard[-1].stored) == (True, b"")
 
 
-async def test_events_that_are_not_understood_are_told_in_the_log_now_and_then(reports, caplog):
+async def test_events_that_are_not_understood_are_reported_in_the_log_now_and_then(reports, caplog):
     caplog.set_level(logging.WARNING)
     for number in range(100):
         reports.apply(batch(number, parent=10**6))
@@ -105,7 +105,7 @@ async def test_events_that_are_not_understood_are_told_in_the_log_now_and_then(r
     assert "64 without their parent" in caplog.messages[-1]
 
 
-async def test_rank_that_the_engine_does_not_have_is_told_in_the_log(reports, caplog):
+async def test_rank_that_the_engine_does_not_have_is_reported_in_the_log(reports, caplog):
     reports.apply(batch(1, rank=7))
     assert "rank 7" in caplog.text
     assert reports.held() == {0: [], 1: []}

@@ -93,7 +93,7 @@ def test_copy_may_begin_before_what_is_new(table):
     assert table.held() == ids_of(1, 4)
 
 
-def test_clear_is_told_as_a_snapshot_of_what_came_after(table):
+def test_clear_is_reported_as_a_snapshot_of_what_came_after(table):
     table.apply([stored(1, 0, 3)])
     table.take()
     table.apply([stored(2, 0, 1), AllBlocksCleared(), stored(4, 0, 2)])

@@ -9,7 +9,7 @@ import pytest
 
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.core.feature import HandedMedia, MediaSpan, PlaceholderRange
+from medialane.core.feature import MediaPayload, MediaSpan, PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker import FakeEngine, FakeParams
 from medialane.worker.block_table import BlockTable
@@ -34,7 +34,7 @@ async def test_dead_engine_fails_everything_until_it_recovers():
     await engine.ping(1)
 
 
-async def test_engine_that_dies_fails_what_is_under_way():
+async def test_engine_that_dies_fails_what_is_in_flight():
     engine = FakeEngine()
     async with aclosing(engine.generate(request(100, token_s=0.001), [])) as deltas:
         await anext(deltas)
@@ -77,7 +77,7 @@ async def prefill(engine, token_ids, *media, cache_salt=None):
     return only.num_cached_tokens
 
 
-async def test_blocks_of_prompts_are_told_and_found_again():
+async def test_blocks_of_prompts_are_reported_and_found_again():
     engine = FakeEngine()
     blocks = Blocks(engine)
     prompt = list(range(100))
@@ -93,14 +93,14 @@ async def test_blocks_of_prompts_are_told_and_found_again():
 async def test_media_and_salt_are_part_of_blocks():
     engine = FakeEngine()
     blocks = Blocks(engine)
-    prompt, item = list(range(64)), HandedMedia("image", "h", b"", (), placeholder=PlaceholderRange(10, 22))
+    prompt, item = list(range(64)), MediaPayload("image", "h", b"", (), placeholder=PlaceholderRange(10, 22))
     await prefill(engine, prompt, item, cache_salt="s")
     ids = prompt_block_ids(prompt, block_size=16, media=[MediaSpan("h", 10, 22)], cache_salt="s")
     assert blocks.table.held() == ids.tolist()
     assert await prefill(engine, prompt, item) == 0
 
 
-async def test_blocks_that_are_forgotten_are_told():
+async def test_blocks_that_are_forgotten_are_reported():
     engine = FakeEngine()
     blocks = Blocks(engine)
     prompt = list(range(64))

@@ -56,7 +56,7 @@ async def test_gateway_gets_its_answer(address):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_stops_the_worker_when_the_engine_has_let_go(address, number):
+async def test_signal_stops_the_worker_when_the_engine_has_released(address, number):
     engine = FakeEngine(release_s=0.05)
     serving = Serving(engine, address)
     client = await serving.connect()
@@ -87,7 +87,7 @@ async def test_lost_engine_ends_the_worker_with_a_status_of_its_own(address):
     await client.close()
 
 
-async def test_worker_listens_until_what_did_not_let_go_has_ended_with_its_engine(address):
+async def test_worker_listens_until_what_did_not_release_has_ended_with_its_engine(address):
     """A gateway that finds nobody listening reuses every byte that it has handed over."""
 
     class Slow(FakeEngine):

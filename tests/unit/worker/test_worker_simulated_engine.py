@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerLost
-from medialane.core.feature import HandedMedia, PlaceholderRange
+from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
@@ -20,7 +20,7 @@ def request(tokens=range(40), *, name="r", features=(), **params):
 
 
 def image(mm_hash, offset, length):
-    return HandedMedia("image", mm_hash, b"", (), placeholder=PlaceholderRange(offset, length))
+    return MediaPayload("image", mm_hash, b"", (), placeholder=PlaceholderRange(offset, length))
 
 
 async def answer(engine, asked):
@@ -72,7 +72,7 @@ async def test_first_token_takes_the_time_of_its_prompt_and_images():
     await engine.close()
 
 
-async def test_blocks_are_told_when_their_step_is_over(engine):
+async def test_blocks_are_reported_when_their_step_is_over(engine):
     batches = []
     engine.watch_blocks(batches.append)
     await answer(engine, request(range(40)))
@@ -107,7 +107,7 @@ async def test_cancelled_request_frees_its_blocks(engine):
     assert len(await answer(engine, request())) == 4
 
 
-async def test_engine_that_is_closed_fails_what_is_under_way():
+async def test_engine_that_is_closed_fails_what_is_in_flight():
     engine = SimulatedEngine(SimulatedConfig(), model="m")
     task = asyncio.create_task(answer(engine, request(max_tokens=1000)))
     await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from medialane.core.admin import (
     Sleep,
 )
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, WorkerLost
-from medialane.core.feature import Feature, HandedMedia, PlaceholderRange
+from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
@@ -60,7 +60,7 @@ def hello(arena=None, processor=FAKE_CARD.processor):
 
 
 def feature(tensor, place=PLACE):
-    return HandedMedia("image", "h", b"", (tensor,), MediaSize(), place)
+    return MediaPayload("image", "h", b"", (tensor,), MediaSize(), place)
 
 
 def inline(data=b"abcdef"):
@@ -120,7 +120,7 @@ async def test_arena_of_another_host_is_not_shared(worker, engine):
     assert engine.arenas == []
 
 
-async def test_different_processor_settings_are_told(worker, caplog):
+async def test_different_processor_settings_are_reported(worker, caplog):
     caplog.set_level(logging.WARNING)
     await worker.register(hello(processor={"model": "other", "dtype": "x"}))
     assert ["model is other there and fake here" in m for m in caplog.messages] == [False, True]
@@ -139,7 +139,7 @@ async def test_features_by_value_and_by_descriptor_have_the_same_answer(arena, w
 async def test_items_of_a_source_prompt_are_read_as_features_are(arena, worker):
     await worker.register(hello(arena))
     tensor, lease = put(arena, b"abcdef")
-    item = HandedMedia("image", "h", b"", (tensor,))
+    item = MediaPayload("image", "h", b"", (tensor,))
     by_descriptor = EngineRequest("r", SourcePrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
     by_value = msgspec.structs.replace(item, tensors=(InlineTensor(tensor.spec, b"abcdef"),))
     expected = msgspec.structs.replace(by_descriptor, prompt=SourcePrompt([1, 2], (by_value,)))
@@ -171,7 +171,7 @@ async def test_malformed_feature_leaves_the_next_request_alone(worker):
     assert len(await answer(worker, request(inline()))) == 3
 
 
-async def test_closing_an_answer_waits_until_the_engine_has_let_go():
+async def test_closing_an_answer_waits_until_the_engine_has_released():
     engine = FakeEngine(release_s=0.03)
     worker = make(engine)
     deltas = worker.run(request(inline(), max_tokens=100))
@@ -275,7 +275,7 @@ async def known(worker):
 
 
 @pytest.mark.parametrize("call", [ResetPrefixCache(), Sleep(), PauseGeneration(), ReleaseKvCacheMemory()])
-async def test_gateways_are_told_of_emptied_caches_before_the_next_step(worker, known, call):
+async def test_gateways_are_reported_of_emptied_caches_before_the_next_step(worker, known, call):
     await worker.administer(call)
     assert (known.held, known.snapshots) == (set(), 1)
 

@@ -18,13 +18,13 @@ Theory of operation. Four steps, none of which looks at a media payload byte by 
    payloads cut from other strings included.
 
 What a client says of our own is read on the way: the options of an item beside its URL, and what is asked for under
-the body's `medialane`, which is taken out (`own_member`).
+the body's `medialane`, which is taken out (`medialane_member`).
 
 A body in another encoding is made UTF-8 first (`text_encoding`). One that is not JSON, or not of the expected form, is
 passed on untouched, and the application answers as it does. A URL that was not lifted from its place is nothing that
 the application could fetch: it resolves references only.
 """
 
-from medialane.gateway.intake.lifting import Intake, lift
+from medialane.gateway.intake.extraction import Intake, extract
 
-__all__ = ["Intake", "lift"]
+__all__ = ["Intake", "extract"]

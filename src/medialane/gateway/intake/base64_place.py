@@ -20,7 +20,9 @@ class Base64Place(msgspec.Struct, frozen=True, gc=False):
     media_type: str
     uuid: str | None = None
 
-    def lift(self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig) -> tuple[MediaRef, list[Edit]]:
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
         located = skeleton.locate(self.string)
         try:
             data = decode_base64(located.text(), config.max_data_url_bytes)

@@ -32,7 +32,9 @@ class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
     uuid_value: msgspec.Raw
     uuid: str | None
 
-    def lift(self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig) -> tuple[MediaRef, list[Edit]]:
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
         try:
             # One field too many is enough to be refused: an object can have a hundred thousand.
             fields = {name: _found(skeleton, value) for name, value in islice(self.fields.items(), MAX_FIELDS + 1)}

@@ -23,7 +23,7 @@ from medialane.gateway.intake.request_body import BRACKET, RequestBody, first_by
 _MAX_BARE_BYTES = 4300
 
 #: Characters (private ones) that stand for lone surrogates in mended text.
-MENDED_SURROGATES = re.compile("[\ue000-\ue7ff]")
+REPLACED_SURROGATES = re.compile("[\ue000-\ue7ff]")
 
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
 _PROMPTS: tuple[Callable[[msgspec.Raw], list[int] | list[list[int]] | list[str]], ...] = (
@@ -62,10 +62,10 @@ def scan_json(text: bytearray) -> JsonScan:
     return JsonScan(depth, num_values, longest_bare, is_strict=not num_lenient)
 
 
-def mend_json(text: bytearray) -> None:
+def make_strict_json(text: bytearray) -> None:
     """Make the text strict JSON in its place: NaN and Infinity become `{}`, a lone surrogate one of
-    `MENDED_SURROGATES`."""
-    _native().mend(np.frombuffer(text, np.uint8))
+    `REPLACED_SURROGATES`."""
+    _native().make_strict(np.frombuffer(text, np.uint8))
 
 
 def check_num_values(body: RequestBody, num_values: int, limits: GatewayConfig) -> None:

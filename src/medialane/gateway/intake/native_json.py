@@ -102,7 +102,7 @@ def scan(text: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
 
 
 @compiled_for(types.void(_WRITABLE), nogil=True)
-def mend(text: NDArray[np.uint8]) -> None:
+def make_strict(text: NDArray[np.uint8]) -> None:
     """Make strict JSON of what is not, every byte in its place: NaN and Infinity become `{}`, which is no number and no
     string either, and a lone surrogate U+D800+n the private character U+E000+n."""
     in_string = False

@@ -16,7 +16,9 @@ class Place(Protocol):
     @property
     def param(self) -> str: ...
 
-    def lift(self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig) -> tuple[MediaRef, list[Edit]]:
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
         """The reference to the item, and the edits by which `number` stands for it in the body.
 
         Raises a MedialaneError that names the field.

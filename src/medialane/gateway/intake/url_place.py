@@ -23,7 +23,9 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
     options: ItemOptions | None = None
     uuid: str | None = None
 
-    def lift(self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig) -> tuple[MediaRef, list[Edit]]:
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
         io, options = read_options(self.options, self.modality, self.param, config)
         alias = None if self.uuid is None else Alias(self.uuid, self.modality, io, options)
         located = skeleton.locate(self.string)
@@ -64,5 +66,5 @@ def _url(located: Located) -> str:
     except UnicodeDecodeError as error:
         raise InvalidMediaUrl(NOT_TEXT) from error
     if url[: len(REFERENCE_SCHEME)].lower() == REFERENCE_SCHEME:
-        raise InvalidMediaUrl(f"{REFERENCE_SCHEME} URLs are the gateway's own")
+        raise InvalidMediaUrl(f"{REFERENCE_SCHEME} URLs are reserved for the gateway")
     return url

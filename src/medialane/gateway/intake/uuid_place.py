@@ -25,7 +25,9 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
     options: ItemOptions | None
     is_embeds: bool
 
-    def lift(self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig) -> tuple[MediaRef, list[Edit]]:
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
         io, options = read_options(self.options, self.modality, self.param, config)
         kind = f"{self.modality}_embeds" if self.is_embeds else self.modality
         ref = MediaRef(

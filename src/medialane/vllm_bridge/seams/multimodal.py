@@ -118,7 +118,7 @@ def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_
     return loader._prepare_source(VideoSourceMetadata(num_frames, fps, duration_s))
 
 
-def reads_in_own_way(loader: type[VideoLoader]) -> bool:
+def has_own_reader(loader: type[VideoLoader]) -> bool:
     """Whether the loader walks OpenCV's capture itself."""
     own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
     return own
@@ -151,11 +151,11 @@ __all__ = [
     "expand_prompt",
     "fields_config",
     "find_placeholders",
+    "has_own_reader",
     "load_video",
     "prepare_media_by",
     "processes_items_apart",
     "prompt_updates",
-    "reads_in_own_way",
     "run_hf_processor",
     "source_for",
     "video_backend",

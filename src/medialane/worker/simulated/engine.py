@@ -18,7 +18,7 @@ import msgspec
 
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected, WorkerLost
-from medialane.core.feature import HandedMedia
+from medialane.core.feature import MediaPayload
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
@@ -198,7 +198,7 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all content of the KV cache; False while a request uses it. As vLLM's utility of this name."""
         done = self._scheduler.pool.clear()
-        self._tell_blocks()
+        self._publish_blocks()
         return done
 
     def _now(self) -> float:
@@ -232,7 +232,7 @@ class SimulatedEngine:
 
     def _complete(self, step: Step, now: float) -> None:
         gained = self._scheduler.complete(step)
-        self._tell_blocks()
+        self._publish_blocks()
         for sequence in gained:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
@@ -240,7 +240,7 @@ class SimulatedEngine:
             if answer is not None:
                 answer.gained(self._config.stream_interval)
 
-    def _tell_blocks(self) -> None:
+    def _publish_blocks(self) -> None:
         events = self._scheduler.take_events()
         if events and self._listener is not None:
             self._listener(KvEventBatch(0, events, time.time()))
@@ -284,7 +284,7 @@ def _offset(item: Item) -> int:
     return item.placeholder.offset
 
 
-def _item(media: HandedMedia, num_tokens: int) -> Item:
+def _item(media: MediaPayload, num_tokens: int) -> Item:
     if media.placeholder is None or media.placeholder.end > num_tokens:
         raise InvalidFeature("a placeholder ends beyond the prompt")
     return Item(media.mm_hash, media.placeholder, media.modality)

@@ -96,7 +96,7 @@ class Scheduler:
                 sequence.token_ids.append(answer_token(len(sequence.token_ids) - sequence.num_prompt_tokens))
                 gained.append(sequence)
             if sequence.encoder_inputs:
-                self._let_go_of_items(sequence)
+                self._release_items(sequence)
         done = [sequence for sequence in gained if sequence.finished]
         for sequence in done:
             self.running.remove(sequence)
@@ -149,7 +149,7 @@ class Scheduler:
             if num_tokens == 0:
                 return
             if not self._fits_whole(sequence, found):
-                self._let_go_of_all_items(sequence)
+                self._release_all_items(sequence)
                 return
             self.waiting.popleft()
             self.pool.use(found)
@@ -232,19 +232,19 @@ class Scheduler:
 
     def _release(self, sequence: SimulatedSequence) -> None:
         """The last block is taken first."""
-        self._let_go_of_all_items(sequence)
+        self._release_all_items(sequence)
         self.pool.free(reversed(sequence.restart()))
 
-    def _let_go_of_items(self, sequence: SimulatedSequence) -> None:
+    def _release_items(self, sequence: SimulatedSequence) -> None:
         """Items whose tokens are all computed are in the KV cache now."""
         for index in [i for i in sequence.encoder_inputs if sequence.items[i].placeholder.end <= sequence.num_computed]:
-            self._let_go_of_item(sequence, index)
+            self._release_item(sequence, index)
 
-    def _let_go_of_all_items(self, sequence: SimulatedSequence) -> None:
+    def _release_all_items(self, sequence: SimulatedSequence) -> None:
         for index in list(sequence.encoder_inputs):
-            self._let_go_of_item(sequence, index)
+            self._release_item(sequence, index)
 
-    def _let_go_of_item(self, sequence: SimulatedSequence, index: int) -> None:
+    def _release_item(self, sequence: SimulatedSequence, index: int) -> None:
         sequence.encoder_inputs.discard(index)
         mm_hash = sequence.items[index].mm_hash
         if all(sequence.items[i].mm_hash != mm_hash for i in sequence.encoder_inputs):

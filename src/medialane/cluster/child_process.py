@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from medialane.cluster.process_group import CLEANUP_S, kill_users, members, send
+from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
 from medialane.core.parent_death import dies_with_this_process
 
 _POLL_S = 0.02
@@ -27,7 +27,7 @@ _POLL_S = 0.02
 _GROUP_END_S = 10.0
 
 
-class PartProcess:
+class ChildProcess:
     """A running child process and its group. Bound to the event loop that spawned it."""
 
     def __init__(self, process: subprocess.Popen[bytes], started_at: float) -> None:
@@ -39,7 +39,7 @@ class PartProcess:
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
 
     @classmethod
-    def spawn(cls, argv: Sequence[str], environ: Mapping[str, str], output: int) -> PartProcess:
+    def spawn(cls, argv: Sequence[str], environ: Mapping[str, str], output: int) -> ChildProcess:
         """Start `argv` with the whole environment `environ`; what it prints goes to the descriptor `output`.
 
         Call it from the main thread: the kernel takes the end of the calling thread for the end of the parent.
@@ -91,7 +91,7 @@ class PartProcess:
     def kill(self) -> None:
         """Kill the whole group, but for what cleans up after it; `wait` sees to that."""
         if self._process.returncode is None:
-            kill_users(self.pid)
+            kill_members(self.pid)
 
     async def stop(self, timeout_s: float) -> int:
         """Ask, wait for `timeout_s`, kill. Returns the exit status. Cancelled, it kills at once."""

@@ -23,7 +23,7 @@ class ReadyCheck(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessSpec:
     """One process to keep running. `environ` is its whole environment.
 
     Parts of a higher `layer` are stopped first; `after` names a part that must have been ready before this one is

@@ -12,7 +12,7 @@ from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
 
 
-class Story(Protocol):
+class RequestBackend(Protocol):
     @property
     def ready(self) -> bool:
         """Whether a worker takes requests."""

@@ -83,7 +83,7 @@ class ErrorSender:
         self._request = request
         self._form = form
         self._start: Message | None = None
-        self._begun = False
+        self._has_started = False
         self._answered = False
         self._is_stream = False
         self._last = b""
@@ -98,13 +98,13 @@ class ErrorSender:
         else:
             await self._send(message)
 
-    async def break_off(self, cause: Exception) -> bool:
+    async def fail_stream(self, cause: Exception) -> bool:
         """End the answer of an app that has raised `cause`. False if the request has not failed by an error of ours."""
         error = self._error()
-        if error is None or (self._begun and not self._is_stream):
+        if error is None or (self._has_started and not self._is_stream):
             return False
         logger.warning("after %s, vLLM's app broke an answer off: %r", error.code, cause)
-        if not self._begun:
+        if not self._has_started:
             await self._answer(error)
         elif not self._answered:
             self._answered = True
@@ -121,7 +121,7 @@ class ErrorSender:
         if self._is_stream:
             self._start = message
         else:
-            self._begun = True
+            self._has_started = True
             await self._send(message)
 
     async def _on_piece(self, message: Message) -> None:
@@ -132,7 +132,7 @@ class ErrorSender:
                 await self._answer(error)
                 return
             start, self._start = self._start, None
-            self._begun = True
+            self._has_started = True
             await self._send(start)
         if error is not None:
             message = {**message, "body": self._with_event(message.get("body", b""), error)}
@@ -140,12 +140,12 @@ class ErrorSender:
         await self._send(message)
 
     async def _answer(self, error: MedialaneError) -> None:
-        self._begun = self._answered = True
+        self._has_started = self._answered = True
         await send_error(self._send, error, self._form)
 
     def _error(self) -> MedialaneError | None:
         failure = self._request.failure
-        return None if failure is None or failure.app_answers else from_report(failure.error)
+        return None if failure is None or failure.app_responds else from_report(failure.error)
 
     def _with_event(self, piece: bytes, error: MedialaneError) -> bytes:
         """`piece` of a stream, its error events replaced."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medialane.cluster import ClusterConfig, Part, Supervisor
+from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor
 
 HEADER = """
 import os, signal, subprocess, sys, time
@@ -55,13 +55,13 @@ class Recorder:
         return sum(e[: len(event)] == event for e in self.events)
 
 
-def script_part(folder: Path, name: str, script: str, **options) -> Part:
+def script_part(folder: Path, name: str, script: str, **options) -> ProcessSpec:
     """A part that is ready when its script has called `ready`."""
     argv = (sys.executable, "-I", "-S", "-c", HEADER + script, str(folder / f"{name}.ready"))
-    return Part(name, argv, {}, PathExists(folder / f"{name}.ready"), **{"stop_timeout_s": 2.0, **options})
+    return ProcessSpec(name, argv, {}, PathExists(folder / f"{name}.ready"), **{"stop_timeout_s": 2.0, **options})
 
 
-def make_supervisor(folder: Path, observer: Recorder, parts: Sequence[Part], **settings) -> Supervisor:
+def make_supervisor(folder: Path, observer: Recorder, parts: Sequence[ProcessSpec], **settings) -> Supervisor:
     config = ClusterConfig(**{"restart_initial_s": 0.05, "restart_max_s": 0.2, "start_timeout_s": 10.0, **settings})
     return Supervisor(parts, config=config, logs=folder, observer=observer)
 

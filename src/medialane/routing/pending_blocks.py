@@ -29,8 +29,8 @@ _APART: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
 
 
-class Note:
-    """That a slot was sent a prompt. For `CachedSoon.forget` only; counts until `deadline` at most."""
+class PendingPrefix:
+    """That a slot was sent a prompt. For `PendingBlocks.forget` only; counts until `deadline` at most."""
 
     __slots__ = ("deadline", "ids", "slot")
 
@@ -40,13 +40,13 @@ class Note:
         self.deadline = deadline
 
 
-class CachedSoon:
+class PendingBlocks:
     """Notes, and who by them will hold which blocks soon. A block that two notes of a slot name counts until both are
     gone. Pure; times are of any one clock."""
 
     def __init__(self) -> None:
-        self._notes: dict[Note, None] = {}  # in order of making, which is that of their first deadlines
-        self._fading: deque[Note] = deque()  # in order of their last deadlines
+        self._notes: dict[PendingPrefix, None] = {}  # in order of making, which is that of their first deadlines
+        self._fading: deque[PendingPrefix] = deque()  # in order of their last deadlines
         self._nothing_until = math.inf  # no deadline comes before
         self._holders = BlockHolders()
         self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
@@ -67,12 +67,12 @@ class CachedSoon:
         """Blocks of notes, each counted once for each slot."""
         return self._num_counts
 
-    def note(self, slot: int, ids: BlockIds, *, deadline: float) -> Note:
+    def note(self, slot: int, ids: BlockIds, *, deadline: float) -> PendingPrefix:
         """The slot was sent a prompt with these blocks, which begin at the prompt's start. Deadlines never go back."""
         if 4 * (self._num_counts + _MAX_NOTED) > 3 * len(self._counts):
             self._grow()
         num_noted, count = native.note(self._counts, ids, _offset(slot), self._noted, self._changed)
-        note = Note(slot, self._noted[:num_noted].copy(), deadline)
+        note = PendingPrefix(slot, self._noted[:num_noted].copy(), deadline)
         self._notes[note] = None
         if deadline < self._nothing_until:
             self._nothing_until = deadline
@@ -82,7 +82,7 @@ class CachedSoon:
         self._holders.store(slot, self._changed[:count])
         return note
 
-    def forget(self, note: Note) -> None:
+    def forget(self, note: PendingPrefix) -> None:
         """The note counts no more. Again, or after its end: nothing happens."""
         if note not in self._notes:
             return
@@ -91,7 +91,7 @@ class CachedSoon:
         self._num_counts -= count
         self._holders.remove(note.slot, self._changed[:count])
 
-    def fade(self, note: Note, *, deadline: float) -> None:
+    def fade(self, note: PendingPrefix, *, deadline: float) -> None:
         """The note counts until `deadline` at most. Deadlines given here never go back."""
         if note in self._notes and deadline < note.deadline:
             note.deadline = deadline

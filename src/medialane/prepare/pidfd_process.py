@@ -7,7 +7,7 @@ import os
 import signal
 
 
-class AdoptedProcess:
+class PidfdProcess:
     """Owns a pidfd. Whoever forked the process reaps it, or init does."""
 
     def __init__(self, pid: int, pidfd: int) -> None:

@@ -22,7 +22,7 @@ def wants_report(own: msgspec.Raw) -> bool:
         raise InvalidRequest("medialane must be an object", param="medialane") from error
     for name in asked:
         if name != "report":
-            raise InvalidRequest("the only key of medialane is report", param=f"medialane.{name[:64]}")
+            raise InvalidRequest("the only supported key of medialane is report", param=f"medialane.{name[:64]}")
     try:
         return "report" in asked and _decode_bool(asked["report"])
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""`lift`, the story of a body: counted, cut, parsed, its places found, each taken out."""
+"""`extract`, the story of a body: counted, cut, parsed, its places found, each taken out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from medialane.core.errors import BodyTooLarge, InvalidMediaUrl, InvalidRequest,
 from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
-from medialane.gateway.intake.json_scan import MENDED_SURROGATES, check_num_values, mend_json, scan_json
-from medialane.gateway.intake.own_member import member_range, wants_report
+from medialane.gateway.intake.json_scan import REPLACED_SURROGATES, check_num_values, make_strict_json, scan_json
+from medialane.gateway.intake.medialane_member import member_range, wants_report
 from medialane.gateway.intake.place import Place
 from medialane.gateway.intake.places import media_places
 from medialane.gateway.intake.request_body import (
@@ -33,14 +33,15 @@ class Intake(msgspec.Struct, frozen=True):
 
     Where the client sends bare base64 (`input_audio`, an Anthropic image), the reference stands in its place, and
     vLLM's app makes a data: URL of it: `data:audio/<format>;base64,medialane:<n>`. `report` is whether the client
-    asks what was used of the media. `unread` is why no media could be looked for, where the body is of another form.
+    asks what was used of the media. `parse_error` is why no media could be looked for, where the body is of another
+    form.
     """
 
     body: bytes
     refs: tuple[MediaRef, ...] = ()
     cache_salt: str | None = None
     report: bool = False
-    unread: str | None = None
+    parse_error: str | None = None
 
     def __repr__(self) -> str:
         return f"Intake({len(self.body)} bytes, {self.refs})"
@@ -51,7 +52,7 @@ class Intake(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
 
 
-def lift(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None) -> Intake:
+def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None) -> Intake:
     """Take the media out of a request body (chat completions, batches of them, responses, Anthropic's messages).
 
     The body is the first `size` bytes of `body`, all of them unless given.
@@ -68,7 +69,7 @@ def lift(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *
     scan = scan_json(skeleton.data)
     scan.check(limits)
     if not scan.is_strict:
-        mend_json(skeleton.data)
+        make_strict_json(skeleton.data)
     try:
         parsed = decode_body(skeleton.data)
         check_num_values(parsed, scan.num_values, limits)
@@ -76,13 +77,13 @@ def lift(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *
         places = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:
-        return Intake(_edited(skeleton, [], limits), unread=str(error))
+        return Intake(_edited(skeleton, [], limits), parse_error=str(error))
     _check_num_items(places, config)
     report = wants_report(parsed.medialane)
     refs: list[MediaRef] = []
     edits: list[Edit] = []
     for place in places:
-        ref, made = place.lift(skeleton, len(refs), salt=cache_salt or "", config=config)
+        ref, made = place.extract(skeleton, len(refs), salt=cache_salt or "", config=config)
         refs.append(ref)
         edits += made
     if not scan.is_strict:
@@ -100,12 +101,12 @@ def _check_num_items(places: list[Place], config: MediaConfig) -> None:
 
 def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:
     """Raise for a lone surrogate in what we read ourselves: names that differ in nothing else would be one name."""
-    if cache_salt is not None and MENDED_SURROGATES.search(cache_salt):
+    if cache_salt is not None and REPLACED_SURROGATES.search(cache_salt):
         raise InvalidRequest(f"cache_salt {_NOT_UNICODE}", param="cache_salt")
     for ref in refs:
-        if ref.url is not None and MENDED_SURROGATES.search(ref.url):
+        if ref.url is not None and REPLACED_SURROGATES.search(ref.url):
             raise InvalidMediaUrl(f"the media URL {_NOT_UNICODE}", param=ref.param)
-        if ref.alias is not None and MENDED_SURROGATES.search(ref.alias.uuid):
+        if ref.alias is not None and REPLACED_SURROGATES.search(ref.alias.uuid):
             raise InvalidRequest(f"the uuid {_NOT_UNICODE}", param=ref.param)
 
 
@@ -113,5 +114,5 @@ def _edited(skeleton: Skeleton, edits: list[Edit], limits: GatewayConfig) -> byt
     """The body for the application behind us. Raises BodyTooLarge."""
     size = edited_size(len(skeleton.body), edits)
     if size > limits.max_text_bytes:
-        raise BodyTooLarge(f"the request body has {size} bytes beside its media, more than {limits.max_text_bytes}")
+        raise BodyTooLarge(f"the request body has {size} bytes besides its media, more than {limits.max_text_bytes}")
     return edited(skeleton.body, edits)

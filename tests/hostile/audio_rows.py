@@ -11,7 +11,7 @@ import numpy as np
 from corpus import Row, at, chat, sent
 from video_rows import NO_FILES, PLAYLISTS, playlist
 
-from sound_maker import by_ffmpeg, by_libsndfile, hours_of_silence, sound
+from audio_maker import by_ffmpeg, by_libsndfile, hours_of_silence, sound
 from video_clips import clip
 
 
@@ -136,7 +136,7 @@ def _rows(found: dict, status: int, code: str | None, mib: float = 64.0) -> tupl
     )
 
 
-SOUND_ROWS = (
+AUDIO_ROWS = (
     *_rows(_INVALID, 400, "invalid_audio"),
     *_rows(_TOO_LONG, 413, "audio_too_long", 300.0),
     *_rows(_UNSUPPORTED, 415, "unsupported_media_type"),

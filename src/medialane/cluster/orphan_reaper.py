@@ -16,7 +16,7 @@ _END_S = 10
 logger = logging.getLogger(__name__)
 
 
-class Guard:
+class OrphanReaper:
     """Knows the process groups that must not outlive this process. Made by the supervisor, ended by `close`."""
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Guard:
 
     def watch(self, group: int) -> None:
         self._groups.add(group)
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
         self._groups.discard(group)
-        self._tell(f"-{group}\n")
+        self._send(f"-{group}\n")
 
     def close(self) -> None:
         """End the guard, once every group has ended or has been killed. Takes milliseconds."""
@@ -50,9 +50,9 @@ class Guard:
         os.close(self._pipe)
         self._process.wait(_END_S)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         try:
             # A few bytes for a reader that does nothing else: this does not block.
             os.write(self._pipe, line.encode())
         except BrokenPipeError:
-            logger.warning("the guard process is gone: after a kill -9 of this process its children may stay")
+            logger.warning("the orphan reaper is gone: children may survive a kill -9 of this process")

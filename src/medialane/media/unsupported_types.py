@@ -9,7 +9,7 @@ from __future__ import annotations
 from medialane.core.errors import InvalidAudio, InvalidImage, InvalidRequest, InvalidVideo
 from medialane.core.media import Modality
 
-#: How many of a file's first bytes `is_foreign` looks at.
+#: How many of a file's first bytes `is_other_file_type` looks at.
 HEAD_BYTES = 64
 
 _INVALID: dict[Modality, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
@@ -33,7 +33,7 @@ _OTHERS = (
 )  # fmt: skip
 
 
-def is_foreign(head: bytes, modality: Modality) -> bool:
+def is_other_file_type(head: bytes, modality: Modality) -> bool:
     """Whether bytes that are not accepted as `modality` begin like a file of another type."""
     if head[4:8] == b"ftyp":  # what is not accepted of these has a brand of its own: HEIC, or sound sent as a picture
         return True

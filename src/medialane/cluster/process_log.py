@@ -17,13 +17,13 @@ _NUM_TAIL_LINES = 200
 _MAX_LINE_CHARACTERS = 2000
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 #: What our own commands print when they cannot start.
-OUR_ERROR = "medialane: error: "
+REPORTED_ERROR = "medialane: error: "
 _EXCEPTION = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Exit)): (\S.*)")
 #: vLLM's front end tells that its engine failed after the engine has told why.
-_CONSEQUENCES = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
+_SECONDARY_ERRORS = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
 
 
-class PartLog:
+class ProcessLog:
     """Lines of one log file as they come. Lines are cut at 2000 characters and have no colours."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -63,14 +63,14 @@ class PartLog:
     def last_line(self) -> str:
         return self._tail[-1] if self._tail else ""
 
-    def our_error(self) -> str | None:
+    def reported_error(self) -> str | None:
         """What one of our own commands gave as the reason for its end."""
-        found = [line.partition(OUR_ERROR)[2] for line in self._tail if line.startswith(OUR_ERROR)]
+        found = [line.partition(REPORTED_ERROR)[2] for line in self._tail if line.startswith(REPORTED_ERROR)]
         return found[-1] if found else None
 
     def first_exception(self) -> str | None:
         """The first exception that is not merely the consequence of another one."""
-        found = (_EXCEPTION.search(line) for line in self._tail if not _CONSEQUENCES.search(line))
+        found = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
         return next((f"{m[1]}: {m[2]}" for m in found if m), None)
 
     def _cut(self) -> None:

@@ -14,7 +14,7 @@ from medialane.gateway import current_scope
 NUM_EMBEDS = 5
 
 
-class FakeStory:
+class FakeBackend:
     """`error_at` tells where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
 
     def __init__(self, image_token: int) -> None:
@@ -83,7 +83,7 @@ class FakeStory:
     def _fail_at(self, place):
         if self.error_at == place:
             if isinstance(self.error, PromptRejected):
-                current_scope().fail(self.error, app_answers=True)
+                current_scope().fail(self.error, app_responds=True)
             raise self.error
 
     def _expand(self, prompt):

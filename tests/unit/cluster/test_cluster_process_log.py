@@ -2,16 +2,16 @@ import os
 
 import pytest
 
-from medialane.cluster.keeper import failure_report
-from medialane.cluster.part_log import PartLog
+from medialane.cluster.process_log import ProcessLog
+from medialane.cluster.process_supervisor import failure_report
 
 
 @pytest.fixture
 def log(tmp_path):
-    return PartLog(tmp_path / "part.log", 1000)
+    return ProcessLog(tmp_path / "part.log", 1000)
 
 
-def write(log: PartLog, text: str, *, read: bool = True) -> None:
+def write(log: ProcessLog, text: str, *, read: bool = True) -> None:
     descriptor = log.open()
     os.write(descriptor, text.encode())
     os.close(descriptor)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.routing.block_index import BlockIndex
-from medialane.routing.cached_soon import CachedSoon
+from medialane.routing.pending_blocks import PendingBlocks
 
 ALL = (1 << 8) - 1
 
@@ -15,10 +15,10 @@ def blocks(found):
     return np.array(list(found), np.uint64)
 
 
-def soon(notes, ids, slots=ALL):
+def pending(notes, ids, slots=ALL):
     """What an index with these notes finds."""
     index = BlockIndex(clock=lambda: 0.0)
-    index._soon = notes
+    index._pending_blocks = notes
     index._look_again()
     found = index.match(blocks(ids), slots).blocks.tolist()
     return found + [0] * (8 - len(found))
@@ -31,69 +31,69 @@ def chain(name, length):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 100, 511, 8192])
 def test_same_prompt_is_found_whole(length):
-    notes = CachedSoon()
+    notes = PendingBlocks()
     notes.note(3, blocks(range(length)), deadline=1)
-    assert soon(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
+    assert pending(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
 def test_shared_prefix_is_found_but_for_a_third_and_never_too_long(one, other, shared):
     shared = min(one, other, shared)
-    notes = CachedSoon()
+    notes = PendingBlocks()
     notes.note(0, blocks(range(one)), deadline=1)
-    found = soon(notes, [*range(shared), *range(1000, 1000 + other - shared)])[0]
+    found = pending(notes, [*range(shared), *range(1000, 1000 + other - shared)])[0]
     assert shared * 2 / 3 - 1 < found <= shared
 
 
-def test_slots_are_told_apart_and_others_left_out():
-    notes = CachedSoon()
+def test_slots_are_distinguished_and_others_left_out():
+    notes = PendingBlocks()
     notes.note(1, blocks(range(100)), deadline=1)
     notes.note(2, blocks([*range(9), *range(500, 550)]), deadline=1)
-    assert soon(notes, range(100)) == [0, 100, 9, 0, 0, 0, 0, 0]
-    assert soon(notes, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
+    assert pending(notes, range(100)) == [0, 100, 9, 0, 0, 0, 0, 0]
+    assert pending(notes, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
 
 
 def test_blocks_of_two_notes_count_until_both_are_gone():
-    notes = CachedSoon()
+    notes = PendingBlocks()
     first, second = (notes.note(0, blocks(range(20)), deadline=1) for _ in range(2))
     notes.forget(first)
     notes.forget(first)
-    assert soon(notes, range(20))[0] == 20
+    assert pending(notes, range(20))[0] == 20
     notes.forget(second)
-    assert soon(notes, range(20))[0] == 0
+    assert pending(notes, range(20))[0] == 0
     assert len(notes) == 0
 
 
 def test_notes_expire_at_their_deadline():
-    notes = CachedSoon()
+    notes = PendingBlocks()
     notes.note(0, blocks(range(20)), deadline=5)
     later = notes.note(1, blocks(range(20)), deadline=6)
     notes.expire(4.9)
     assert len(notes) == 2
     notes.expire(5)
-    assert soon(notes, range(20))[:2] == [0, 20]
+    assert pending(notes, range(20))[:2] == [0, 20]
     notes.expire(6)
     notes.forget(later)
     assert len(notes) == 0
 
 
 def test_clear_forgets_one_slots_notes_and_their_owners_may_still_forget_them():
-    notes = CachedSoon()
+    notes = PendingBlocks()
     gone, stays = notes.note(0, blocks(range(20)), deadline=5), notes.note(1, blocks(range(20)), deadline=5)
     notes.clear(0)
-    assert soon(notes, range(20))[:2] == [0, 20]
+    assert pending(notes, range(20))[:2] == [0, 20]
     again = notes.note(0, blocks(range(20)), deadline=5)  # whoever has the slot's number next
     notes.forget(gone)
-    assert soon(notes, range(20))[:2] == [20, 20]
+    assert pending(notes, range(20))[:2] == [20, 20]
     notes.forget(again)
     notes.forget(stays)
-    assert soon(notes, range(20))[:2] == [0, 0]
+    assert pending(notes, range(20))[:2] == [0, 0]
 
 
 def test_prompt_without_full_blocks_is_noted_as_nothing():
-    notes = CachedSoon()
+    notes = PendingBlocks()
     notes.forget(notes.note(0, blocks([]), deadline=1))
-    assert soon(notes, []) == [0] * 8
+    assert pending(notes, []) == [0] * 8
     assert len(notes) == 0
 
 
@@ -110,7 +110,7 @@ operations = st.lists(
 @given(operations)
 def test_nothing_is_left_of_notes_that_are_gone(steps):
     """Against fresh notes of what is still noted."""
-    notes, made, alive = CachedSoon(), [], {}
+    notes, made, alive = PendingBlocks(), [], {}
     for step in steps:
         match step:
             case "note", slot, name, length:
@@ -124,12 +124,12 @@ def test_nothing_is_left_of_notes_that_are_gone(steps):
             case "clear", slot:
                 notes.clear(slot)
                 alive = {note: sent for note, sent in alive.items() if sent[0] != slot}
-    fresh = CachedSoon()
+    fresh = PendingBlocks()
     for slot, ids in alive.values():
         fresh.note(slot, blocks(ids), deadline=1)
     assert len(notes) == len(fresh)
     for name in ("", "a", "ab", "b"):
-        assert soon(notes, chain(name, 9)) == soon(fresh, chain(name, 9))
+        assert pending(notes, chain(name, 9)) == pending(fresh, chain(name, 9))
     for note in list(alive):
         notes.forget(note)
     assert (notes.num_counts, notes._holders.num_blocks, notes._holders.num_sets) == (0, 0, 0)
@@ -137,11 +137,11 @@ def test_nothing_is_left_of_notes_that_are_gone(steps):
 
 
 def test_notes_of_many_requests_are_kept_and_all_gone_in_the_end():
-    notes = CachedSoon()
+    notes = PendingBlocks()
     made = [
         notes.note(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)]), deadline=1) for n in range(400)
     ]
-    assert soon(notes, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
+    assert pending(notes, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
     for note in made:
         notes.forget(note)
     assert (len(notes), notes.num_counts, notes._holders.num_blocks) == (0, 0, 0)

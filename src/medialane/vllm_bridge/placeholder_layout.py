@@ -28,7 +28,7 @@ _TOKEN_BYTES = 8
 
 
 class Described(Protocol):
-    """What says how an item is placed: a `Feature` or a `HandedMedia`."""
+    """What says how an item is placed: a `Feature` or a `MediaPayload`."""
 
     @property
     def modality(self) -> Modality: ...
@@ -38,7 +38,7 @@ class Described(Protocol):
     def size(self) -> MediaSize: ...
 
 
-class Placing(NamedTuple):
+class PlaceholderLayout(NamedTuple):
     """The items of a prompt without their large tensors, and vLLM's prompt updates: by modality, then by item, the
     updates of which one applies. Kept and shared: nobody changes it."""
 
@@ -48,12 +48,12 @@ class Placing(NamedTuple):
     nbytes: int
 
 
-class Placings:
+class PlaceholderLayouts:
     """Asks one processor. Not thread-safe."""
 
     def __init__(self, processor: BaseMultiModalProcessor, *, max_bytes: int = MAX_BYTES) -> None:
         self._processor = processor
-        self._kept: LRUCache[object, Placing] = LRUCache(max_bytes, getsizeof=lambda placing: placing.nbytes)
+        self._kept: LRUCache[object, PlaceholderLayout] = LRUCache(max_bytes, getsizeof=lambda layout: layout.nbytes)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -69,8 +69,8 @@ class Placings:
         options: bytes,
         *,
         check: Callable[[], None] | None = None,
-        confirm: Callable[[Placing], None] | None = None,
-    ) -> Placing:
+        confirm: Callable[[PlaceholderLayout], None] | None = None,
+    ) -> PlaceholderLayout:
         """How these items are placed. Where they were not seen together with these options before, `check` is called
         before the processor is asked and `confirm` with its answer; what they raise is raised here, and such items are
         not kept. Raises whatever the processor raises."""
@@ -86,7 +86,7 @@ class Placings:
                 self._kept[key] = found
         return found
 
-    def _ask(self, media: Sequence[Described], options: bytes) -> Placing:
+    def _ask(self, media: Sequence[Described], options: bytes) -> PlaceholderLayout:
         sizes: dict[str, list[Any]] = {}
         items: dict[str, list[Any]] = {}
         for item in media:
@@ -97,7 +97,7 @@ class Placings:
         updates = prompt_updates(self._processor, data, decode_options(options), kwargs)
         num_tokens = sum(len(u.content.full) for found in updates.values() for item in found for u in item)
         nbytes = num_tokens * _TOKEN_BYTES + sum(len(item.header) + len(item.size.metadata) for item in media)
-        return Placing(data, kwargs, updates, nbytes)
+        return PlaceholderLayout(data, kwargs, updates, nbytes)
 
 
 def stand_in(modality: Modality, size: MediaSize) -> Any:

@@ -27,7 +27,7 @@ SMALL_BYTES = 128 * 1024
 LARGE_BYTES = 1024 * 1024
 
 
-class Turns:
+class LoopFairness:
     """One per event loop, shared by all who handle large bytes there. `close` ends its thread."""
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class Turns:
         if num_bytes < SMALL_BYTES:
             yield
             return
-        is_new_turn = self._lock.locked()  # then we go on in the turn after that of the step before us
+        is_next_iteration = self._lock.locked()  # then we go on in the turn after that of the step before us
         async with self._lock:
-            if not is_new_turn:
+            if not is_next_iteration:
                 await asyncio.sleep(0)
             yield

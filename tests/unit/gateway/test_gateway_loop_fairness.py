@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from medialane.gateway.turns import LARGE_BYTES, SMALL_BYTES, Turns
+from medialane.gateway.loop_fairness import LARGE_BYTES, SMALL_BYTES, LoopFairness
 
 
 class LoopTurns:
@@ -29,11 +29,11 @@ async def loop_turns():
 
 
 async def test_no_two_large_steps_share_a_turn_of_the_loop(loop_turns):
-    turns, steps = Turns(), []
+    fairness, steps = LoopFairness(), []
 
     async def request():
         for _ in range(5):
-            async with turns.step(SMALL_BYTES):
+            async with fairness.step(SMALL_BYTES):
                 steps.append(loop_turns.number)
 
     await asyncio.gather(*(request() for _ in range(4)))
@@ -42,11 +42,11 @@ async def test_no_two_large_steps_share_a_turn_of_the_loop(loop_turns):
 
 
 async def test_large_steps_are_served_in_the_order_of_their_coming():
-    turns, order = Turns(), []
+    fairness, order = LoopFairness(), []
 
     async def request(name):
         for _ in range(3):
-            async with turns.step(SMALL_BYTES):
+            async with fairness.step(SMALL_BYTES):
                 order.append(name)
 
     await asyncio.gather(*(request(name) for name in "abc"))
@@ -54,17 +54,17 @@ async def test_large_steps_are_served_in_the_order_of_their_coming():
 
 
 async def test_small_steps_wait_for_nobody(loop_turns):
-    turns = Turns()
+    fairness = LoopFairness()
 
     async def large():
-        async with turns.step(SMALL_BYTES):
+        async with fairness.step(SMALL_BYTES):
             steps.append("large")
 
     steps = []
     waiting = asyncio.create_task(large())
     before = loop_turns.number
     for _ in range(50):
-        async with turns.step(SMALL_BYTES - 1):
+        async with fairness.step(SMALL_BYTES - 1):
             steps.append("small")
     assert loop_turns.number == before
     await waiting
@@ -72,10 +72,10 @@ async def test_small_steps_wait_for_nobody(loop_turns):
 
 
 async def test_nothing_waits_after_the_work_so_that_what_it_took_is_kept():
-    turns, taken = Turns(), []
+    fairness, taken = LoopFairness(), []
 
     async def request():
-        async with turns.step(SMALL_BYTES):
+        async with fairness.step(SMALL_BYTES):
             taken.append("lease")
             asyncio.current_task().cancel()
         taken.append("kept")
@@ -88,10 +88,10 @@ async def test_nothing_waits_after_the_work_so_that_what_it_took_is_kept():
 
 
 async def test_failed_and_cancelled_steps_let_the_next_one_in():
-    turns = Turns()
+    fairness = LoopFairness()
 
     async def large():
-        async with turns.step(SMALL_BYTES):
+        async with fairness.step(SMALL_BYTES):
             pass
 
     first, second = asyncio.create_task(large()), asyncio.create_task(large())
@@ -100,22 +100,22 @@ async def test_failed_and_cancelled_steps_let_the_next_one_in():
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
     with pytest.raises(ValueError, match="broken"):
-        async with turns.step(SMALL_BYTES):
+        async with fairness.step(SMALL_BYTES):
             raise ValueError("broken")
     async with asyncio.timeout(1):
         await large()
 
 
 async def test_many_bytes_are_worked_on_in_a_thread_and_few_are_not():
-    turns = Turns()
-    assert await turns.run(100, threading.current_thread) is threading.main_thread()
-    assert await turns.run(LARGE_BYTES, threading.current_thread) is not threading.main_thread()
-    turns.close()
+    fairness = LoopFairness()
+    assert await fairness.run(100, threading.current_thread) is threading.main_thread()
+    assert await fairness.run(LARGE_BYTES, threading.current_thread) is not threading.main_thread()
+    fairness.close()
 
 
 async def test_error_of_work_in_the_thread_reaches_the_caller_and_ends_its_step():
-    turns = Turns()
+    fairness = LoopFairness()
     with pytest.raises(ZeroDivisionError):
-        await turns.run(LARGE_BYTES, lambda: 1 // 0)
-    assert await turns.run(LARGE_BYTES, lambda: 7) == 7
-    turns.close()
+        await fairness.run(LARGE_BYTES, lambda: 1 // 0)
+    assert await fairness.run(LARGE_BYTES, lambda: 7) == 7
+    fairness.close()

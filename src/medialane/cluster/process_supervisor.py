@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.cluster.config import ClusterConfig
-from medialane.cluster.guard import Guard
-from medialane.cluster.part import Part
-from medialane.cluster.part_log import PartLog
-from medialane.cluster.part_process import PartProcess, describe_exit
+from medialane.cluster.orphan_reaper import OrphanReaper
+from medialane.cluster.process_log import ProcessLog
+from medialane.cluster.process_spec import ProcessSpec
 from medialane.core.backoff import Backoff
 from medialane.core.errors import StartupFailed
 
@@ -39,89 +39,91 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class Household:
+class SupervisorContext:
     """What the keepers of one supervisor share. `fail` takes the reason why the start failed."""
 
     config: ClusterConfig
     observer: Observer
-    guard: Guard
+    orphan_reaper: OrphanReaper
     stopping: asyncio.Event
     all_ready: asyncio.Event
     fail: Callable[[StartupFailed], None]
 
 
-class Keeper:
+class ProcessSupervisor:
     """One part. `gate` is waited for before the first start."""
 
-    def __init__(self, part: Part, log: PartLog, household: Household, gate: asyncio.Event | None) -> None:
+    def __init__(
+        self, part: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
+    ) -> None:
         self.part = part
-        self.process: PartProcess | None = None
-        self.been_ready = asyncio.Event()
+        self.process: ChildProcess | None = None
+        self.was_ready = asyncio.Event()
         self._log = log
-        self._house = household
+        self._context = context
         self._gate = gate
-        config = household.config
+        config = context.config
         self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
 
     async def run(self) -> None:
         """Until everything stops, or the part ended before all were ready."""
-        stopping = self._house.stopping
+        stopping = self._context.stopping
         if self._gate is not None:
             await first_of(stopping.wait(), self._gate.wait())
         while not stopping.is_set():
             how, lifetime_s = await self._live()
             if stopping.is_set():
                 return
-            if not self._house.all_ready.is_set():
+            if not self._context.all_ready.is_set():
                 self._fail(how)
                 return
-            if lifetime_s >= self._house.config.stable_s:
+            if lifetime_s >= self._context.config.restart_reset_s:
                 self._backoff.reset()
             pause_s = self._backoff.next()
-            self._house.observer.ended(self.part.name, how, pause_s)
+            self._context.observer.ended(self.part.name, how, pause_s)
             await first_of(stopping.wait(), asyncio.sleep(pause_s))
 
     async def stop(self) -> None:
         """End the present life. The event `stopping` must be set: then `run` ends with it."""
         if self.process is not None:
-            self._house.observer.stopping(self.part.name)
+            self._context.observer.stopping(self.part.name)
             await self.process.stop(self.part.stop_timeout_s)
 
     def read_log(self) -> None:
         if lines := self._log.read():
-            self._house.observer.printed(self.part.name, lines)
+            self._context.observer.printed(self.part.name, lines)
 
     async def _live(self) -> tuple[str, float]:
         """One life, from start to end. Returns how it ended and how long it was."""
-        self._house.observer.starting(self.part.name)
+        self._context.observer.starting(self.part.name)
         try:
             process = self._spawn()
         except OSError as error:
             return f"cannot be started: {error.strerror}", 0.0
         self.process = process
-        self._house.guard.watch(process.pid)
+        self._context.orphan_reaper.watch(process.pid)
         try:
-            ready = asyncio.create_task(self._become_ready(process))
-            ready.add_done_callback(lambda task: self._end_unwatched(process, task))
+            ready = asyncio.create_task(self._wait_until_ready(process))
+            ready.add_done_callback(lambda task: self._kill_unmonitored(process, task))
             status = await process.wait()
             timed_out = await _result_or_cancel(ready)
         finally:
             process.kill()
-            self._house.guard.forget(process.pid)
+            self._context.orphan_reaper.forget(process.pid)
             self.process = None
         return timed_out or describe_exit(status), process.lifetime_s
 
-    def _spawn(self) -> PartProcess:
+    def _spawn(self) -> ChildProcess:
         self.part.ready.reset()
         output = self._log.open()
         try:
-            return PartProcess.spawn(self.part.argv, self.part.environ, output)
+            return ChildProcess.spawn(self.part.argv, self.part.environ, output)
         finally:
             os.close(output)
 
-    async def _become_ready(self, process: PartProcess) -> str | None:
+    async def _wait_until_ready(self, process: ChildProcess) -> str | None:
         """Watch the part become ready; kill it if it does not, and return how to call that."""
-        limit_s = self._house.config.start_timeout_s
+        limit_s = self._context.config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 while not await self.part.ready.passes():  # noqa: ASYNC110 - it is another process
@@ -130,24 +132,24 @@ class Keeper:
             process.kill()
             return f"not ready after {limit_s:g} s"
         if not process.ended:
-            self.been_ready.set()
-            self._house.observer.ready(self.part.name, process.lifetime_s)
+            self.was_ready.set()
+            self._context.observer.ready(self.part.name, process.lifetime_s)
         return None
 
-    def _end_unwatched(self, process: PartProcess, watching: asyncio.Task[str | None]) -> None:
+    def _kill_unmonitored(self, process: ChildProcess, watching: asyncio.Task[str | None]) -> None:
         """Kill a part of which it cannot be found out whether it became ready: waiting for that would have no end."""
-        if not watching.cancelled() and watching.exception() is not None and not self.been_ready.is_set():
+        if not watching.cancelled() and watching.exception() is not None and not self.was_ready.is_set():
             process.kill()
 
     def _fail(self, how: str) -> None:
         self.read_log()
-        self._house.observer.ended(self.part.name, how, None)
-        self._house.fail(StartupFailed(failure_report(self.part.name, how, self._log)))
+        self._context.observer.ended(self.part.name, how, None)
+        self._context.fail(StartupFailed(failure_report(self.part.name, how, self._log)))
 
 
-def failure_report(name: str, how: str, log: PartLog) -> str:
+def failure_report(name: str, how: str, log: ProcessLog) -> str:
     """One line that says why; unless the part said so itself, the end of its log follows."""
-    if (ours := log.our_error()) is not None:
+    if (ours := log.reported_error()) is not None:
         return f"{name}: {ours}"
     cause = log.first_exception()
     head = f"{name} did not start: {cause or how}"

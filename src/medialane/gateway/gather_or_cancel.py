@@ -11,7 +11,7 @@ from medialane.core.errors import MedialaneError
 T = TypeVar("T")
 
 
-async def side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
     """All results in order. The first failure cancels the others and is the one raised."""
     if len(work) == 1:
         return (await work[0],)

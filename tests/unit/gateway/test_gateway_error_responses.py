@@ -5,7 +5,7 @@ import json
 import pytest
 
 from medialane.core.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
-from medialane.gateway.error_answers import ErrorSender, error_form
+from medialane.gateway.error_responses import ErrorSender, error_form
 from medialane.gateway.scope import RequestScope
 
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -111,7 +111,7 @@ async def test_answer_of_a_request_that_has_not_failed_is_untouched(status):
 
 async def test_what_a_worker_refused_is_worded_by_the_app():
     answer = Answer()
-    answer.request.fail(PromptRejected("too long"), app_answers=True)
+    answer.request.fail(PromptRejected("too long"), app_responds=True)
     await answer.whole(400, b'{"error": "as vLLM has it"}')
     assert answer.body == b'{"error": "as vLLM has it"}'
 
@@ -168,7 +168,7 @@ async def test_stream_that_the_app_breaks_off_ends_with_the_error():
     await answer.start(headers=STREAM)
     await answer.piece(b'event: a\ndata: {"type":"a","sequence_number":4}\n\n')
     answer.request.fail(BUSY)
-    assert await answer.sender.break_off(ValueError("broken"))
+    assert await answer.sender.fail_stream(ValueError("broken"))
     *_, event, _ = answer.body.split(b"\n\n")
     kind, data = event.split(b"\n")
     assert kind == b"event: error"
@@ -185,14 +185,14 @@ async def test_stream_that_the_app_breaks_off_ends_with_the_error():
 async def test_app_that_breaks_off_before_it_answers_is_answered_for():
     answer = Answer()
     answer.request.fail(BUSY)
-    assert await answer.sender.break_off(ValueError("broken"))
+    assert await answer.sender.fail_stream(ValueError("broken"))
     assert (answer.status, answer.json) == (503, openai(BUSY))
 
 
 async def test_exception_that_no_error_of_ours_has_caused_is_not_answered_for():
     answer = Answer()
-    assert not await answer.sender.break_off(ValueError("a bug"))
+    assert not await answer.sender.fail_stream(ValueError("a bug"))
     await answer.start(headers=[(b"content-length", b"9")])
     answer.request.fail(BUSY)
-    assert not await answer.sender.break_off(ValueError("within an answer of known length"))
+    assert not await answer.sender.fail_stream(ValueError("within an answer of known length"))
     assert len(answer.sent) == 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from medialane.core.request import RoutingDecision
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Offer
+from medialane.routing.cost import CostModel, ScoringInput
 from medialane.routing.decisions import Decisions
 from medialane.routing.explanation import explain
 from medialane.routing.policies import Choice
@@ -38,7 +38,7 @@ class RouterState:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
-    def begin(self, offer: Offer, choice: Choice, slot: Slot) -> Begun:
+    def begin(self, offer: ScoringInput, choice: Choice, slot: Slot) -> Begun:
         """Record a choice, and count the request at its slot."""
         request, table = offer.request, self.slots.slots
         terms = self.costs.terms(offer, slot, choice.blocks)
@@ -48,10 +48,10 @@ class RouterState:
             self.sessions.note(request.session_id, slot.place)
         if not table.is_current(slot):
             return Begun(decision, record, None)
-        return Begun(decision, record, self.slots.reserve(slot, request, terms, is_told=choice.is_told))
+        return Begun(decision, record, self.slots.reserve(slot, request, terms, is_reported=choice.is_reported))
 
 
-class Routed:
+class RoutedRequest:
     """Where a request goes, known at once: `slot`, and the `worker_id`, `rank` and `num_ranks` of its worker.
 
     `begin` does what a choice entails: to be called right after the request was sent, before anything else is reported
@@ -63,13 +63,15 @@ class Routed:
     `begin`, or after `release`, nothing happens.
     """
 
-    def __init__(self, state: RouterState, offer: Offer, choice: Choice, slot: Slot, *, picked_at: float) -> None:
+    def __init__(
+        self, state: RouterState, offer: ScoringInput, choice: Choice, slot: Slot, *, picked_at: float
+    ) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
         self._state = state
         self._picked_at = picked_at
-        self._pending: tuple[Offer, Choice, Slot] | None = (offer, choice, slot)
+        self._pending: tuple[ScoringInput, Choice, Slot] | None = (offer, choice, slot)
         self._begun: Begun | None = None
 
     @property
