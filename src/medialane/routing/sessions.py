@@ -22,7 +22,7 @@ class Sessions:
         return len(self._places)
 
     def find(self, session_id: str) -> WorkerRank | None:
-        """Where worker of the session's last request request went; None if it is new or forgotten."""
+        """Which worker served the session's last request; None if it is new or forgotten."""
         found = self._places.get(session_id)
         if found is None or self._clock() - found[1] > self._ttl_s:
             return None
