@@ -280,7 +280,7 @@ async def test_media_for_a_worker_are_opened_once_by_a_preparer_and_pictures_of_
         (await source.encoded(refs[-1], StageTimeline())).release()
         assert preparers.stats().num_done == 1
         sound_of_it = MediaRef("audio", "p", data=clip(3))
-        with pytest.raises(InvalidAudio, match="has no sound"):
+        with pytest.raises(InvalidAudio, match="no audio track"):
             await source.encoded(sound_of_it, StageTimeline())
     for lease in found:
         lease.release()

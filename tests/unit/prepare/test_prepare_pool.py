@@ -268,7 +268,7 @@ async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
         before = pool.stats().pids
         with pytest.raises(InvalidImage, match="fake processor"):
             await pool.prepare_item(encoded, options(fault="reject"), "a" * 64)
-        with pytest.raises(PreparationFailed, match="could not be prepared") as caught:
+        with pytest.raises(PreparationFailed, match="preparing this item failed") as caught:
             await pool.prepare_item(encoded, options(fault="raise"), "a" * 64)
         assert type(caught.value) is PreparationFailed
         with put(arena, b"no image at all") as broken, pytest.raises(InvalidRequest) as refused:
@@ -624,7 +624,7 @@ async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):
     ("factory_config", "settings", "message"),
     [
         (b'{"refusal": "no such model"}', {}, "no such model"),
-        (b'{"bug": true}', {}, "its log says why"),
+        (b'{"bug": true}', {}, "see its log"),
         (b'{"num_threads": 2}', {}, "has 3 threads"),
         (b'{"warm_s": 30}', {"start_timeout_s": 0.5}, "start_timeout_s"),
     ],
@@ -640,7 +640,7 @@ async def test_start_with_an_arena_that_preparers_cannot_map_fails_clearly(arena
     pool = make_pool(arena)
     arena.path.rename(arena.path.with_suffix(".moved"))
     try:
-        with pytest.raises(StartupFailed, match="preparer ended"):
+        with pytest.raises(StartupFailed, match="a preparer failed to start"):
             await pool.start()
     finally:
         arena.path.with_suffix(".moved").rename(arena.path)
