@@ -127,6 +127,13 @@ def make_specs() -> list[MultiModalFeatureSpec]:
     return [MultiModalFeatureSpec(make_item(size), "image", size, place, size) for size in SIZES]
 
 
+class Looked(NamedTuple):
+    """When the input thread could read a request's tensor, and that tensor."""
+
+    usable_ns: int
+    pixels: torch.Tensor | None
+
+
 class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
     """EngineCore with its socket threads, and nothing behind them."""
 
@@ -157,13 +164,13 @@ class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
                 client, answer = 0, self._answer(*request)
             self.output_queue.put_nowait((client, answer))
 
-    def _answer(self, request: EngineCoreRequest, usable_ns: int) -> EngineCoreOutputs:
+    def _answer(self, request: EngineCoreRequest, looked: Looked) -> EngineCoreOutputs:
         """Tell what was seen, and finish the request."""
         total = 0
         started = time.perf_counter_ns()
-        if request.request_id.startswith(READ_WHOLE):
-            total = checksum(pixels_of(request))
-        self._seen.send(Seen(request.request_id, usable_ns, time.perf_counter_ns() - started, total))
+        if looked.pixels is not None and request.request_id.startswith(READ_WHOLE):
+            total = checksum(looked.pixels)
+        self._seen.send(Seen(request.request_id, looked.usable_ns, time.perf_counter_ns() - started, total))
         return EngineCoreOutputs(outputs=[EngineCoreOutput(request.request_id, [1], finish_reason=FinishReason.STOP)])
 
     def forget_pages(self) -> bool:
@@ -191,18 +198,18 @@ def run_engine_core(addresses: Addresses, tensors: Queue[Any], seen: Connection)
     EngineCoreEnd(tensors, seen).run(addresses)
 
 
-def look(_engine: EngineCoreEnd, request: EngineCoreRequest) -> tuple[EngineCoreRequest, int]:
-    """Touch both ends of the tensor, if there is one: from here on it is usable."""
-    if request.mm_features:
-        pixels = pixels_of(request).view(-1)
-        assert pixels[0].item() >= 0 <= pixels[-1].item()
-    return request, time.perf_counter_ns()
+def look(_engine: EngineCoreEnd, request: EngineCoreRequest) -> tuple[EngineCoreRequest, Looked]:
+    """Touch both ends of the tensor, if there is one: from here on it is usable.
 
-
-def pixels_of(request: EngineCoreRequest) -> torch.Tensor:
+    The tensor is returned because the input thread removes the features from the request afterwards.
+    """
+    if not request.mm_features:
+        return request, Looked(time.perf_counter_ns(), None)
     (feature,) = request.mm_features
     tensor: torch.Tensor = feature.data[PIXELS].data
-    return tensor
+    pixels = tensor.view(-1)
+    assert pixels[0].item() >= 0 <= pixels[-1].item()
+    return request, Looked(time.perf_counter_ns(), tensor)
 
 
 def checksum(pixels: torch.Tensor) -> int:

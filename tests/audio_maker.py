@@ -1,4 +1,4 @@
-"""Encoded sounds for tests: by libsndfile, or by FFmpeg where libsndfile has no such container."""
+"""Encoded audio clips for tests, by libsndfile, or by FFmpeg for containers that libsndfile does not support."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -22,7 +22,7 @@ def sound(rate: int, channels: int = 1, seconds: float = 0.2) -> np.ndarray:
 
 @cache
 def tone(pitch_hz: float, seconds: float = 1.5, *, rate: int = 16000, container: str = "WAV") -> bytes:
-    """A tone with two overtones that swells and fades. Noise would do worse: its spectrum is always the same."""
+    """A tone with two overtones that swells and fades. Unlike noise, its spectrum varies."""
     time = np.arange(int(seconds * rate)) / rate
     wave = sum(np.sin(2 * np.pi * pitch_hz * k * time) / k for k in (1, 2, 3))
     return by_libsndfile((wave * 0.3 * np.sin(np.pi * time / seconds)).astype(np.float32), rate, container)
@@ -60,7 +60,7 @@ def _frames(samples, rate, layout, stream):
 
 
 def hours_of_silence(container: str, coding: str, rate: int, seconds: int) -> bytes:
-    """One encoded frame of silence, again and again: some bytes for each second."""
+    """One encoded frame of silence, repeated: a few bytes per second."""
     out = BytesIO()
     with av.open(out, "w", format=container) as file:
         stream = file.add_stream(coding, rate=rate, layout="mono")
@@ -79,7 +79,7 @@ def hours_of_silence(container: str, coding: str, rate: int, seconds: int) -> by
     return out.getvalue()
 
 
-#: A small sound of every kind of file that is taken.
+#: A small clip of every supported audio format.
 FILES: Mapping[str, Callable[[], bytes]] = {
     "wav": lambda: by_libsndfile(sound(8000, 2), 8000),
     "flac": lambda: by_libsndfile(sound(8000, 2), 8000, "FLAC"),

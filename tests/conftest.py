@@ -1,7 +1,7 @@
-"""What holds for every test: nothing left behind, and the tiny model.
+"""Checks that apply to every test (no leaked resources), and the tiny model.
 
 * A test that leaves an asyncio task running, or an arena file open, mapped or abandoned, fails.
-* Unit tests run their loop in debug mode: a callback that keeps the loop for long fails the test. The limit is far over
+* Unit tests run their loop in debug mode: a callback that blocks the loop fails the test. The limit is far above
   the 10 ms that the product allows itself, because a busy test machine alone takes a process off the CPU for that long;
   `medialane bench loop` measures the 10 ms.
 * Tests that start vLLM (marker `vllm`) get minutes instead of seconds.
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
     if "medialane.core.compiled" in sys.modules:
-        # Some test is of the router, or starts a process that has one: compiling is no part of its time.
+        # A test uses the router or starts a process that does: exclude compilation from its time.
         from medialane.routing.warm_up import warm_up
 
         warm_up()
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The folder of the tiny Qwen2.5-VL, kept between sessions in the user's cache."""
+    """The folder of the tiny Qwen2.5-VL, cached between sessions in the user's cache folder."""
     from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
 
     return build_tiny_model(cache_folder(os.environ))
@@ -50,14 +50,14 @@ def tiny_model() -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap_to_collect():
-    """What earlier modules left alive is not walked again: a collection of it holds the loop for up to a second."""
+    """Exclude objects of earlier modules from garbage collection, which would block the loop for up to a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request):
-    """Set up before the test's own fixtures and torn down after them, so that what they hold is gone by then."""
+    """Set up before the test's own fixtures and torn down after them, when their resources are released."""
     before = _arena_files()
     if inspect.iscoroutinefunction(request.function):
         request.getfixturevalue("_loop_watch")
@@ -85,7 +85,7 @@ def _all_records(caplog) -> list[logging.LogRecord]:
 
 
 async def _settled(before: set[asyncio.Task]) -> set[asyncio.Task]:
-    """The tasks that are still there after a moment: a cancelled one needs a turn of the loop to end."""
+    """Return the tasks still running after SETTLE_S: a cancelled task needs an iteration of the loop to end."""
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
         if asyncio.get_running_loop().time() > deadline:
@@ -106,7 +106,7 @@ def _arena_files_after(before: dict[str, str]) -> dict[str, str]:
 
 
 def _arena_files() -> dict[str, str]:
-    """Arena files that this process holds, or that no process does.
+    """Return arena files held by this process or by none.
 
     Of a mapped file Python's mmap keeps a descriptor, so that /proc/self/maps need not be read: where torch is loaded
     that takes 5 ms, twice for each of thousands of tests.
@@ -123,7 +123,7 @@ def _open_files() -> list[Path]:
     for entry in os.scandir("/proc/self/fd"):
         try:
             links.append(Path(os.readlink(entry.path)))
-        except FileNotFoundError:  # the descriptor of this very listing
+        except FileNotFoundError:  # the descriptor of this listing
             continue
     return [link for link in links if link.parent == SHARED_MEMORY]
 
@@ -133,6 +133,6 @@ def _is_abandoned(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, gone, or another user's
+    except OSError:  # locked, removed, or owned by another user
         return False
     return True

@@ -1,4 +1,4 @@
-"""An HTTP server on 127.0.0.1 that answers as a test says, badly if need be."""
+"""An HTTP server on 127.0.0.1 with scripted, possibly invalid responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(status: int = 200, body: bytes = b"", **headers: str) -> Answer:
 
 @dataclass
 class HttpOrigin:
-    """`routes` by path; `requests` are what it was asked. A context manager: it serves from entry to exit."""
+    """`routes` by path; `requests` are those received. A context manager: it serves from entry to exit."""
 
     routes: dict[str, Answer] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "rpc": {"core", "observability"},
     "transfer": {"core", "observability", "arena"},
     "prepare": {"core", "observability", "media", "arena"},
-    # vllm_bridge fills protocols that other rooms define; it may name those, and nothing else of theirs. The exception
+    # vllm_bridge implements protocols of other packages; it may import those and nothing else. The exception
     # is the arena: EngineCore runs our plugin, and maps the arena itself.
     "vllm_bridge": {"core", "observability", "arena"},
     "gateway": ROOMS - {"worker", "vllm_bridge", "cluster", "cli", "config"},
@@ -49,10 +49,10 @@ OWNERS = {
     "tokenizers": ("vllm_bridge/",),
     "nixl": (),
     "ray": (),
-    # Machine code for the scan of bodies and the choice of a worker; half a second to import: gateways alone load it.
+    # Machine code for the scan of bodies and the choice of a worker; half a second to import: only gateways load it.
     "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": ("routing/native_view.py",),
-    # Locks of files, which say whether an owner lives.
+    # File locks, which show whether an owner is alive.
     "fcntl": ("core/owner_lock.py",),
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py"),
 }
@@ -106,7 +106,7 @@ def test_every_folder_is_a_room():
 
 
 def test_every_module_that_the_tables_name_exists():
-    """A name of the past would allow what its file once needed to whoever takes that name next."""
+    """A stale entry would grant its permissions to a later file of that name."""
     protocols = {module.replace(".", "/").removeprefix("medialane/") + ".py" for module in PROTOCOLS}
     owners = {owner for places in OWNERS.values() for owner in places}
     assert not [place for place in protocols | owners if not (SRC / place).exists()]
@@ -117,7 +117,7 @@ def test_every_module_that_the_tables_name_exists():
 BRIDGE = SRC / "vllm_bridge"
 
 #: What `vllm_bridge` may import of vLLM anywhere: what vLLM documents for those who embed it, write plugins, loaders or
-#: models, with the types in its signatures. Everything else goes through `vllm_bridge.seams`, and stands in its table.
+#: models, with the types in its signatures. Everything else goes through `vllm_bridge.seams` and is in its table.
 PUBLIC = {
     "vllm": {"envs"},
     "vllm.config": {"KVEventsConfig", "ModelConfig", "VllmConfig"},
@@ -158,7 +158,7 @@ _SEAMS = [seam for group in GROUPS for seam in group.seams]
 _NAMES = {seam.where.rpartition(":")[2].rpartition(".")[2] for seam in _SEAMS} | {seam.lookup for seam in _SEAMS}
 _ATTRIBUTES = {name for seam in _SEAMS for name in seam.attributes}
 
-#: Names of vLLM's that stand in no file but those of `seams`: as an attribute, a method or a string. Those with an
+#: Names of vLLM that may occur only in the files of `seams`: as an attribute, a method or a string. Those with an
 #: underscore, and the members of a front end, whatever they are called; only `self` may have one of the same name.
 PRIVATE = {name for name in _NAMES | _ATTRIBUTES if name.startswith("_")} | {
     name

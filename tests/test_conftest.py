@@ -1,4 +1,4 @@
-"""The checks that watch every test do fail a test that deserves it."""
+"""The checks on every test fail a test that leaks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""vLLM's whole app over a fake story, with our middleware, and a client of it."""
+"""vLLM's whole app over a fake backend, with our middleware, and a client for it."""
 
 import base64
 
@@ -31,7 +31,7 @@ KEY = {"authorization": "Bearer secret"}
 
 
 class Server:
-    """Made by `start`, ended by `close`."""
+    """Started by `start`, stopped by `close`."""
 
     @classmethod
     async def start(cls, model):

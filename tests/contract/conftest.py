@@ -1,4 +1,4 @@
-"""vLLM with the tiny model, shared by the contract tests of this session: its renderer alone, its app, and a whole
+"""vLLM with the tiny model, shared by the contract tests of this session: its renderer, its app, and a whole
 engine; and the renderers of all families."""
 
 import os
@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from medialane.vllm_bridge.tiny_model import cache_folder
 
-#: Read when torch is imported. Of two threads on two busy cores, each spins while it waits for the other.
+#: Read when torch is imported. Two threads on two busy cores would each spin while waiting for the other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VLLM_ARGS = [
@@ -23,7 +23,7 @@ VLLM_ARGS = [
 ]
 
 
-#: Files whose tests share engines. They come first, and with pytest-xdist one process has them all.
+#: Files whose tests share engines. They run first, and with pytest-xdist in one process.
 _ENGINE_FILES = ("test_vllm_engine", "test_vllm_kv", "test_simulated_engine")
 
 
@@ -59,7 +59,7 @@ def renderer(tiny_model):
 
 @pytest.fixture(scope="session")
 def family_renderer():
-    """vLLM's renderer by a family's name, each made when it is first asked for."""
+    """vLLM's renderer by family name, created on first use."""
     made = []
 
     @cache
@@ -90,7 +90,7 @@ async def session_server(tiny_model):
 
 @pytest.fixture
 def server(session_server, monkeypatch):
-    """vLLM's app over a fake story that has forgotten the tests before."""
+    """vLLM's app over a fake backend that is reset for each test."""
     from medialane.vllm_bridge.renderer_hook import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
@@ -108,7 +108,7 @@ async def vllm_engine(tiny_model):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vllm_defaults(str(tiny_model), args, on_gpu=False, num_workers=1).items():
             patch.setenv(name, value)
-        # A forked EngineCore would take our "warnings are errors" with it.
+        # A forked EngineCore would inherit our "warnings are errors".
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         engine = build_engine(str(tiny_model), args)
     yield engine

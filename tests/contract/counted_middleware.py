@@ -1,4 +1,4 @@
-"""A user's middleware, as `--middleware` names it: counts its instances and what passes it."""
+"""A user's middleware, as `--middleware` names it: counts its instances and requests."""
 
 
 class CountedMiddleware:

@@ -1,4 +1,4 @@
-"""A gateway's story without a gateway: it records what vLLM's app asks of it, and answers with fixed tokens."""
+"""A request backend without a gateway: it records the calls of vLLM's app and outputs fixed tokens."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ NUM_EMBEDS = 5
 
 
 class FakeBackend:
-    """`error_at` tells where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
+    """`error_at` is where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
 
     def __init__(self, image_token: int) -> None:
         self.image_token = image_token
@@ -36,7 +36,7 @@ class FakeBackend:
         current_scope().fail(error)
 
     def page(self, query):
-        """A page of ours, as `Frontend.app` takes it."""
+        """A medialane endpoint, as `Frontend.app` expects it."""
         if "limit" not in query:
             raise InvalidRequest("limit must be a whole number from 1", param="limit")
         return b'{"decisions":[]}'

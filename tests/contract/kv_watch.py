@@ -1,4 +1,4 @@
-"""An engine whose KV events are heard, and prompts whose blocks are foretold."""
+"""An engine whose KV events are recorded, and prompts with predicted blocks."""
 
 import asyncio
 from contextlib import aclosing
@@ -20,7 +20,7 @@ _ids = iter(range(10**6))
 
 
 class Watched:
-    """An engine, and what its events say."""
+    """An engine and the state according to its events."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -33,7 +33,7 @@ class Watched:
         self.table.apply(batch.events)
 
     async def reset(self):
-        """Forget everything; vLLM says so with its next step only."""
+        """Clear the cache; vLLM reports it only with its next step."""
         assert await self.engine._llm.reset_prefix_cache()
         del self.events[:]
 
@@ -44,7 +44,7 @@ class Watched:
         return first
 
     async def holds(self, ids):
-        """Whether exactly these blocks are held, soon."""
+        """Wait until exactly these blocks are held."""
         expected = {int(found) for found in ids}
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -95,6 +95,6 @@ def start_engine(model, *args):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vllm_defaults(str(model), args, on_gpu=False, num_workers=1).items():
             patch.setenv(name, value)
-        # A forked EngineCore would take our "warnings are errors" with it.
+        # A forked EngineCore would inherit our "warnings are errors".
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         return build_engine(str(model), args)

@@ -1,4 +1,4 @@
-"""Requests as a gateway would send them, made without a gateway."""
+"""Requests as a gateway sends them, built without a gateway."""
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ def pixels(width, height, seed=0):
 
 
 def encoded(**params):
-    """Sampling parameters as they travel; greedy and streaming if not told otherwise."""
+    """Encoded sampling parameters; greedy and streaming by default."""
     defaults = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
     return bytes(MsgpackEncoder().encode(SamplingParams(**(defaults | params)))[0])
 
@@ -48,7 +48,7 @@ class PromptMaker:
         return self._expanded(arrays, options, self._inline)
 
     def in_arena(self, arena, *arrays):
-        """A prompt with descriptors, and the leases that keep its entries."""
+        """A prompt with descriptors, and the leases that pin its entries."""
         leases = []
 
         def put(item, key):
@@ -78,7 +78,7 @@ class PromptMaker:
 
 
 def bytes_of(prompt):
-    """The tensors of an inline prompt, as `Engine.generate` takes them."""
+    """The tensors of an inline prompt, as `Engine.generate` accepts them."""
     return [[memoryview(t.data) for t in item.tensors] for item in prompt.media]
 
 

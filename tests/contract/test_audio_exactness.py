@@ -1,4 +1,4 @@
-"""Decoded samples are those of vLLM's own chain, byte for byte, and damaged files get its verdict."""
+"""Decoded samples equal vLLM's byte for byte, and damaged files are accepted or rejected as by vLLM."""
 
 import logging
 import warnings
@@ -13,7 +13,7 @@ from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
 
-#: The first test imports vLLM, which takes its time on a busy machine.
+#: The first test imports vLLM, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(120)
 
 CONFIG = MediaConfig()
@@ -24,7 +24,7 @@ OPUS_RATES = [8000, 16000, 48000]
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet():
-    """vLLM tells at each sound that there is no torchcodec."""
+    """vLLM warns for each clip that torchcodec is missing."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
@@ -48,7 +48,7 @@ def assert_exact(data: bytes) -> None:
 
 
 def test_vllm_has_no_torchcodec_here():
-    """With it vLLM's chain is another one, and its values are not ours: it needs a system FFmpeg."""
+    """With torchcodec, which needs a system FFmpeg, vLLM decodes differently and its values are not ours."""
     from vllm.multimodal.media.audio import load_audio_torchcodec
 
     with pytest.raises(ImportError):
@@ -89,7 +89,7 @@ def test_compressed_audio(container, coding, rate, channels):
         *product(["adts"], ["aac"], [None], RATES, CHANNELS),
         *product(["webm"], ["libopus"], [None, "libvpx"], OPUS_RATES, CHANNELS),
         *product(["matroska"], ["flac"], [None], RATES, CHANNELS),
-        # vLLM takes packed samples for one channel and does not scale them.
+        # vLLM treats packed samples as one channel and does not scale them.
         *product(["mov"], ["pcm_s16le"], [None], [8000], CHANNELS),
     ],
 )
@@ -113,7 +113,7 @@ def test_wav_of_a_recorder_that_streams():
 
 @pytest.mark.parametrize("kind", FILES)
 def test_damaged_audio_that_we_decode_is_what_vllm_decodes(kind):
-    """We may refuse what vLLM takes (no samples, samples that are not finite), never give other samples."""
+    """We may reject what vLLM accepts (no samples, non-finite samples), but never return other samples."""
     rng = np.random.default_rng(7)
     whole = FILES[kind]()
     for attempt in range(12):
@@ -128,7 +128,7 @@ def test_damaged_audio_that_we_decode_is_what_vllm_decodes(kind):
             continue
         try:
             expected, rate = by_vllm(bytes(data))
-        except UnicodeDecodeError:  # vLLM refuses sounds whose tags are not UTF-8
+        except UnicodeDecodeError:  # vLLM rejects audio whose tags are not UTF-8
             continue
         assert decoded.sample_rate == rate
         assert decoded.samples.tobytes() == expected.tobytes()
@@ -141,7 +141,7 @@ def test_truncated_audio_gets_the_verdict_of_vllm(kind, part):
     data = whole[: int(len(whole) * part)]
     try:
         expected, _ = by_vllm(data)
-    except (ValueError, RuntimeError, AttributeError):  # the last of a stream that has no decoder
+    except (ValueError, RuntimeError, AttributeError):  # the last codec has no decoder
         expected = np.empty(0, np.float32)
     try:
         samples = decode_audio(memoryview(data), CONFIG).samples

@@ -1,7 +1,7 @@
 """Our block ids partition prompts' prefixes as vLLM's block hashes do, and read what vLLM puts into its events.
 
 vLLM's own hasher and its own extra keys are used, over generated pairs of prompts that differ in one aspect. An event
-names a LoRA without its path: adapters of one name and different paths are one to us (vLLM's hash tells them apart).
+names a LoRA without its path: adapters of one name and different paths are equal to us (vLLM's hash distinguishes them).
 """
 
 import itertools
@@ -68,7 +68,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return kv_cache_utils.get_request_block_hasher(BLOCK, HASH)(self.vllm_request())
 
     def extra_keys(self, first, stop):
-        """As `BlockPool` makes those of an event: the walk over the items begins anew."""
+        """As `BlockPool` makes those of an event: iteration over the items starts again."""
         request, item, found = self.vllm_request(), 0, []
         for block in range(first, stop):
             keys, item = kv_cache_utils.generate_block_hash_extra_keys(
@@ -118,7 +118,7 @@ def alter(prompt, **fields):
 
 @st.composite
 def changed_media(draw, media):
-    """Items of which one, or their order, is another."""
+    """The items with one of them, or their order, changed."""
     place = draw(st.integers(0, len(media) - 1))
     chosen = media[place]
     others = [
@@ -134,7 +134,7 @@ def changed_media(draw, media):
 
 @st.composite
 def changed(draw, prompt):
-    """The same prompt but for one aspect, which may make no difference."""
+    """The same prompt except for one aspect, which may make no difference."""
     at = draw(st.integers(0, len(prompt.tokens) - 1))
     other = {
         "tokens": st.just((*prompt.tokens[:at], prompt.tokens[at] ^ 1, *prompt.tokens[at + 1 :])),
@@ -198,7 +198,7 @@ def test_ids_of_vllms_events_are_those_of_the_prompt(prompt, cuts):
     ids=["alike", "inside", "overlapping", "inside, then more", "overlapping from an edge"],
 )
 def test_items_that_overlap_are_read_as_vllm_reads_them(media):
-    """Audio inside its video. vLLM leaves out what the first of two hides; so do we."""
+    """Audio inside its video. vLLM omits the item hidden by the first; so do we."""
     prompt = Prompt(tuple(range(48)), media)
     event = prompt.stored(0, prompt.num_blocks)
     ids = stored_block_ids(event.token_ids, block_size=BLOCK, extra_keys=event.extra_keys, lora_name=None, parent=None)

@@ -1,4 +1,4 @@
-"""Embeddings that clients send become what vLLM's own chat parser makes of them; misshapen ones reach no engine."""
+"""Client embeddings give the same input as vLLM's chat parser; wrongly shaped ones reach no engine."""
 
 import base64
 import io
@@ -60,7 +60,7 @@ def values(rows, hidden=HIDDEN, dtype=torch.bfloat16, seed=0):
 
 
 def payload(grid, *, dtype=torch.bfloat16, as_list=False, seed=0):
-    """What a client sends for an image of this grid."""
+    """Return the embeddings of a client for an image of this grid."""
     rows = grid[0] * grid[1] * grid[2] // 4
     numbers = list(grid) if as_list else saved(torch.tensor(grid))
     return {"image_embeds": saved(values(rows, dtype=dtype, seed=seed)), "image_grid_thw": numbers}
@@ -157,7 +157,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 async def test_misshapen_embeddings_are_refused_before_vllm_sees_them(source, embeds_renderer, monkeypatch, name):
-    monkeypatch.setattr(embeds_renderer, "render_cmpl_async", None)  # fails whoever calls it
+    monkeypatch.setattr(embeds_renderer, "render_cmpl_async", None)  # fails its caller
     with pytest.raises(InvalidEmbeds) as raised:
         await rendered(source, embeds_renderer, handed(WRONG[name]))
     assert raised.value.param == PARAM

@@ -1,7 +1,7 @@
-"""No option of a client makes the model's encoder fail, whatever the family and the stage.
+"""No client option makes the model's encoder fail, in any family and stage.
 
-What the gate accepts is given to the model's own encoder, in this process: it must take it, and give as many embeddings
-as the prompt has placeholders. In EngineCore, anything else is the end of all requests.
+Accepted input is passed to the model's own encoder in this process, which must return as many embeddings
+as the prompt has placeholders. In EngineCore, anything else terminates all requests.
 """
 
 import json
@@ -36,11 +36,11 @@ from medialane.vllm_bridge.preparation import engine_media
 from medialane.vllm_bridge.tiny_model import cache_folder
 
 pytestmark = [
-    pytest.mark.timeout(120),  # the first test of a family makes its checkpoint, its renderer and its model
+    pytest.mark.timeout(120),  # the first test of a family creates its checkpoint, renderer and model
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-#: Options that change what is computed, or only might: of the families' own processors, and of others'.
+#: Options that change, or might change, what is computed: of the families' own processors and of others.
 HOSTILE = [
     {"patch_size": 1},
     {"patch_size": 28},
@@ -91,7 +91,7 @@ HOSTILE = [
     {"tokenizer": None, "image_processor": None},
 ]
 
-#: Of these, some that make a difference and no harm: the gate is no obstacle.
+#: A subset that has an effect and is valid: validation must accept it.
 HARMLESS = {
     "qwen2_5_vl": ("image", {"min_pixels": 3136, "max_pixels": 6272}),
     "qwen3_vl": ("video", {"size": {"shortest_edge": 3136, "longest_edge": 6272}}),
@@ -110,7 +110,7 @@ CASES = [
 
 
 class Model(Halves):
-    """A family's gate and its model."""
+    """A family's validation and its model."""
 
     def __init__(self, family, renderer):
         super().__init__(family, renderer)
@@ -122,7 +122,7 @@ class Model(Halves):
             self._model = get_model(vllm_config=self._config)
 
     def handed(self, modality, options):
-        """An item of stage `features` that the gate has accepted, and how many embeddings its placeholder takes."""
+        """An item of stage `features` that validation has accepted, and its number of embeddings."""
         made = self.processor.process(FIRST[modality], options)
         feature = Feature(modality, "h", made.header, (), made.size)
         assembled = self.assembler.assemble(self.token_ids((modality,)), (feature,), options)
@@ -132,7 +132,7 @@ class Model(Halves):
         return item, place.num_embeds
 
     def rendered(self, modality, options):
-        """The same of the stages in which the worker processes."""
+        """The same for the stages processed by the worker."""
         media = {modality: [engine_media(FIRST[modality])]}
         tokens = {
             "prompt_token_ids": self.token_ids((modality,)),
@@ -145,7 +145,7 @@ class Model(Halves):
         return rendered["mm_kwargs"][modality][0], rendered["mm_placeholders"][modality][0].get_num_embeds()
 
     def num_embeds(self, modality, item):
-        """As `GPUModelRunner._execute_mm_encoder` has the model encode it. Raises what would end EngineCore."""
+        """As `GPUModelRunner._execute_mm_encoder` has the model encode it. Raises what would terminate EngineCore."""
         with torch.inference_mode(), set_current_vllm_config(self._config), set_forward_context(None, self._config):
             ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device="cpu")
             (embeddings,) = self._model.embed_multimodal(**batch)
@@ -154,7 +154,7 @@ class Model(Halves):
 
 @pytest.fixture(scope="module")
 def models(family_renderer):
-    """`Model` by family, each made when it is first asked for."""
+    """`Model` by family, created on first use."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as store:
         for name, value in vllm_defaults("model", [], on_gpu=False, num_workers=1).items():
             patch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Our two halves of vLLM's processor against its whole, for eight families: ids, placeholder ranges, tensors."""
+"""Our split of vLLM's processor, compared with the whole, for eight families: ids, placeholder ranges, tensors."""
 
 from functools import cache
 
@@ -18,9 +18,9 @@ from medialane.vllm_bridge.preparation import VllmProcessor, engine_media, modal
 from medialane.vllm_bridge.validation import FeatureChecker
 
 pytestmark = [
-    # The first test of a family makes its checkpoint and its renderer.
+    # The first test of a family creates its checkpoint and renderer.
     pytest.mark.timeout(120),
-    # torch says this of itself when vLLM resamples sound.
+    # a warning of torch when vLLM resamples audio
     pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
 ]
 
@@ -30,7 +30,7 @@ def image(seed, width=300, height=200):
 
 
 def video(seed, num_frames=6, width=120, height=90):
-    """Frames taken from a clip of twice as many, ten a second."""
+    """Every second frame of a clip, at ten frames per second."""
     frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
     metadata = {
         "total_num_frames": 2 * num_frames,
@@ -117,7 +117,7 @@ class Halves:
         return items, self.assembler.assemble(self.token_ids(prompt), tuple(features), b"{}")
 
     def whole(self, prompt):
-        """vLLM's own answer for the whole request."""
+        """vLLM's result for the whole request."""
         media = {}
         for item in items_of(prompt):
             media.setdefault(modality_of(item), []).append(engine_media(item))
@@ -129,7 +129,7 @@ class Halves:
 
 @pytest.fixture(scope="module")
 def halves(family_renderer):
-    """`Halves` by family, each made when it is first asked for."""
+    """`Halves` by family, created on first use."""
     return cache(lambda name: Halves(FAMILIES[name], family_renderer(name)))
 
 
@@ -178,7 +178,7 @@ def test_halves_give_what_the_whole_gives(halves, name, prompt):
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
 def test_worker_takes_what_the_halves_made(halves, name, prompt):
-    """What would end a worker's engine is kept from it; what was made for this very model is not."""
+    """Input that would terminate the engine is rejected; valid input for this model is accepted."""
     family = halves(name)
     items, assembled = family.prepared(prompt)
     handed = tuple(
@@ -192,7 +192,7 @@ def test_worker_takes_what_the_halves_made(halves, name, prompt):
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
 def test_worker_takes_what_vllm_makes_of_the_whole(halves, name, prompt):
-    """Stages `decoded` and `url`; `{"do_resize":true}` stands for options, which are looked at more closely."""
+    """Stages `decoded` and `url`; `{"do_resize":true}` represents options, which are validated more strictly."""
     family = halves(name)
     whole = family.whole(prompt)
     media = {}
@@ -203,7 +203,7 @@ def test_worker_takes_what_vllm_makes_of_the_whole(halves, name, prompt):
 
 
 def test_gemma3s_image_before_a_newline_is_refused_as_vllm_refuses_it(halves):
-    """The newlines after an image and that of the text become one token, which vLLM does not find again."""
+    """The newlines after an image and in the text merge into one token, which vLLM does not recognise."""
     prompt = ("image", "\nthen.")
     gemma3 = halves("gemma3")
     with pytest.raises(RuntimeError, match="prompt placeholders"):

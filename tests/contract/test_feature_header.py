@@ -1,4 +1,4 @@
-"""Our header of a processed item against vLLM's own types."""
+"""Our header of a processed item, compared with vLLM's own types."""
 
 import pytest
 import torch

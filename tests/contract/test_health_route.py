@@ -1,4 +1,4 @@
-"""Our `/health` in the place of vLLM's, in an app made of vLLM's own routers."""
+"""Our `/health` replacing vLLM's, in an app of vLLM's own routers."""
 
 import pytest
 from fastapi import FastAPI

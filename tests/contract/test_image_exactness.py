@@ -1,4 +1,4 @@
-"""Decoded pixels are those of vLLM's own chain, value for value."""
+"""Decoded pixels equal vLLM's, value for value."""
 
 import importlib.resources
 import warnings
@@ -58,7 +58,7 @@ def test_real_photographs_are_exact(package, path):
 
 
 def picture(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
-    """Smooth colours with some noise, so that chroma upsampling and blending have something to do."""
+    """Smooth colours with some noise, so that chroma upsampling and blending matter."""
     rng = np.random.default_rng(seed)
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
@@ -91,7 +91,7 @@ def test_jpeg(mode, orientation, size):
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 @pytest.mark.parametrize("size", [(1001, 601), (601, 1001)], ids=str)
 def test_large_jpeg(size, orientation):
-    """Quarter turns of large pictures are our own, of small ones Pillow's."""
+    """Quarter turns of large images use our code, of small ones Pillow's."""
     assert_exact(encode(picture("RGB", size), "JPEG", orientation))
 
 
@@ -175,7 +175,7 @@ def test_orientation_in_xmp():
 @pytest.mark.parametrize("orientation", [6, 8])
 @pytest.mark.parametrize("damage", range(0, 60, 3))
 def test_damaged_exif(damage, orientation):
-    """Pillow gives up on some metadata half-way, and then the picture stays as it is."""
+    """Pillow gives up on some metadata half-way and leaves the image unrotated."""
     exif = Image.Exif()
     exif[ORIENTATION_TAG] = orientation
     exif[0x010E] = "a description that is not in line"

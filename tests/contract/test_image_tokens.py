@@ -1,4 +1,4 @@
-"""What eight families say of an image's tokens by its size alone, against what stands for it in a prompt."""
+"""Token counts that eight families predict from an image's size, compared with its placeholder in a prompt."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -16,11 +16,11 @@ from medialane.vllm_bridge.preparation import VllmProcessor
 
 pytestmark = [
     pytest.mark.timeout(120),
-    # transformers says this where vLLM hands it a request's options.
+    # a warning of transformers when vLLM passes a request's options
     pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning"),
 ]
 
-#: Who says no more tokens than there are. Gemma-3 counts its image tokens alone, without what stands around them.
+#: Families that never predict too many tokens. Gemma-3 counts only image tokens, without the surrounding ones.
 SAYS = {
     "qwen2_5_vl": True,
     "qwen3_vl": True,
@@ -37,7 +37,7 @@ SMALL = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 31
 
 @pytest.fixture(scope="module")
 def processor(family_renderer):
-    """A family's processor as preparers have it, warm, for prompts of 100 tokens; made when it is first asked for."""
+    """A family's processor as preparers have it, warm, for prompts of 100 tokens; created on first use."""
 
     @cache
     def of(name):

@@ -1,4 +1,4 @@
-"""Decode options at three levels: merged as vLLM merges them, and nothing of a client's beyond the table."""
+"""Decode options at three levels: merged as in vLLM; clients may set only those in the table."""
 
 import inspect
 import json

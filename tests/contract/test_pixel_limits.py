@@ -1,4 +1,4 @@
-"""Pixels that a model is given of an item: a client lowers what operator and model allow, and raises nothing."""
+"""Pixel limits: a client may lower those of operator and model, never raise them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Our two halves of vLLM's processor against vLLM's own `apply`: ids, ranges and tensors."""
+"""Our split of vLLM's processor, compared with vLLM's own `apply`: ids, ranges and tensors."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def prompt(renderer, num_images):
 
 
 def whole(renderer, ids, arrays, **kwargs):
-    """vLLM's own answer for the whole request."""
+    """vLLM's result for the whole request."""
     (rendered,) = renderer.render_cmpl(
         [
             {
@@ -87,7 +87,7 @@ def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembl
 def test_pixels_given_as_a_tensor_have_the_tensors_of_the_whole_request(renderer, size):
     processor = VllmProcessor(renderer.get_mm_processor())
     processor.warm_up()
-    assert processor._takes_tensors  # this model's image processor is torch-based: the fast way is taken
+    assert processor._takes_tensors  # this model's image processor is torch-based: the fast path is used
     array = pixels(*size)
     assert_same(
         processor.process(Image(array), b"{}"), whole(renderer, prompt(renderer, 1), [array])["mm_kwargs"]["image"][0]

@@ -39,7 +39,7 @@ from medialane.vllm_bridge.renderer_hook import CONNECTOR
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(120),
-    # Of vLLM's own making: it reads the field whether a request has it or not.
+    # vLLM's own warning: it reads the field whether a request has it or not.
     pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
 ]
 
@@ -284,7 +284,7 @@ async def test_image_by_a_uuid_that_is_not_known_is_refused_by_name(server):
 
 @pytest.mark.parametrize("uuids", [{}, {"audio": [None]}, {"audio": [""]}], ids=repr)
 async def test_item_without_content_or_uuid_is_empty(server, uuids):
-    """As vLLM's app hands on an `input_audio` whose data are empty."""
+    """As vLLM's app passes an `input_audio` with empty data."""
     with open_scope(), pytest.raises(EmptyMedia):
         await server.frontend.renderer._process_multimodal_async([1], {"audio": [None]}, uuids)
     assert server.backend.prompts == []
@@ -439,7 +439,7 @@ async def test_beam_search_generates_with_the_prompts_media(server, parts):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def administered(session_server):
-    """A client of vLLM's routes for administration, which need VLLM_SERVER_DEV_MODE, over the same engine client."""
+    """A client of vLLM's administrative routes, which need VLLM_SERVER_DEV_MODE, over the same engine client."""
     from fastapi import FastAPI
     from vllm.entrypoints.rl.factories import register_rl_api_routers
     from vllm.entrypoints.serve import register_vllm_dev_api_routers
@@ -452,7 +452,7 @@ async def administered(session_server):
         yield client
 
 
-#: vLLM's routes: what the workers are asked, what they answer, what the operator reads.
+#: vLLM's routes: the call to the workers, their results, the response to the operator.
 ROUTES = [
     ("POST", "/sleep?level=2&mode=wait", admin.Sleep(2, "wait"), None, {"status": "sleeping", "level": 2}),
     ("POST", "/wake_up?tags=weights", admin.WakeUp(("weights",)), False, {"status": "sleeping", "tags": ["weights"]}),

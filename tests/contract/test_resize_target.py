@@ -1,4 +1,4 @@
-"""What eight families' processors tell of the size they resize to, and what is made of JPEGs decoded smaller for it."""
+"""Resize targets that eight families' processors predict, and features of JPEGs decoded smaller for them."""
 
 from functools import cache
 from io import BytesIO
@@ -19,11 +19,11 @@ from medialane.vllm_bridge.resize_target import MAX_REMEMBERED, ResizeTargets
 
 pytestmark = [
     pytest.mark.timeout(120),
-    # transformers says this where vLLM hands it a request's options.
+    # a warning of transformers when vLLM passes a request's options
     pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning"),
 ]
 
-#: Where the size can be told; elsewhere images stay whole.
+#: Families whose size is predictable; for others images are decoded at full size.
 TELLS = {
     "qwen2_5_vl": True,
     "qwen3_vl": True,
@@ -41,7 +41,7 @@ MAX_PIXELS = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge
 
 @pytest.fixture(scope="module")
 def processor(family_renderer):
-    """A family's processor, made when it is first asked for."""
+    """A family's processor, created on first use."""
     return cache(lambda name: VllmProcessor(family_renderer(name).get_mm_processor()))
 
 
@@ -106,7 +106,7 @@ def test_image_that_the_processor_refuses_stays_whole(processor):
 
 
 class Counting:
-    """A processor whose pictures have one size, but for those less than `remembers` wide, which it tells apart."""
+    """A processor that resizes all images to one size, except those narrower than `remembers`."""
 
     def __init__(self, inner, remembers=0):
         self.inner, self.remembers, self.num_calls = inner, remembers, 0

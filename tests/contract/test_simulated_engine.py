@@ -1,6 +1,6 @@
-"""A simulated engine beside a live vLLM: the same requests leave the same blocks in their caches, one after the other.
+"""A simulated engine and a live vLLM: the same sequence of requests leaves the same blocks in their caches.
 
-Answers have one token, where ids are compared: a simulated engine does not know what the model would say.
+Outputs have one token where ids are compared: a simulated engine cannot predict the model's output.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ class Pair:
         return outputs, [tuple(a - b for a, b in zip(*pair, strict=True)) for pair in zip(after, counts, strict=True)]
 
     async def _settle(self):
-        """Events of the live engine come when they come: wait until it has told as much as the simulated one."""
+        """Events of the live engine are asynchronous: wait until it has reported as much as the simulated one."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 while self._counts(self.live) != self._counts(self.simulated):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            return  # the test compares them, and says what differs
+            return  # the test compares them and reports differences
 
     @property
     def _both(self):
@@ -100,7 +100,7 @@ async def pair(tiny_model):
 
 
 async def test_same_requests_leave_the_same_blocks_under_pressure(pair, maker):
-    """Texts and images that share beginnings, more than the cache holds, in chunks smaller than a prompt."""
+    """Texts and images with shared prefixes, more than the cache holds, in chunks smaller than a prompt."""
     pictures = [pixels(280, 280, seed) for seed in range(3)]
     prompts = [expanded(maker, text(BLOCK, i % 2), pictures[i % 3], text(2 * BLOCK, i)) for i in range(8)]
     prompts += [expanded(maker, text(BLOCK * (i + 1) + 17 * i, i % 2)) for i in range(6)]

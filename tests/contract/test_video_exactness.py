@@ -1,4 +1,4 @@
-"""Sampled frames and their metadata are those of vLLM's own chain, value for value."""
+"""Sampled frames and their metadata equal vLLM's, value for value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from video_clips import broken, clip, jpegs, remux
 
 LOADERS = ["opencv", "qwen2_vl", "qwen3_vl", "opencv_dynamic", "glm46v", "glmga", "molmo2", "openpangu", "glm5next"]
 
-#: What a client may say of the number of frames.
+#: Client options for the number of frames.
 ASKED = [{}, {"num_frames": 5}, {"num_frames": -1}, {"fps": 1}, {"fps": 7.5}, {"fps": 3, "num_frames": 4}]
 ASKED_OF_OTHERS = [{}, {"fps": 7.5}]
 
@@ -56,7 +56,7 @@ def sampler(own: dict | None = None):
 
 @pytest.fixture(autouse=True)
 def _no_model(monkeypatch):
-    """No model's folder is looked up: tests name the loader."""
+    """Do not look up a model's folder: tests name the loader."""
     monkeypatch.setattr(multimodal, "get_video_processor_cls_name", lambda _config: None)
 
 
@@ -128,7 +128,7 @@ def test_every_sampler_takes_the_frames_that_it_takes_in_vllm(name):
 
 
 def assert_same_outcome(data: bytes, io: dict) -> None:
-    """Where vLLM has no frames to give, ours is an error of ours."""
+    """Where vLLM returns no frames, we raise our own error."""
     try:
         frames, _ = by_vllm(data, dict(io))
     except (ValueError, AssertionError, IndexError, ZeroDivisionError, RuntimeError):
@@ -212,5 +212,5 @@ def test_vllm_has_its_own_decoder_again_afterwards():
 
     before = opencv.decode_opencv
     with pytest.raises(InvalidVideo):
-        ours(clip(1), {"video_backend": "qwen2_vl"})  # which takes frames by twos
+        ours(clip(1), {"video_backend": "qwen2_vl"})  # which needs an even number of frames
     assert opencv.decode_opencv is before

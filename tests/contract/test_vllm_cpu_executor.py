@@ -1,4 +1,4 @@
-"""What `vllm_bridge.cpu_executor` leans on: vLLM takes an executor by its qualified name, leaves it alone on a CPU, and
+"""What `vllm_bridge.cpu_executor` leans on: vLLM accepts an executor by its qualified name, keeps it on a CPU, and
 offers the cores that it would bind its own process to."""
 
 import os
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def executor(model, *flags):
-    """The class that vLLM takes for these flags."""
+    """The class that vLLM uses for these flags."""
     return Executor.get_class(engine_args(str(model), ["--max-model-len=512", *flags]).create_engine_config())
 
 
@@ -38,7 +38,7 @@ def test_several_ranks_keep_vllms_executor(tiny_model):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """What the executor asks of torch and of the kernel."""
+    """The executor's calls to torch and the kernel."""
     asked = {}
     monkeypatch.setattr(torch, "set_num_threads", lambda number: asked.update(number=number))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.update(pid=pid, cores=cores))

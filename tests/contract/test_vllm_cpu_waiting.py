@@ -1,5 +1,5 @@
-"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues make their reader's `SpinCondition` by its
-name in `shm_broadcast`, and ask it to wait between two looks."""
+"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues create their reader's `SpinCondition` by its
+name in `shm_broadcast`, and call it to wait between two polls."""
 
 import os
 import time
@@ -16,7 +16,7 @@ cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host 
 
 @pytest.fixture
 def vllms_condition(monkeypatch):
-    """What the name stands for, put back after the test."""
+    """The class of that name, restored after the test."""
     original = cpu_waiting._Spinning.__mro__[1]
     monkeypatch.setattr(shm_broadcast, "SpinCondition", original)
     return original

@@ -98,7 +98,7 @@ async def test_metrics_of_the_engine_are_carried_whole(vllm_engine, text):
 
 
 async def test_statistics_are_logged_as_often_as_by_vllms_server(vllm_engine, monkeypatch):
-    """What nobody logs, vLLM's loggers keep: that of speculative decoding has three numbers for each step."""
+    """vLLM's loggers keep what is not logged: that of speculative decoding has three numbers per step."""
     num_logged = 0
 
     async def log():

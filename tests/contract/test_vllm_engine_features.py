@@ -1,4 +1,4 @@
-"""The real engine: features of an arena without a copy, vLLM's own answers, faults that stay with their request."""
+"""The real engine: features of an arena without a copy, vLLM's outputs, faults that affect only their request."""
 
 import asyncio
 import io
@@ -75,7 +75,7 @@ async def answer(engine, prompt, tensors=None, **params):
 
 
 async def plain_answer(engine, token_ids, *arrays):
-    """What vLLM answers when it is given the pixels."""
+    """vLLM's output for the pixels."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     async for output in engine._llm.generate(plain(token_ids, *arrays), params, f"plain-{next(_ids)}"):
         last = output
@@ -195,7 +195,7 @@ def changed(prompt, **fields):
 
 
 async def test_malformed_features_never_reach_the_engine(vllm_engine, maker):
-    """Each of these ends vLLM's engine for all requests, or is silent garbage, when it is let through."""
+    """Unvalidated, each of these terminates vLLM's engine or gives silent garbage."""
     prompt = maker.inline(pixels(280, 280, 10))
     rows = decode_item(prompt.features[0].header, bytes_of(prompt)[0])["pixel_values"].data
     place = prompt.features[0].placeholder
@@ -256,12 +256,12 @@ async def test_arena_that_is_not_attached_is_copied(vllm_engine, maker):
 
 
 async def test_engine_core_gives_the_memory_of_a_detached_arena_back(vllm_engine, maker):
-    """Its gateway was killed, and the next one has unlinked the file: pages that nobody maps are free again."""
+    """Its gateway was killed and the next one has unlinked the file: pages that no process maps are freed."""
     free_before = _free_bytes()
     async with attached(vllm_engine, 128 << 20) as (arena, view):
         prompt, leases = maker.in_arena(arena, pixels(640, 480, 21))
         expected = await answer(vllm_engine, prompt, views_of(prompt, view))
-        arena.view.memory[-(64 << 20) :] = bytes(64 << 20)  # pages to be given back
+        arena.view.memory[-(64 << 20) :] = bytes(64 << 20)  # pages to be freed
         for lease in leases:
             lease.release()
     assert arena.id in _mapped_by_children()
@@ -284,7 +284,7 @@ def _mapped_by_children():
 
 
 class Confirmations:
-    """Counts the round trips after which the engine is known to have let go."""
+    """Counts the round trips that confirm the engine's release."""
 
     def __init__(self, engine, monkeypatch):
         self.num = 0
@@ -359,7 +359,7 @@ async def test_token_out_of_vocabulary_is_rejected(vllm_engine):
 
 
 async def test_parameters_never_unpickle(vllm_engine):
-    """An extension type is how vLLM sends pickles when it is told to."""
+    """vLLM sends pickles as an extension type if configured to."""
     sent = request("pickle", ExpandedPrompt([1]))
     for code in (1, 2):
         pickled = msgspec.msgpack.encode([msgspec.msgpack.Ext(code, b"\x80\x04N.")])

@@ -1,4 +1,4 @@
-"""Load by data-parallel rank: what vLLM's stat loggers are given, and what becomes of it."""
+"""Load by data-parallel rank: what vLLM's stat loggers receive and what the worker reports."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def test_ranks_that_do_not_begin_with_zero_are_in_their_order():
 
 
 def engine_over(recorder, requests, identities):
-    """An engine of as many ranks as `identities`; `requests` says which of them has which request."""
+    """An engine with one rank per entry of `identities`; `requests` assigns requests to ranks."""
     engine = VllmEngine.__new__(VllmEngine)
     core = SimpleNamespace(core_engines=identities, reqs_in_flight=requests)
     states = dict.fromkeys([*requests, "not sent yet"])
@@ -56,6 +56,6 @@ def test_requests_are_counted_at_the_rank_that_has_them():
     recorder = LoadRecorder()
     logger = logger_of(recorder, [0, 1, 2])
     logger.record(stats(2, 0.5), None, engine_idx=0)
-    logger.record(stats(7, 0.75), None, engine_idx=2)  # of its last step: it has none any more
+    logger.record(stats(7, 0.75), None, engine_idx=2)  # of its last step: it has none left
     engine = engine_over(recorder, {"a": b"0", "b": b"0", "c": b"0", "d": b"1"}, [b"0", b"1", b"2"])
     assert engine.loads() == [WorkerLoad(2, 1, 0.5), WorkerLoad(0, 1, 0.0), WorkerLoad()]

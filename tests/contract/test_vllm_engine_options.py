@@ -1,4 +1,4 @@
-"""vLLM's flags in a worker: what users ask for reaches vLLM, what a worker depends on is not theirs to change."""
+"""vLLM's flags in a worker: user flags reach vLLM, except those that a worker depends on."""
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def test_flag_that_vllm_does_not_know_is_named(tiny_model):
     ("asked", "num_prompt_tokens", "granted"), [(50, 10, 50), (500, 10, 90), (None, 10, None), (50, 100, 50)]
 )
 def test_answer_may_fill_what_the_expanded_prompt_leaves(asked, num_prompt_tokens, granted):
-    """Where nothing is left, vLLM refuses the prompt with its own message."""
+    """If nothing is left, vLLM rejects the prompt with its own message."""
     params = SamplingParams(max_tokens=asked, min_tokens=asked or 0)
     clamp(params, {"prompt_token_ids": [1] * num_prompt_tokens}, 100)
     assert (params.max_tokens, params.min_tokens) == (granted, granted or 0)

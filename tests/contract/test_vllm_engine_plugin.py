@@ -1,4 +1,4 @@
-"""The private seams of vLLM that let EngineCore read tensors out of arenas: they say which upgrade broke what."""
+"""The private seams of vLLM that let EngineCore read tensors from arenas: failures show what an upgrade broke."""
 
 import copy
 import inspect
@@ -163,7 +163,7 @@ def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):
 
 
 def _with_meta(message, **changes):
-    """The message with some of what its descriptor says replaced: `tensor_offset`, or what its entry's range has."""
+    """The message with fields of its descriptor replaced: `tensor_offset`, or what its entry's range has."""
 
     def walk(value):
         if isinstance(value, dict) and KEY in value:

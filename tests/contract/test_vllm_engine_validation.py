@@ -1,4 +1,4 @@
-"""Features that contradict themselves or their prompt are refused before an engine sees them, whatever is wrong."""
+"""Features inconsistent in themselves or with their prompt are rejected before the engine."""
 
 import time
 
@@ -81,7 +81,7 @@ def test_prompt_without_features_is_accepted(checker, prompt):
     ],
 )
 def test_item_that_contradicts_itself_is_refused(checker, prompt, what, change):
-    checker.check(prompt, items_of(prompt))  # what is remembered of good ones is no way around
+    checker.check(prompt, items_of(prompt))  # the cache of valid ones must not bypass validation
     item = change(items_of(prompt)[0])
     header, specs, buffers = encode_item(item)
     tensors = tuple(InlineTensor(spec, bytes(data)) for spec, data in zip(specs, buffers, strict=True))
@@ -207,7 +207,7 @@ def test_more_items_than_allowed_are_the_clients_error(checker, maker):
 
 
 def test_wrong_size_is_no_way_around(checker, prompt):
-    """This family counts tokens by the grid; whatever size is claimed, rows, grid and tokens must still agree."""
+    """This family counts tokens by the grid; whatever size is claimed, rows, grid and tokens must agree."""
     checker.check(with_feature(prompt, size=MediaSize(width=28, height=28)), items_of(prompt))
 
 
@@ -229,7 +229,7 @@ def test_check_of_three_photos_takes_less_than_the_budget(checker, maker):
 
 
 def test_decoded_item_survives_being_encoded_again(prompt):
-    """What the tests above change are real items: encoding them gives the header that travels."""
+    """The items changed by the tests above are real: encoding them gives the transmitted header."""
     item = items_of(prompt)[0]
     assert encode_item(item)[0] == prompt.features[0].header
 

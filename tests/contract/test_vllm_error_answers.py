@@ -1,4 +1,4 @@
-"""Every endpoint of vLLM's app that takes media or reaches a worker answers our errors with their status, code and
+"""Every endpoint of vLLM's app that accepts media or calls a worker returns our errors with their status, code and
 Retry-After, in its API's form, streamed and not."""
 
 import json
@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
-    # Where a stream is broken off, what vLLM had under way is left to the garbage collector.
+    # Where a stream is broken off, vLLM leaves its pending work to the garbage collector.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -56,7 +56,7 @@ MEDIA = {
     "/invocations": chat,
     "/tokenize": chat,
 }
-#: Endpoints whose media intake does not look for: they are refused, by an error of ours.
+#: Endpoints whose media intake does not extract: rejected with our error.
 NOT_LIFTED = {
     "/inference/v1/generate": {
         "token_ids": [1, 2],
@@ -76,7 +76,7 @@ GENERATE = {
     "/generative_scoring": {"query": "is it?", "items": ["a photo"], "label_token_ids": [20, 30]},
 }
 STREAMED = [CHAT, RESPONSES, MESSAGES, "/invocations", "/v1/completions", "/inference/v1/generate"]
-#: Endpoints that do neither. One that the next vLLM adds belongs to one of these tables.
+#: Endpoints that do neither. Add endpoints of a new vLLM to one of these tables.
 NEITHER = {
     "/v1/systemone",  # 501 for this model
     "/detokenize",
@@ -98,7 +98,7 @@ async def test_every_endpoint_is_in_a_table(server):
 
 
 def assert_answer(response, error, path):
-    """The answer is that error, in the form of that endpoint."""
+    """Check that the response is that error in the endpoint's format."""
     assert response.status_code == error.status, response.text
     assert response.headers.get("retry-after") == (None if error.retry_after_s is None else str(error.retry_after_s))
     document = response.json()
@@ -152,7 +152,7 @@ async def test_error_while_generating(server, path):
 async def test_error_before_the_first_token_of_a_stream_has_its_status(server, path):
     server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "generate"
     response = await post(server, path, GENERATE[path], stream=True)
-    if path == RESPONSES:  # its first event says that it was created, before a worker is asked
+    if path == RESPONSES:  # its first event reports creation, before a worker is called
         assert _last_event(response)["code"] == "worker_lost"
     else:
         assert_answer(response, server.backend.error, path)

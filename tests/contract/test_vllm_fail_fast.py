@@ -1,5 +1,5 @@
-"""A body of the wrong form holds the event loop for milliseconds, though vLLM's app would list each of its errors; and
-what vLLM takes is taken."""
+"""A malformed body blocks the event loop for milliseconds only, though vLLM's app would list each of its errors;
+what vLLM accepts is accepted."""
 
 import json
 import time
@@ -83,7 +83,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 REASONING = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x"}]}
 ANSWER = {"type": "output_text", "text": "x", "annotations": []}
 
-#: What vLLM takes, unknown members and types included.
+#: What vLLM accepts, unknown members and types included.
 VALID = {
     "text": (CHAT, {"messages": [USER]}),
     "roles": (CHAT, {"messages": [{"role": "any", "content": "x", "unknown": [1, {}]}, USER]}),
@@ -141,7 +141,7 @@ VALID = {
 
 @pytest.fixture(scope="session")
 def adapters(session_server):
-    """By path: what the app validates a body with, and what it would without us."""
+    """By path: the validator that the app uses, and the original one."""
     from pydantic import TypeAdapter
 
     found = {}

@@ -163,7 +163,7 @@ async def test_certificate_that_changes_is_loaded(files, tmp_path):
             return ssl.get_server_certificate(("127.0.0.1", server.port))
 
         first = await asyncio.to_thread(certificate)
-        await asyncio.sleep(0.5)  # the watcher says nothing of when it has begun
+        await asyncio.sleep(0.5)  # the watcher does not signal when it has started
         other = trustme.CA().issue_cert("localhost")
         other.private_key_pem.write_to_path(tmp_path / "key.pem")
         other.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")

@@ -1,4 +1,4 @@
-"""vLLM's own publisher of KV events, read by ours: nothing is lost that it can repeat, and what is lost is told."""
+"""vLLM's own publisher of KV events, read by ours: nothing is lost that it can replay, and losses are reported."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ DEADLINE_S = 10.0
 
 
 class Ranks:
-    """Publishers as EngineCores make them, and what a reader told of them."""
+    """Publishers as created by EngineCores, and what a reader reported."""
 
     def __init__(self, num_ranks=1, **settings):
         self._folder = PrivateFolder()
@@ -152,7 +152,7 @@ async def test_nothing_listens_on_a_port_and_the_folder_is_private(open_ranks):
 
 
 class Lossy:
-    """A publisher's PUB socket that keeps some batches from the wire."""
+    """A publisher's PUB socket that drops some batches."""
 
     def __init__(self, inner, lost):
         self._inner = inner
@@ -216,7 +216,7 @@ async def test_publisher_that_counts_from_the_start_again_counts_as_cleared(open
     ranks.start()
     ranks.publish(0)
     await ranks.until([0])
-    await asyncio.sleep(0.2)  # subscribed by now: what comes next comes live
+    await asyncio.sleep(0.2)  # subscribed by now: later batches arrive live
     ranks.publish(1)
     await ranks.until([0, 1])
     publisher = ranks.publishers[0]

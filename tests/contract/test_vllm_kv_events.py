@@ -1,4 +1,4 @@
-"""What a live vLLM says that it holds is what a gateway predicts for the prompt, block by block."""
+"""The blocks that a live vLLM reports as held equal the gateway's prediction, block by block."""
 
 import asyncio
 from types import SimpleNamespace
@@ -113,13 +113,13 @@ async def test_cache_salt_is_part_of_every_block(watched, maker):
     assert not set(salted.tolist()) & set(predicted(prompt).tolist())
 
 
-# The arena is mapped for reading only; torch tells so of the first array that it sees, and nothing writes to it.
+# The arena is mapped read-only; torch warns about the first such array, and nothing writes to it.
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 async def test_video_that_the_worker_expands_is_held_as_it_was_placed(watched, maker):
     await watched.reset()
     frames = np.stack([pixels(112, 84, seed) for seed in range(8)])
     size = MediaSize(width=112, height=84, num_frames=8, metadata=b'{"fps":2.0,"duration":4.0,"total_num_frames":8}')
-    name = "5eed" * 16  # the encoder cache of the engine is not reset, and other tests name items as they like
+    name = "5eed" * 16  # the encoder cache of the engine is not reset, and other tests may use the same names
     item = MediaPayload("video", name, b"", (InlineTensor(TensorSpec("uint8", frames.shape), frames.tobytes()),), size)
     pads = maker.tokenizer.encode("<|vision_start|><|video_pad|><|vision_end|>")
     first = await watched.run(SourcePrompt(text(100) + pads + text(300, 1), (item,), stage="decoded"))
@@ -163,7 +163,7 @@ async def test_vllms_own_hasher_agrees_with_its_events(watched, maker):
 
 
 async def test_requests_side_by_side_leave_their_blocks_and_no_fault(watched):
-    """Equal ones may compute the same block twice: each copy is removed by itself, and it is held until both are."""
+    """Equal ones may compute the same block twice: copies are removed separately, and the block is held until both are."""
     await watched.reset()
     prompts = [ExpandedPrompt(text(3 * BLOCK, seed=20 + i % 2)) for i in range(6)]
     await asyncio.gather(*map(watched.run, prompts))
@@ -180,7 +180,7 @@ async def test_reset_is_reported_with_the_next_step(watched):
 
 
 async def test_reports_of_what_is_held_already_cannot_be_asked_for(watched):
-    """`kv_cache_report_mode` would tell of each block again, as if it were another copy."""
+    """`kv_cache_report_mode` would report each block again, as if it were another copy."""
     await watched.reset()
     prompt = ExpandedPrompt(text(2 * BLOCK + 1, 32))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""An engine of its own with a small KV cache: blocks go as they came, and a new engine tells from its start."""
+"""A separate engine with a small KV cache: evictions are reported, and a new engine reports from its start."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ async def small(tiny_model):
 
 
 async def test_blocks_under_pressure_are_removed_as_the_engine_does(small, maker):
-    """Every prompt's cached tokens are those that the table says, while blocks come and go."""
+    """Every prompt's cached tokens equal the table's prediction while blocks are stored and evicted."""
     pictures = [pixels(280, 280, seed) for seed in range(3)]
     prompts = [expanded(maker, text(BLOCK, i % 2), pictures[i % 3], text(4 * BLOCK, i)) for i in range(12)]
     random = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""The table of private seams against the installed vLLM: it says which upgrade broke what."""
+"""The table of private seams, checked against the installed vLLM: failures show what an upgrade broke."""
 
 import importlib
 import time

@@ -23,7 +23,7 @@ from small_dummies import with_small_dummies
 from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 
-#: Tools are parsed as a user would have them parsed; usage tells of prefix cache hits.
+#: Tool parsing as users enable it; usage includes prefix cache hits.
 SERVER_FLAGS = (
     *TINY_MODEL_FLAGS,
     with_small_dummies({"image": 8, "video": 1}),
@@ -34,11 +34,11 @@ SERVER_FLAGS = (
     "--enable-mm-embeds",
 )
 
-#: Test pictures are served from the loopback interface.
+#: Test images are served from the loopback interface.
 MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 API_KEY = "tested-key"
 
-#: The files that come last, in this order.
+#: Files that run last, in this order.
 _LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm", "test_worker_process")
 
 
@@ -57,7 +57,7 @@ def _turn(item: pytest.Item) -> int:
 @pytest.fixture(scope="session")
 def vllm_environ() -> dict[str, str]:
     """The whole environment of a process that runs vLLM."""
-    # vLLM has its administrative routes in this mode only, in plain vLLM and in the gateway alike.
+    # vLLM has its administrative routes only in this mode, both plain and in the gateway.
     return {**TINY_MODEL_ENVIRON, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
 
 
@@ -71,7 +71,7 @@ def runtime_directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory) -> Iterator[MedialaneProcess]:
-    """`medialane serve` with two workers, not ready yet: ask for `serve` instead."""
+    """`medialane serve` with two workers, not ready yet: use the fixture `serve` instead."""
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
@@ -86,7 +86,7 @@ def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def plain_vllm(starting_serve, tiny_model, vllm_environ, tmp_path_factory):
-    """Plain vLLM with the tiny model: `base_url`, `model`. Its answers are the right ones."""
+    """Plain vLLM with the tiny model: `base_url`, `model`. The reference for outputs."""
     log = tmp_path_factory.mktemp("plain_vllm") / "server.log"
     flags = (*SERVER_FLAGS, ONE_PROCESS_ENGINE)
     async with start_plain_vllm(str(tiny_model), flags, environ=vllm_environ, log=log) as server:
@@ -126,7 +126,7 @@ def worker_addresses(serve) -> list[str]:
     return addresses_of_workers(serve)
 
 
-#: Gateways over the workers of `serve`, each with one way to hand over; `apart` has its arena where no worker looks.
+#: Gateways over the workers of `serve`, each with one transfer path; the arena of `apart` is out of the workers' reach.
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
@@ -139,7 +139,7 @@ PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 @pytest.fixture(scope="session")
 def starting_gateways(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[dict[str, MedialaneProcess]]:
-    """GATEWAYS, not ready yet: ask for `gateways` instead. They are children of one process, which `stop` ends."""
+    """GATEWAYS, not ready yet: use the fixture `gateways` instead. They are children of one process, which `stop` ends."""
     serve = starting_serve
     apart = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
     workers = [word for address in addresses_of_workers(serve) for word in ("--worker", address)]
@@ -165,7 +165,7 @@ def starting_gateways(starting_serve, vllm_environ, tmp_path_factory) -> Iterato
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def gateways(serve, starting_gateways) -> dict[str, OpenAiHttp]:
-    """A client for each of GATEWAYS. The one of features/shm wants API_KEY."""
+    """A client for each of GATEWAYS. That of features/shm requires API_KEY."""
     for process in starting_gateways.values():
         await process.answers()
     return {

@@ -15,8 +15,8 @@ from pathlib import Path
 import aiohttp
 from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
 
-#: For plain vLLM: it computes in the process that schedules, as our workers do on a CPU. A process of its own for the
-#: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step, while ours want to work.
+#: For plain vLLM: it runs the model in the scheduler's process, as our workers do on a CPU. A separate process for the
+#: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step, taking CPU time from ours.
 ONE_PROCESS_ENGINE = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 START_S = 400
@@ -28,7 +28,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class MedialaneProcess:
-    """One `medialane` command that serves HTTP. Made by `spawn`, ended by `stop`."""
+    """One `medialane` command that serves HTTP. Started by `spawn`, stopped by `stop`."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, model: str, log: Path) -> None:
         self.process = process
@@ -58,7 +58,7 @@ class MedialaneProcess:
         return self.process.pid
 
     async def answers(self, timeout_s: float = START_S) -> None:
-        """Wait until /health says that a worker takes requests. Raises AssertionError with the end of its log."""
+        """Wait until /health reports a ready worker. Raises AssertionError with the end of its log."""
         await until(self._is_healthy, f"{self.base_url} answers", timeout_s, more=self.tail)
 
     def stop(self) -> int:
@@ -75,7 +75,7 @@ class MedialaneProcess:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def gateway_pid(self) -> int:
-        """The gateway's process: a child of `serve`, or this very one."""
+        """The gateway's process: a child of `serve`, or this one."""
         return self._only("medialane gateway") if "medialane serve" in command_of(self.pid) else self.pid
 
     def worker_pid(self, address: str) -> int:
@@ -83,7 +83,7 @@ class MedialaneProcess:
         return self._only(f"medialane worker {self.model} --listen {address}")
 
     def preparer_pids(self) -> list[int]:
-        """The forked preparers: what maps the gateway's arena behind a filter of system calls of its own."""
+        """The forked preparers: processes that map the gateway's arena and have their own seccomp filter."""
         arenas, outer = self.arenas(), num_filters(self.gateway_pid())
         return [pid for pid in all_pids() if arenas_of(pid) & arenas and num_filters(pid) > outer]
 
@@ -126,7 +126,7 @@ async def until(
     *,
     more: Callable[[], object] = lambda: "",
 ) -> None:
-    """Wait for `condition`, asking often. Raises AssertionError, to which `more` adds what is known."""
+    """Poll `condition` until true. Raises AssertionError with the text of `more`."""
     deadline = time.monotonic() + timeout_s
     while True:
         holds = condition()

@@ -1,4 +1,4 @@
-"""OpenAI requests as JSON, sent as they are: bodies, their parts, and a client that shows everything of an answer."""
+"""OpenAI requests as JSON, sent unchanged: bodies, their parts, and a client that exposes the whole response."""
 
 import base64
 import io
@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 MAX_TOKENS = 10
 _TIMEOUT = aiohttp.ClientTimeout(total=180)
 
-#: What differs between two servers that give the same answer: names, dates, and what their caches knew.
+#: Fields that differ between servers for equal outputs: names, dates, cache hits.
 _VOLATILE = frozenset(
     (
         "id",
@@ -75,13 +75,13 @@ def chat(*content: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def long_chat(*content: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """A chat completion that takes the engine tens of seconds: for tests that do not mean to wait for its end."""
+    """A chat completion that takes the engine tens of seconds: for tests that do not wait for its end."""
     return chat(*content, **{"max_tokens": 7000, "n": 4, "temperature": 1, "seed": 1, "ignore_eos": True, **options})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole HTTP answer. `events` are those of a stream, without its end mark."""
+    """A whole HTTP response. `events` are those of a stream, without `[DONE]`."""
 
     status: int
     json: Any
@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error in OpenAI's form, of an answer or at the end of a stream."""
+        """The error in OpenAI's format, of a response or at the end of a stream."""
         found = self.events[-1] if self.events else self.json
         assert set(found["error"]) >= {"message", "type", "param", "code"}, found
         return found["error"]
@@ -131,7 +131,7 @@ class OpenAiHttp:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def post(self, body: Any, path: str = CHAT) -> Answer:
-        """Send `body`, and read all of the answer, whatever it is. The model is filled in, bytes are sent as such."""
+        """Send `body` and read the whole response. The model is filled in, bytes are sent as such."""
         async with self.opened(body, path) as response:
             raw = await response.text()
             headers = {name.lower(): value for name, value in response.headers.items()}
@@ -148,7 +148,7 @@ class OpenAiHttp:
             return Answer(response.status, await response.json(), dict(response.headers), [])
 
     async def succeed(self, body: Any, path: str = CHAT) -> Answer:
-        """`post`, and the answer must be a good one."""
+        """`post`, and assert that the response is successful."""
         answer = await self.post(body, path)
         assert answer.status == 200, answer.json
         assert not any("error" in event for event in answer.events), answer.events
@@ -156,7 +156,7 @@ class OpenAiHttp:
 
     @asynccontextmanager
     async def opened(self, body: Any, path: str = CHAT) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer while it comes. Leaving before its end hangs up."""
+        """Stream the response. Leaving early disconnects."""
         data = body if isinstance(body, bytes) else json.dumps({"model": self.model, **body}).encode()
         headers = {**self._headers, "Content-Type": "application/json"}
         async with (
@@ -194,7 +194,7 @@ def _events(raw: str) -> list[str]:
 
 
 def assert_same(ours: Any, plain: Any, at: str = "answer") -> None:
-    """Two JSON values are equal but for what is volatile, and for rounding."""
+    """Two JSON values are equal except for volatile fields and rounding."""
     assert type(ours) is type(plain), f"{at}: {ours!r} instead of {plain!r}"
     if isinstance(ours, dict):
         kept = [{k: v for k, v in found.items() if k not in _VOLATILE} for found in (ours, plain)]

@@ -1,4 +1,4 @@
-"""A web server of pictures on the loopback interface, which counts what it is asked for."""
+"""A web server of images on the loopback interface, which counts requests."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping

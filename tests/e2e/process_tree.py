@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who started whom, what they run, which arenas they have mapped."""
+"""Processes as /proc shows them: parents, command lines, mapped arenas."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def command_of(pid: int) -> str:
-    """The command line, or what the process calls itself; "" when it is gone."""
+    """The command line or the process title; "" if it has exited."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""
@@ -37,7 +37,7 @@ def all_pids() -> list[int]:
 
 
 def num_filters(pid: int) -> int:
-    """How many seccomp filters are installed in the process; 0 when it is gone."""
+    """How many seccomp filters are installed in the process; 0 if it has exited."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("Seccomp_filters:")), 0)
@@ -50,7 +50,7 @@ def parent_of(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that the process has taken itself; 0 when it is gone."""
+    """CPU time of the process; 0 if it has exited."""
     return next((sum(map(int, fields[11:13])) / _CLOCK_TICKS for found, fields in _stats() if found == pid), 0.0)
 
 
@@ -68,6 +68,6 @@ def _stats() -> list[tuple[int, list[str]]]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            with suppress(OSError):  # gone since the listing
+            with suppress(OSError):  # exited since the listing
                 found.append((int(name), Path("/proc", name, "stat").read_text().rpartition(")")[2].split()))
     return found

@@ -1,4 +1,4 @@
-"""Token ids equal plain vLLM's, whatever is sent and in whatever order."""
+"""Token ids equal plain vLLM's for all inputs in any order."""
 
 import io
 

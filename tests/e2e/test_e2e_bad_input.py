@@ -1,4 +1,4 @@
-"""Bad input is told in OpenAI's form, with the field at fault, and harms nobody: the next request is answered."""
+"""Invalid input gives an error in OpenAI's format naming the field, and the next request succeeds."""
 
 import asyncio
 import base64
@@ -15,12 +15,12 @@ from picture_server import picture_server
 pytestmark = pytest.mark.vllm
 
 ASK = text("What is in the picture?")
-#: The second part of the first message, where these tests put what is wrong.
+#: The second part of the first message, where these tests put the fault.
 FIELD = "messages[0].content[1].image_url"
 
 
 def png_bomb(width: int = 60_000, height: int = 60_000) -> bytes:
-    """A PNG of a few bytes that says it has billions of pixels."""
+    """A PNG of a few bytes that claims billions of pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
@@ -83,7 +83,7 @@ async def test_one_bad_image_of_three_fails_the_request_and_leaves_no_lease(ours
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_image", FIELD)
 
     async def is_free() -> bool:
-        """The jobs of the other images may go on to their end."""
+        """The jobs of the other images may run to completion."""
         return (await ours.metrics()).value("medialane_arena_leases") == 0
 
     await until(is_free, "no lease is left", 20)
@@ -201,7 +201,7 @@ async def test_media_that_nobody_takes_yet_is_reported_with_its_field(ours):
 
 
 async def test_key_is_asked_for_before_the_body_is_read(gateways):
-    """Headers that announce 50 MB of body, and none of it: the answer comes all the same."""
+    """Headers that declare a body of 50 MB, and no body: the response arrives nevertheless."""
     status, _ = await announced(gateways["features/shm"], 50_000_000)
     assert status == 401
 
@@ -220,7 +220,7 @@ async def test_body_over_the_limit_is_refused_by_its_announcement(ours):
 
 
 async def announced(client, num_bytes: int) -> tuple[int, bytes]:
-    """Status and body of the answer to headers that announce a body which never comes."""
+    """Status and body of the response to headers that declare a body which never arrives."""
     host, _, port = client.base_url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

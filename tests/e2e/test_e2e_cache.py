@@ -1,4 +1,4 @@
-"""What was processed once is not processed again: seen in Server-Timing, in /metrics and in vLLM's prefix cache."""
+"""Nothing is processed twice, as shown by Server-Timing, /metrics and vLLM's prefix cache."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ async def test_same_image_as_data_and_by_url_is_one_entry(ours):
         assert server.num_requests == {"a": 1, "b": 1}
     assert [found.cache for found in (by_data, by_url, elsewhere, fetched_again)] == ["miss", "hit", "hit", "hit"]
     assert by_data.ids == by_url.ids == elsewhere.ids == fetched_again.ids
-    assert (await ours.metrics()).value(entries) == before + 2  # as it was sent, and its feature
+    assert (await ours.metrics()).value(entries) == before + 2  # the encoded bytes and the feature
 
 
 async def test_new_and_known_images_in_one_request_are_mixed(ours):
@@ -54,7 +54,7 @@ async def test_one_image_in_many_requests_at_once_is_processed_once(ours):
 
 
 async def test_repeated_prompt_is_found_in_vllms_prefix_cache(ours):
-    """One request more than there are workers: one of them sees it twice, whichever way they are chosen."""
+    """One request more than there are workers: one worker receives it twice, however they are chosen."""
     answers = [await ours.succeed(chat(picture(25), ASK)) for _ in range(3)]
     cached = [(answer.json["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers]
     assert cached[0] == 0
@@ -104,7 +104,7 @@ async def test_client_that_hangs_up_before_the_answer_begins_leaves_nothing(ours
 
 
 async def is_idle(ours) -> bool:
-    """Nothing runs, and nothing is held for what ran."""
+    """No request runs and no lease is held."""
     page = await ours.metrics()
     held = ("medialane_arena_leases", "medialane_worker_in_flight", "medialane_worker_running")
     return all(page.value(name) == 0 for name in held)

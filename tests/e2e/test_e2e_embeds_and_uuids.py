@@ -1,4 +1,4 @@
-"""Items that bring no file: embeddings that the client has made, and media named by a uuid that was sent before."""
+"""Items without a file: client-made embeddings, and media referenced by the uuid of an earlier request."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 ASK = text("Describe the picture.")
 #: Of the tiny model.
 HIDDEN = 128
-#: Pictures of their own: plain vLLM answers 500 about an image that it was sent in a request that it refused (its API
+#: Separate images: plain vLLM returns 500 for an image that was part of a rejected request (its API
 #: server counts the image as cached in the engine, which never got it).
 ONE, OTHER = picture(600), image(data_url(photo(601)))
 

@@ -1,4 +1,4 @@
-"""Every stage and transport gives the same answers, over the same two workers, and goes the way that was asked for."""
+"""Every stage and transport gives the same outputs over the same two workers, by the requested transfer path."""
 
 import pytest
 from openai_http import assert_same, chat, data_url, image, photo, picture, text, video
@@ -28,7 +28,7 @@ async def test_answer_equals_plain_vllms(gateways, plain, way, name):
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
 async def test_beams_equal_plain_vllms(gateways, plain, way):
-    """`usage` is another where the worker expands the prompt."""
+    """`usage` differs if the worker expands the prompt."""
     body = chat(picture(83), ASK, use_beam_search=True, n=3, max_tokens=5)
     answer, right = await gateways[way].succeed(body), await plain.succeed(body)
     beams = [

@@ -1,6 +1,6 @@
-"""Features that contradict themselves, sent straight to a worker: refused before EngineCore, whose end they would be.
+"""Inconsistent features sent directly to a worker: rejected before they could terminate EngineCore.
 
-Every time, a good request on the same connection is answered right afterwards.
+Each time, a valid request on the same connection succeeds afterwards.
 """
 
 import secrets
@@ -46,7 +46,7 @@ def pixels(seed):
 
 @dataclass
 class Sender:
-    """A gateway of the tests' own, at one worker, with one processed image in its arena."""
+    """A test gateway connected to one worker, with one processed image in its arena."""
 
     client: RpcClient
     arena: Arena
@@ -56,12 +56,12 @@ class Sender:
         return self.processor.process(Image(pixels(seed)), b"{}")
 
     def feature(self, item, place, way, key=None):
-        """`item` as it travels."""
+        """`item` as transmitted."""
         tensors = self.stored(item) if way == "shm" else inline(item)
         return MediaPayload("image", key or secrets.token_hex(32), item.header, tensors, item.size, place)
 
     def stored(self, item) -> tuple[TensorDescriptor, ...]:
-        """The tensors, put into the arena, where they stay."""
+        """Publish the tensors in the arena and keep them there."""
         reservation = self.arena.reserve(layout(item.specs)[1])
         tensors = describe(reservation.range, item.specs)
         for tensor, data in zip(tensors, item.buffers, strict=True):
@@ -71,7 +71,7 @@ class Sender:
         return tensors
 
     async def answer(self, prompt) -> list[int]:
-        """The token ids that the worker answers. Raises what it refuses with."""
+        """Return the worker's output token ids. Raises the worker's rejection."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -109,7 +109,7 @@ async def sender(worker_addresses, processor):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def right(plain):
-    """Plain vLLM's answers: (expanded prompt, answer) for one image and for two."""
+    """Plain vLLM's answers: (expanded prompt, output) for one image and for two."""
     answers = [await plain.succeed({**body, "ignore_eos": True}) for body in (BODY, TWO)]
     return [(answer.json["prompt_token_ids"], answer.ids) for answer in answers]
 
@@ -206,7 +206,7 @@ async def test_feature_that_does_not_fit_its_prompt_is_refused(sender, right, wa
 
 
 def with_field(item, name, change):
-    """The processed item with one field changed, and everything around it still in agreement."""
+    """The processed item with one field changed and everything else consistent."""
     from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
     from medialane.vllm_bridge.features import decode_item, encode_item

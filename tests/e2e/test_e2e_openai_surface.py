@@ -1,4 +1,4 @@
-"""What else vLLM's OpenAI app does, done the same: tools, logprobs, n, stop strings, structured outputs, endpoints."""
+"""Other features of vLLM's OpenAI app work identically: tools, logprobs, n, stop strings, structured outputs, endpoints."""
 
 import pytest
 from openai_http import CHAT, assert_same, chat, picture, text

@@ -1,6 +1,6 @@
-"""kill -9 of any process: its requests fail at once and clearly, the others go on, and what was lost comes back.
+"""kill -9 of any process: its requests fail immediately and clearly, others continue, and the process is restarted.
 
-After this file `serve` is as whole as before it, except for what its caches knew.
+Afterwards `serve` is intact, except for its caches.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def huge_jpeg(shade: int) -> bytes:
 
 
 async def busy_one(pids: list[int], before: dict[int, float]) -> int:
-    """The process that has begun to work since `before`."""
+    """The process that started working since `before`."""
 
     def working() -> list[int]:
         return [pid for pid in pids if cpu_s(pid) - before[pid] > 0.1]
@@ -55,7 +55,7 @@ async def test_killed_preparer_fails_its_request_alone_and_is_replaced(serve, ou
     assert len(pids) == 2
     restarts = (await ours.metrics()).value("medialane_preparer_restarts_total")
     before = {pid: cpu_s(pid) for pid in pids}
-    # Resized after it is decoded: as it is, it would have more tokens than a prompt, and not be decoded at all.
+    # Resized after decoding: at full size it would exceed the context and not be decoded at all.
     part = {"type": "image_url", "image_url": {"url": data_url(huge_jpeg(10)), "max_pixels": 200_704}}
     doomed = asyncio.create_task(ours.post(chat(ASK, part)))
     victim = await busy_one(pids, before)
@@ -134,7 +134,7 @@ async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours,
     assert failed.error["code"] in ("worker_lost", "generation_failed")
 
     async def answers() -> bool:
-        """The worker may be chosen once more before it has ended; the other one is there long before it is back."""
+        """The worker may be chosen once more before it exits; the other one is available long before its restart."""
         answer = await ours.post(chat(picture(164), ASK))
         assert answer.status == 503 or answer.ids == right
         return answer.status == 200
@@ -191,7 +191,7 @@ async def comes_back(ours, num_workers: int) -> None:
 
 
 async def broken_off(ours, body) -> str | None:
-    """How a stream broke off, None if it did not."""
+    """The error that broke off a stream, or None."""
     try:
         answer: Answer = await ours.post(body)
     except aiohttp.ClientError:

@@ -1,4 +1,4 @@
-"""What was used of a request's media is told to those who ask, by a whole server."""
+"""The media report of a request, by a whole server."""
 
 import pytest
 from openai_http import assert_same, chat, picture, text, video

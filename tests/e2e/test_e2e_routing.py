@@ -1,5 +1,5 @@
-"""Ten kinds of overlap over two real workers, in every way to hand over: the request goes where its tokens are cached,
-and the engine has in its cache exactly what the router said it would."""
+"""Ten kinds of overlap over two real workers, by every transfer path: the request goes where its tokens are cached,
+and the engine has exactly the cached tokens that the router predicted."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def system_chat(system: str, *content, **options):
 
 
 class RoutedAnswer:
-    """A client whose answers tell where they were made, and why."""
+    """A client that returns the chosen worker and the reason."""
 
     def __init__(self, client) -> None:
         self._client = client
@@ -52,12 +52,12 @@ def routed(gateways, way):
 
 @pytest.fixture
 def seed(way):
-    """Every way has pictures and texts of its own: they share the workers, and so their caches."""
+    """Every transfer path has its own images and texts: they share the workers and their caches."""
     return 1000 * (1 + TRANSFER_PATHS.index(way))
 
 
 async def repeated(routed, *bodies) -> list[int]:
-    """Ask all; every one but the first must go where the first went. What was cached, for each."""
+    """Send all; all but the first must go to the first one's worker. Return the cached tokens of each."""
     answers = [await routed.ask(body) for body in bodies]
     assert len({worker for worker, _ in answers}) == 1, answers
     return [cached for _, cached in answers]

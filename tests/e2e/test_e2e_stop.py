@@ -1,4 +1,4 @@
-"""SIGTERM ends everything; it comes last, since it ends what the other tests share."""
+"""SIGTERM ends everything; runs last, since it stops the shared servers."""
 
 import pytest
 from medialane_process import until

@@ -1,4 +1,4 @@
-"""The reference itself: what the comparisons with plain vLLM rest on."""
+"""Properties of plain vLLM that the comparisons rely on."""
 
 import base64
 

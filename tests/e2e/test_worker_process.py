@@ -1,4 +1,4 @@
-"""A worker's whole process over real vLLM, without a supervisor: what is left when it is killed or asked to stop."""
+"""A worker's whole process over real vLLM, without a supervisor: what remains after SIGKILL and SIGTERM."""
 
 import asyncio
 import subprocess
@@ -26,7 +26,7 @@ END_S = 30
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """`sockets` is where vLLM's processes make theirs."""
+    """`sockets` is the folder for sockets of vLLM's processes."""
 
     process: subprocess.Popen
     address: str

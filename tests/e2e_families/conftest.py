@@ -1,6 +1,6 @@
 """One family's servers at a time: plain vLLM, and `medialane serve` with one worker and one preparer.
 
-Both start side by side, which takes the most of a family's minute; `pytest tests/e2e_families -k gemma3` runs one.
+Both start side by side, which takes most of a family's minute; `pytest tests/e2e_families -k gemma3` runs one.
 """
 
 import os
@@ -22,7 +22,7 @@ from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 MEDIALANE_FLAGS = ("--workers", "1", "--preparers", "1", "--arena-size", "256MiB", "--verbose")
 
 
-#: Families that `make test` starts: video with timestamps, an `apply` of its own, sound and mixed modalities.
+#: Families that `make test` starts: video with timestamps, its own `apply`, audio and mixed modalities.
 #: Of the others one is the model of tests/e2e, and the rest differ in preparation alone, which tests/contract compares.
 _ALWAYS = ("qwen3_vl", "paligemma", "qwen2_5_omni")
 
@@ -45,7 +45,7 @@ def environ() -> Iterator[dict[str, str]]:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the requests that a family does not take."""
+    """Skip the requests that a family does not support."""
     unfit = [
         item for item in items if item.path.parent == Path(__file__).parent and not _is_taken(item.callspec.params)
     ]

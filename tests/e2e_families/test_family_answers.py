@@ -1,4 +1,4 @@
-"""Token ids equal plain vLLM's for every family, whatever is sent."""
+"""Token ids equal plain vLLM's for every family and input."""
 
 import base64
 
@@ -29,7 +29,7 @@ def input_audio(pitch_hz, seconds=1.5):
 
 LONG = {"size": (160, 120), "frames": 90, "fps": 25}
 
-#: How many items of each modality a request has (conftest.py leaves out what a family does not take), and the request.
+#: How many items of each modality a request has (conftest.py skips what a family does not support), and the request.
 BODIES = {
     "text": ({}, [text("Say something.")]),
     "image": ({"image": 1}, [picture(0), ASK]),
@@ -85,5 +85,5 @@ async def test_media_known_from_before_give_the_same_answer(servers):
     answer = await servers.ours.succeed(asked)
     assert answer.cache == "hit"
     assert_same(answer.json, (await servers.plain.succeed(asked)).json)
-    # Nor was any answer of this file's other tests given in another way than by features.
+    # The other tests of this file used features, too.
     assert (await servers.ours.metrics()).value("medialane_transfer_fallbacks_total") == 0

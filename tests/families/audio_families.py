@@ -1,4 +1,4 @@
-"""Tiny models of families that take sound: Qwen2-Audio, and Qwen2.5-Omni's thinker, which takes everything."""
+"""Tiny models of families with audio: Qwen2-Audio, and Qwen2.5-Omni's thinker, which supports all modalities."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write_qwen2_5_omni(folder: Path) -> None:
             eos_token_id=TURN_END,
         ),
     )
-    # The hub's checkpoints hold thinker, talker and vocoder, and configurations of all; vLLM takes the first of them.
+    # The hub's checkpoints hold thinker, talker and vocoder, and configurations of all; vLLM uses the first.
     write_model(folder, Qwen2_5OmniThinkerForConditionalGeneration(config), renames={"": "thinker."})
     whole = {
         "architectures": ["Qwen2_5OmniModel"],

@@ -1,4 +1,4 @@
-"""Tiny models of families that take images, and one of them videos."""
+"""Tiny models of families with images, one of them also with video."""
 
 from __future__ import annotations
 

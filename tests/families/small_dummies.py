@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-#: Of what vLLM processes once when it starts: of the largest media that takes seconds, in every process.
+#: Media that vLLM processes once at start: the largest would take seconds in every process.
 _SMALL = {"image": {"width": 56, "height": 56}, "video": {"width": 56, "height": 56, "num_frames": 4}, "audio": {}}
 
 

@@ -1,6 +1,6 @@
 """Eight families of multimodal models, each as a tiny checkpoint that plain vLLM loads without network or GPU.
 
-A family is chosen for what its processor does that the others do not: `tests/contract/test_family_preparation.py` and
+Each family is included for a unique behaviour of its processor: `tests/contract/test_family_preparation.py` and
 `tests/e2e_families` run over all of them. To add one: a writer in a file of its kind, and a line here.
 """
 
@@ -21,7 +21,7 @@ from medialane.vllm_bridge import tiny_model
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of model: how it is made, what it takes, and how vLLM is told to serve it.
+    """One kind of model: how it is built, what it supports, and vLLM's flags for serving it.
 
     `limits` are the most items of each modality in a prompt. `placeholders` is what the chat template writes for one
     item, which a prompt made without the template must contain, too. `padded` are fields that the processor makes as
@@ -45,7 +45,7 @@ class Family:
         )
 
     def prompt(self, *parts: str) -> str:
-        """A prompt of these parts, of which each is a modality or text."""
+        """A prompt of these parts, each a modality or text."""
         body = "".join(self.placeholders.get(part, "") if part in self.limits else part for part in parts)
         return f"<|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -82,7 +82,7 @@ FAMILIES = {
             image_families.LLAVA,
             frozenset(("pixel_values",)),
         ),
-        # Newlines around an image melt into those of the text.
+        # Newlines around an image merge with those of the text.
         _written("gemma3", image_families.write_gemma3, {"image": 2}, image_families.GEMMA),
         # Tiles; one text for frames and tiles; a field that is shared by all videos.
         _written("internvl", image_families.write_internvl, {"image": 2, "video": 1}, image_families.INTERNVL),

@@ -1,7 +1,7 @@
-"""What the tiny models of all families share: a tokenizer trained on the spot, random weights, small language models.
+"""What the tiny models of all families share: a tokenizer trained during the build, random weights, small language models.
 
 The weights follow `medialane.vllm_bridge.tiny_model`, whose docstring says why: with the libraries' own initialisation
-a model gives every image the same answer.
+a model gives every image the same output.
 """
 
 from __future__ import annotations

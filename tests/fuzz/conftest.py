@@ -1,4 +1,4 @@
-"""Options of the fuzz tests: for how long, from which seed, or one input again."""
+"""Options of the fuzz tests: duration, seed, or a single input to reproduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def fuzz_seconds(pytestconfig: pytest.Config) -> float:
-    # The defaults are for a run that came upon this folder only while it collected.
+    # The defaults are for runs that load this folder only during collection.
     return pytestconfig.getoption("--fuzz-seconds", default=SECONDS)
 
 

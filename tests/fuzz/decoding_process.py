@@ -1,4 +1,4 @@
-"""A process that decodes what it is sent, with as little memory as a small picture needs, and tells how it went."""
+"""A process that decodes its input within the memory of a small image, and reports the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from medialane.core.errors import MedialaneError
 
 
 class DecodingProcess:
-    """Decodes one input after another; started again after each that it did not survive."""
+    """Decodes one input after another; restarted after a crash."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -23,7 +23,7 @@ class DecodingProcess:
         self._pipe: Connection | None = None
 
     def run(self, data: bytes) -> str | None:
-        """What is wrong with how `data` was decoded; None if nothing is."""
+        """Return the fault in decoding `data`, or None."""
         if self._process is None:
             self._start()
         self._pipe.send_bytes(data)

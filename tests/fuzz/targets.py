@@ -1,4 +1,4 @@
-"""What is fuzzed: functions that see bytes of strangers first, each with samples to begin from."""
+"""Fuzz targets: the functions that first read untrusted bytes, each with samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from medialane.media.freshness import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
 
-#: Small enough that no good picture takes long.
+#: Small enough that no valid image takes long.
 CONFIG = MediaConfig(max_image_pixels=500_000, max_image_side=4096)
 _GUARD = UrlGuard(CONFIG)
 
@@ -38,7 +38,7 @@ class Target:
 
 
 def _images() -> list[bytes]:
-    """Every kind of file that is taken, in the variants that have code of their own."""
+    """Every supported file type, in the variants with their own code path."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
     picture = Image.fromarray(noise)
     exif = Image.Exif()
@@ -151,8 +151,8 @@ def _probe(data: bytes) -> None:
 
 
 def _sounds_and_clips() -> list[bytes]:
-    """Beginnings of files of the kinds that sound and video come in, and small ones with all that their headers have;
-    what decodes them has tests of its own."""
+    """Truncated audio and video files, and small ones with all header fields;
+    their decoders have their own tests."""
     box = b"\0\0\0\x08free"
     return [
         b"RIFF\x2c\0\0\0WAVEfmt \x10\0\0\0\1\0\2\0\x44\xac\0\0\x10\xb1\2\0\4\0\x10\0data\x08\0\0\0" + bytes(8),
@@ -183,7 +183,7 @@ _SOUND_TOKENS = [
     b"\x9f\x81", b"\x01\xff\xff\xff\xff\xff\xff\xff",
 ]  # fmt: skip
 
-#: Functions that look at headers or text alone. Each must answer within `HEADER_S` of processor time.
+#: Functions that read only headers or text. Each must return within `HEADER_S` of CPU time.
 HEADER_TARGETS = [
     Target("lift", lambda data: extract(data, CONFIG), _BODIES, _BODY_TOKENS),
     Target(
@@ -200,13 +200,13 @@ HEADER_TARGETS = [
 ]
 HEADER_S = 0.1
 
-#: What runs on the event loop over bytes of any number: each must answer within `LOOP_S` of processor time. Inputs are
-#: grown to `LARGE_BYTES`, by repeating a part of them, since time in proportion to the size is what is looked for.
+#: Functions that run on the event loop over input of any size: each must return within `LOOP_S` of CPU time. Inputs are
+#: grown to `LARGE_BYTES`, by repeating a part of them, to find time proportional to size.
 LOOP_TARGETS = [target for target in HEADER_TARGETS if target.name.startswith("sniff_")]
 LOOP_S = 0.01
 LARGE_BYTES = 20 << 20
 
-#: Runs in a process of its own, which may die.
+#: Runs in a separate process, which may crash.
 DECODE_IMAGE = Target("decode_image", lambda data: decode_image(data, CONFIG), IMAGES, _IMAGE_TOKENS)
 PROBE = Target("probe", _probe, [*_sounds_and_clips(), *IMAGES[-2:]], _SOUND_TOKENS)
 DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE)}

@@ -1,6 +1,6 @@
-"""Mutated inputs, for as long as `--fuzz-seconds` says: each is answered or refused, in time, and nothing else happens.
+"""Mutated inputs, for `--fuzz-seconds`: each is accepted or rejected in time, and nothing else happens.
 
-A finding is written to `.fuzz/` and told with the command that runs it again.
+A finding is written to `.fuzz/` and reported with the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DECODE_SHARE = 0.3 / len(DECODE_TARGETS)
 _LOOP_SHARE = 0.2 / len(LOOP_TARGETS)
 _HEADER_SHARE = 0.5 / len(HEADER_TARGETS)
 
-#: What is wrong with an input, None if nothing is.
+#: Returns the fault found with an input, or None.
 Check = Callable[[bytes], str | None]
 
 
@@ -73,7 +73,7 @@ def _checked(target: Target, most_s: float = HEADER_S) -> Check:
 
 
 def _run(target: Target, data: bytes) -> float:
-    """Seconds of processor time: a machine that does other things takes none of those."""
+    """Seconds of CPU time, independent of other load on the machine."""
     started = time.thread_time()
     with suppress(MedialaneError):
         target.run(data)

@@ -1,4 +1,4 @@
-"""Hostile sounds: all as `+`, since the table has none. Their decoder's own cases are in `tests/unit/media`."""
+"""Hostile audio: all marked `+`, since the table has none. Their decoder's own cases are in `tests/unit/media`."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _flac_claiming(num_samples: int) -> bytes:
 
 
 def _m4a_claiming_samples() -> bytes:
-    """`stsz` says that there are 2^28 samples."""
+    """`stsz` claims 2^28 samples."""
     data = _m4a()
     place = data.index(b"stsz") + 12
     return data[:place] + struct.pack(">I", 1 << 28) + data[place + 4 :]
 
 
 def _m4a_referring() -> bytes:
-    """`dref` names another file: the flag that says "in this file" is taken away."""
+    """`dref` names another file: the self-contained flag is cleared."""
     data = _m4a()
     place = data.index(b"url ", data.index(b"dref"))
     return data[: place + 4] + bytes(4) + data[place + 8 :]

@@ -1,4 +1,4 @@
-"""vLLM's processor, but pictures of certain sizes break the process that it runs in."""
+"""vLLM's processor, except that images of certain sizes crash its process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _hog() -> None:
         hoard.append(mmap.mmap(-1, 64 << 20))  # address space is what is limited; pages would take seconds
 
 
-#: By height of a picture that is BREAKING_WIDTH pixels wide.
+#: By height of an image that is BREAKING_WIDTH pixels wide.
 BREAKING_WIDTH = 333
 BREAKS: dict[int, Callable[[], object]] = {
     301: lambda: ctypes.string_at(0),

@@ -1,4 +1,4 @@
-"""One gateway under attack for the whole corpus, its media hosts, and what goes on beside the attack."""
+"""One gateway under attack for the whole corpus, its media hosts, and concurrent requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hosts() -> Iterator[MediaHosts]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that file: URLs may name, and things around and in it that they may not."""
+    """A folder allowed for file: URLs, and files around and in it that are not."""
     folder = tmp_path_factory.mktemp("files")
     allowed = folder / "allowed"
     for path in (allowed / "inner", folder / "allowed-not"):
@@ -70,7 +70,7 @@ def gateway(hosts: MediaHosts, folder: Path) -> Iterator[GatewayProcess]:
     config = Config(
         media=MediaConfig(
             allowed_media_networks=(f"{ORIGIN_HOST}/32",),
-            # The canary's port is open, so that its address is what keeps everyone away from it.
+            # The canary's port is allowed, so that only its address protects it.
             allowed_media_ports=(80, 443, hosts.canary_port),
             allowed_local_media_path=str(folder / "allowed"),
             connect_timeout_s=1.0,

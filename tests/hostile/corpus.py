@@ -1,4 +1,4 @@
-"""What a row of the corpus is: a request, and the bounds of what it may do to the gateway."""
+"""A row of the corpus: a request and the limits of its effect on the gateway."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def data_url(data: bytes, media_type: str = "image/jpeg") -> str:
 
 
 def at(url: str, kind: str = "image_url") -> Body:
-    """A request with media of this URL, its names expanded."""
+    """A request with media of this URL, with placeholders expanded."""
     return lambda world: chat(world.model, media_part(world.expand(url), kind))
 
 

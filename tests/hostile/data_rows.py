@@ -1,6 +1,6 @@
 """Rows 36 to 41: bodies and data: URLs."""
 
-# ruff: noqa: RUF001 - letters that look like others are what is tried
+# ruff: noqa: RUF001 - look-alike letters are the attack
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ DATA_ROWS = (
     ),
 )
 
-#: Bodies that are announced with their length; what comes of them is zeros.
+#: Bodies with a declared length; the bytes sent are zeros.
 ANNOUNCED = {"38 data: of 1 GB": 1_400_000_000, "+ body over the limit by a byte": (64 << 20) + 1}

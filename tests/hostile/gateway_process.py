@@ -1,4 +1,4 @@
-"""The gateway under attack as its tests hold it: start, ask, and see what its processes take."""
+"""The gateway under attack: start it, send requests, measure its processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GatewayProcess:
         return Answer(response.status, error.get("code"), text, time.monotonic() - started)
 
     def announce(self, num_bytes: int) -> Answer:
-        """A chat completion of so many bytes, of which zeros are sent until the gateway answers."""
+        """A chat completion of this declared length; zeros are sent until the gateway responds."""
         started = time.monotonic()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}\r\n"
         with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
@@ -79,7 +79,7 @@ class GatewayProcess:
 
     @contextmanager
     def others(self) -> Iterator[list[float]]:
-        """Puts into the list how long the slowest of small requests took that were sent meanwhile."""
+        """Append the longest duration of small requests sent during the block."""
         done, slowest = threading.Event(), [0.0]
 
         def ask() -> None:
@@ -98,13 +98,13 @@ class GatewayProcess:
 
     @contextmanager
     def growth(self) -> Iterator[list[float]]:
-        """Puts into the list by how many MiB memory grew at most meanwhile, summed over the processes that stayed.
+        """Append the peak memory growth in MiB during the block, summed over surviving processes.
 
         The kernel keeps a high-water mark of each process's resident memory (proc(5): VmHWM, set back by clear_refs).
         """
         before = {}
         for pid in _family(self._process.pid):
-            with suppress(OSError):  # a process that ends just now
+            with suppress(OSError):  # a process that is exiting
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
                 before[pid] = _resident_kib(pid, "VmRSS")
         grown: list[float] = []
@@ -118,7 +118,7 @@ class GatewayProcess:
 
 @contextmanager
 def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[str]) -> Iterator[GatewayProcess]:
-    """Start one, with vLLM's `flags`, and wait until it answers; stopped at the end. Its log is `folder`/log."""
+    """Start one with vLLM's `flags` and wait until it responds; stopped at the end. Its log is `folder`/log."""
     folder.joinpath("config.json").write_bytes(msgspec.json.encode(config))
     port = _free_port()
     here = Path(__file__).resolve().parent
@@ -156,7 +156,7 @@ def _free_port() -> int:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all that came of it."""
+    """The process and its descendants."""
     parents = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""The gateway that the corpus attacks, a process of its own: all of `medialane gateway`, a fake worker behind.
+"""The gateway that the corpus attacks, in its own process: all of `medialane gateway` with a fake worker.
 
-It differs from the product's in two places. Names of `.test` resolve as the table here says, so that a name can lie;
-what they resolve to is vetted as ever. And the preparers' processor is `breaking_processor`, which dies of pictures of
+It differs from the product in two places. Names of `.test` resolve by the table here, which allows DNS rebinding;
+resolved addresses are validated as usual. And the preparers' processor is `breaking_processor`, which crashes on images of
 certain sizes and is vLLM's for all others.
 """
 
@@ -23,7 +23,7 @@ from medialane.config import Config, enter_environ
 from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
 from medialane.rpc.fake import FAKE_CARD
 
-#: Answers of the look-ups of a name, in turn; the last one again and again.
+#: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {
     "good.test": [["127.0.0.2"]],
     "inside.test": [["127.0.0.1"]],
@@ -38,7 +38,7 @@ NAMES: dict[str, list[list[str]]] = {
 
 
 class LyingNames(AbstractResolver):
-    """The names of the table, and the system's resolver for addresses in whatever spelling."""
+    """The names of the table, and the system's resolver for addresses in any notation."""
 
     def __init__(self) -> None:
         self._answers = {
@@ -66,7 +66,7 @@ def _result(host: str, address: str, port: int) -> ResolveResult:
 
 
 class AgreeingWorker(FakeHandler):
-    """Takes features of any gateway: says that its processor is the gateway's, and that it maps the arena."""
+    """Accepts features of any gateway: claims equal processor settings and a mapped arena."""
 
     async def register(self, hello: Hello) -> Welcome:
         welcome = await super().register(hello)

@@ -1,4 +1,4 @@
-"""Rows 45 to 57: images. That odd but good ones give vLLM's pixels is in `tests/contract/test_image_exactness.py`."""
+"""Rows 45 to 57: images. That unusual valid ones give vLLM's pixels is in `tests/contract/test_image_exactness.py`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _INVALID = {
     "+ AVIF whose box ends behind its end": lambda: m.box(b"ftyp", b"avif\0\0\0\0") + b"\x7f\xff\xff\xffmeta",
 }
 
-#: No magic bytes of any kind of file: an image, as far as anybody knows, that is damaged.
+#: No magic bytes of any kind of file: treated as a damaged image.
 _NO_FILE = {
     "+ one byte": b"\xff",
     "+ byte order mark before a JPEG": b"\xef\xbb\xbf" + m.picture(31),
@@ -152,12 +152,12 @@ _GOOD = {
     "+ PNG of 10 000 chunks": lambda: m.png_with(m.chunk(b"abCd") * 10_000),
     "+ run-coded BMP": lambda: m.bmp(64, 64, (b"\x40\x05" + bytes(2)) * 64),
     "+ PNG 49 MP, black": partial(m.png_of_zeros, 7000),
-    "+ PNG 49 MP, nothing of it": partial(m.png_claiming, 7000, 7000),  # Pillow, and so vLLM, takes it
+    "+ PNG 49 MP, nothing of it": partial(m.png_claiming, 7000, 7000),  # accepted by Pillow, and so by vLLM
     "57 ZIP after a JPEG": lambda: m.picture(47) + b"PK\3\4" + bytes(1000),
     "57 HTML after a PNG": lambda: m.encode("PNG") + b"<script>alert(1)</script>",
 }
 
-#: Pictures of full size take their pixels' memory, and seconds on a machine that does other things, too.
+#: Images of full size need memory for their pixels, and seconds on a busy machine.
 _LARGE = {
     "+ PNG 49 MP, nothing of it": (10.0, 1200.0),
     "+ JPEG 49 MP, nothing of it": (10.0, 800.0),

@@ -38,7 +38,7 @@ def chunk(kind: bytes, data: bytes = b"") -> bytes:
 
 
 def png_claiming(width: int, height: int, depth: int = 8, colour: int = 2, rows: int = 1) -> bytes:
-    """As large as it says, as far as its first `rows` rows; nothing of the rest."""
+    """Only the first `rows` rows of the declared size."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     data = zlib.compress(bytes(rows * (1 + width * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour] * depth // 8)), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND")
@@ -53,7 +53,7 @@ def png_of_zeros(side: int) -> bytes:
 
 
 def png_with(extra: bytes, *, last: bool = False) -> bytes:
-    """A good PNG with more chunks, after its header or before its end."""
+    """A valid PNG with more chunks, after its header or before its end."""
     data = encode("PNG")
     at = len(data) - 12 if last else 33
     return data[:at] + extra + data[at:]
@@ -78,7 +78,7 @@ def segment(marker: int, data: bytes) -> bytes:
 
 
 def jpeg_with(extra: bytes) -> bytes:
-    """A good JPEG with more segments after its start."""
+    """A valid JPEG with more segments after its start."""
     data = picture(0)
     return data[:2] + extra + data[2:]
 
@@ -91,7 +91,7 @@ def jpeg_claiming(width: int, height: int) -> bytes:
 
 
 def jpeg_of_scans(num_scans: int, side: int = 2048) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
+    """A progressive JPEG whose last scan is repeated."""
     data = encode("JPEG", Image.new("L", (side, side)), progressive=True)
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * num_scans + b"\xff\xd9"
@@ -130,7 +130,7 @@ def gif(frames: bytes, size: tuple[int, int] = (16, 16), head: bytes = b"") -> b
 
 
 def gif_frame(width: int = 16, height: int = 16) -> bytes:
-    """An image of which only the first pixels are there."""
+    """An image with only its first pixels."""
     return b"," + struct.pack("<HHHH", 0, 0, width, height) + b"\0\x08\x04\x00\x01\x04\x18\x00"
 
 
@@ -162,7 +162,7 @@ def webp_claiming(width: int, height: int) -> bytes:
 
 
 def webp_with_exif(exif: bytes) -> bytes:
-    """A WebP whose EXIF is not looked at by the coder."""
+    """A WebP whose EXIF is not validated by the encoder."""
     plain = encode("WEBP")
     picture = plain[12:] + bytes(len(plain) % 2)
     canvas = (SIZE[0] - 1).to_bytes(3, "little") + (SIZE[1] - 1).to_bytes(3, "little")
@@ -171,7 +171,7 @@ def webp_with_exif(exif: bytes) -> bytes:
 
 
 def webp_whose_canvas_lies(width: int, height: int) -> bytes:
-    """An animation whose frame is larger than its canvas says."""
+    """An animation whose frame exceeds its canvas."""
     data = bytearray(webp_of_frames(2))
     at = data.index(b"VP8X") + 12
     data[at : at + 6] = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
@@ -193,7 +193,7 @@ def box(kind: bytes, data: bytes = b"") -> bytes:
 
 
 def avif_claiming(width: int, height: int, image: Image.Image | None = None) -> bytes:
-    """An AVIF whose size property says this, whatever its picture's size is."""
+    """An AVIF with this size property, whatever its image's size."""
     data = encode("AVIF", image, speed=10)
     at = data.index(b"ispe") + 8
     return data[:at] + struct.pack(">II", width, height) + data[at + 8 :]

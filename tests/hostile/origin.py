@@ -1,4 +1,4 @@
-"""The media hosts of the corpus, in a thread: one that may be asked, and a canary that nobody may reach."""
+"""The media hosts of the corpus, in a thread: an allowed one, and a canary that must never be reached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Route = Callable[["Asked"], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Asked:
-    """One request to the origin, to be answered by `send`."""
+    """One request to the origin; `send` responds."""
 
     path: str
     origin: MediaHosts
@@ -33,7 +33,7 @@ class Asked:
 
 @dataclass
 class MediaHosts:
-    """Where they listen, and what reached them. Counters are read from another thread: whole numbers only."""
+    """Their ports, and the requests that reached them. Counters are read from another thread: whole numbers only."""
 
     routes: dict[str, Route]
     port: int = 0

@@ -1,4 +1,4 @@
-"""What the origin of the corpus answers, by path: mostly what no media host should."""
+"""Responses of the corpus origin by path, mostly misbehaviour."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def status(number: int, body: bytes = b"", **headers: object) -> Route:
 
 
 def raw(answer: bytes, *, close: bool = True) -> Route:
-    """Send bytes and hang up, or say nothing more."""
+    """Send bytes and close the connection, or stay silent."""
 
     async def send(asked: Asked) -> None:
         await asked.send(answer)
@@ -51,7 +51,7 @@ def redirect(location: str, number: int = 302, **headers: object) -> Route:
 
 
 def dripping(first: bytes, pause_s: float, drop: bytes = b"x") -> Route:
-    """A beginning, then one drop after each pause, for ever."""
+    """A first part, then one byte after each delay, forever."""
 
     async def send(asked: Asked) -> None:
         await asked.send(first)
@@ -63,7 +63,7 @@ def dripping(first: bytes, pause_s: float, drop: bytes = b"x") -> Route:
 
 
 def flood(first: bytes, piece: bytes) -> Route:
-    """A beginning, then the same piece as fast as it is taken, for ever."""
+    """A first part, then the same chunk as fast as it is read, forever."""
 
     async def send(asked: Asked) -> None:
         await asked.send(first)
@@ -168,7 +168,7 @@ ROUTES: dict[str, Route] = {
     "/gzip-unsaid": status(200, gzip.compress(GOOD)),
     "/reset": reset,
     "/hang-up": raw(b""),
-    # What is no image
+    # Not an image
     "/html": status(200, b"<html><body>not found</body></html>", Content_Type="text/html"),
     "/html-as-jpeg": status(200, b"<html><body>not found</body></html>", Content_Type="image/jpeg"),
     "/jpeg-as-html": status(200, GOOD, Content_Type="text/html"),

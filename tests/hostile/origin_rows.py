@@ -1,4 +1,4 @@
-"""Rows 23 to 35: what media hosts may answer."""
+"""Rows 23 to 35: responses of media hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLOW = (
     "/silent-after-headers", "/silent-in-body",
 )  # fmt: skip
 
-#: Floods end at a bound on bytes where there is one, else in time.
+#: Floods end at a byte limit if there is one, else at the timeout.
 _FLOODS = {
     "/endless": "media_too_large",
     "/endless-until-close": "media_too_large",

@@ -1,4 +1,4 @@
-"""Each row of the corpus: answered as the table says, in its time and memory, nobody reached, and all well after it."""
+"""Each row of the corpus: the expected response within time and memory, canary not reached, gateway healthy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from origin import MediaHosts
 #: The first test waits for the gateway.
 pytestmark = pytest.mark.timeout(400)
 
-#: Far over what others may wait: a busy test machine alone takes a process off the CPU for that long.
+#: Far above the product's limit: a busy test machine alone takes a process off the CPU for that long.
 OTHERS_S = 1.5
 
 _numbers = itertools.count(1000)
@@ -30,7 +30,7 @@ _numbers = itertools.count(1000)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_harmed(gateway: GatewayProcess, hosts: MediaHosts, world: World) -> Iterator[None]:
-    """After every attack: the canary was not reached, and a picture that was never seen before is answered."""
+    """After every attack: the canary was not reached, and a request with a new image succeeds."""
     before = hosts.num_canary_hits
     yield
     assert hosts.num_canary_hits == before, "a forbidden connection was made"
@@ -103,7 +103,7 @@ def test_body_is_refused_by_its_announcement(name: str, gateway: GatewayProcess)
 
 
 def test_declared_size_ends_a_fetch_before_its_body(gateway: GatewayProcess, hosts: MediaHosts, world: World):
-    """Row 30: and nobody asks a second time."""
+    """Row 30: and the request is not repeated."""
     asked = hosts.num_asked.get("/declared-10-gb", 0)
     answer = gateway.ask(chat(world.model, media_part(hosts.url("/declared-10-gb"))))
     assert (answer.status, answer.code) == (413, "media_too_large")
@@ -116,7 +116,7 @@ def test_name_that_changes_its_address_reaches_nobody(gateway: GatewayProcess, h
     assert (answer.status, answer.code) == (400, "media_url_forbidden")
 
 
-#: By height of the picture (`breaking_processor`): how the decoder dies, and what is said of it.
+#: By height of the picture (`breaking_processor`): how the decoder crashes, and the reported error.
 BREAKS = {
     301: ("segmentation fault", "media_decoder_crashed"),
     302: ("kill -9", "media_decoder_crashed"),

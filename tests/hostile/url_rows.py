@@ -1,16 +1,16 @@
-"""Rows 1 to 23 and 42 to 44: URLs, names and files that lead where nothing may be fetched.
+"""Rows 1 to 23 and 42 to 44: URLs, names and files that lead to forbidden targets.
 
 Those of row 42 (file: URLs without an allowed folder) and the swapped link of row 43 are in
-`tests/unit/media/test_media_local_files.py`: they need another configuration, or a hand between two system calls.
+`tests/unit/media/test_media_local_files.py`: they need another configuration, or interference between two system calls.
 """
 
-# ruff: noqa: RUF001 - letters that look like others are what is tried
+# ruff: noqa: RUF001 - look-alike letters are the attack
 
 from __future__ import annotations
 
 from corpus import Row, at
 
-#: Ways to say 127.0.0.1, ::1 and other addresses inside. The canary listens at its port on both.
+#: Notations of 127.0.0.1, ::1 and other private addresses. The canary listens at its port on both.
 _FORBIDDEN = {
     "1 loopback": "http://127.0.0.1:{canary}/",
     "1 loopback, default port": "http://127.0.0.1/",

@@ -18,14 +18,14 @@ def _clip() -> bytes:
 
 
 def _claiming_samples() -> bytes:
-    """`stsz` says that there are 2^28 samples."""
+    """`stsz` claims 2^28 samples."""
     data = _clip()
     at = data.index(b"stsz") + 12
     return data[:at] + struct.pack(">I", 1 << 28) + data[at + 4 :]
 
 
 def _referring(url: bytes) -> bytes:
-    """`dref` names another file: the flag that says "in this file" is taken away."""
+    """`dref` names another file: the self-contained flag is cleared."""
     data = _clip()
     at = data.index(b"url ", data.index(b"dref"))
     return data[: at + 4] + bytes(4) + data[at + 8 :].replace(b"Lavf", url[:4])
@@ -86,7 +86,7 @@ def _nested(depth: int) -> bytes:
     return data
 
 
-#: What vLLM takes, too: frames from zero on, by an edit list, and those before it in a file that has none.
+#: Accepted by vLLM, too: frames from zero on, by an edit list, and those before it in a file that has none.
 _GOOD = {
     "60 begins before zero": lambda: remux(clip(30), shift=-25),
     "60 begins before zero, without an edit list": lambda: remux(clip(30), shift=-25, use_editlist="0"),

@@ -18,7 +18,7 @@ def arena():
     yield arena
     stats = arena.stats()
     arena.close()
-    gc.collect()  # an error's traceback holds its frames, and they views of the arena
+    gc.collect()  # a traceback references frames, which reference views of the arena
     assert (stats.num_leases, stats.num_reservations) == (0, 0)
 
 

@@ -88,7 +88,7 @@ class FakeWorker:
         await self._server.serve(self.address)
 
     def drop_connections(self) -> None:
-        """As a broken network does: the worker lives on."""
+        """Like a network failure: the worker keeps running."""
         for session in list(self._server._sessions):
             session.end(WorkerLost("the network is broken"))
 
@@ -100,7 +100,7 @@ class FakeWorker:
 
 
 class ScriptedFetcher:
-    """In place of `Fetcher`: URLs whose content is what `contents` says now; `fresh` hashes are known unfetched."""
+    """Replaces `Fetcher`: URLs with the current content of `contents`; `fresh` hashes are known without a fetch."""
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}
@@ -118,7 +118,7 @@ class ScriptedFetcher:
 
 
 class Parts:
-    """A gateway wired from its parts. `async with` starts the links; everything that tests look at is an attribute."""
+    """A gateway wired from its parts. `async with` starts the links; everything that tests inspect is an attribute."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Parts:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     async def answer(self, media: MediaPrompt, request_id: str = "r", **params: object) -> list[int]:
-        """Prepare and generate inside the current scope; the answer's token ids."""
+        """Prepare and generate inside the current scope; return the output token ids."""
         prepared = await self.gateway.prepare(media)
         return await self.generate(request(request_id, prepared.token_ids, **params), prepared)
 

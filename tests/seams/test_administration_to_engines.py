@@ -63,7 +63,7 @@ class Scraper:
         parts.metrics.watch_engines(self._scrape.mirrors)
 
     async def value(self, worker):
-        """The worker's `vllm:prompt_tokens_total` at the gateway; None where it shows none."""
+        """The worker's `vllm:prompt_tokens_total` at the gateway; None if absent."""
         self.now += MIN_INTERVAL_S
         await self._scrape.refresh()
         generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Bodies from an origin into the arena: one download and one copy of what many want, nothing left of what failed."""
+"""Bodies from an origin into the arena: one download and one copy for concurrent callers, nothing left after failures."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def in_pieces(writer: asyncio.StreamWriter, body: bytes, piece: int = 64 *
 
 
 def first_half(body: bytes, gate: asyncio.Event):
-    """Answer with half of the body, with the rest when the gate opens."""
+    """Send half of the body, and the rest when the gate opens."""
 
     async def write(request, writer):
         writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(body)}\r\n\r\n".encode())
@@ -261,7 +261,7 @@ async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
 async def test_what_a_header_tells_is_refused_before_a_worker_decodes_it(
     arena, preparers, origin, modality, make, error, sent
 ):
-    """Stage `url`: encoded bytes are what a worker is given, and these never get there."""
+    """Stage `url`: the worker receives encoded bytes, and these are rejected first."""
     data = make()
     origin.routes["/a"] = answer(200, data)
     ref = MediaRef(modality, "p", data=data) if sent else MediaRef(modality, "p", url=origin.url("/a"))
@@ -287,7 +287,7 @@ async def test_media_for_a_worker_are_opened_once_by_a_preparer_and_pictures_of_
 
 
 async def test_feature_that_is_evicted_as_soon_as_nobody_holds_it_is_made_once(arena, preparers, monkeypatch):
-    """As in an arena that is far too small: everybody who waits gets what was made, and nothing is looked up again."""
+    """As in an arena that is far too small: every waiter gets the result without another look-up."""
     make = preparers.prepare_item
 
     async def made(*args, **kwargs):

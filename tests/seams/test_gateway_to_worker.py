@@ -1,4 +1,4 @@
-"""From a prompt with media to an engine's answer: gateway and worker over a real socket, arena and preparers."""
+"""From a prompt with media to an engine's output: gateway and worker over a real socket, arena and preparers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 
 @pytest.fixture
 async def make_worker(arena):
-    """Workers whose requests are kept in `seen`; closed at the end."""
+    """Workers whose requests are recorded in `seen`; closed at the end."""
     workers = []
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
@@ -52,7 +52,7 @@ async def make_worker(arena):
         yield make
         for worker in workers:
             await worker.close()
-    gc.collect()  # a cancelled request's traceback holds its frames, and they views of the arena
+    gc.collect()  # a cancelled request's traceback references frames, which reference views of the arena
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ async def test_one_image_twice_in_a_request_is_one_entry_in_two_places(arena, pr
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             await parts.answer(prompt(png(), png()))
-        assert arena.stats().num_entries == 2  # as it was sent, and the feature
+        assert arena.stats().num_entries == 2  # the encoded bytes and the feature
     first, second = seen[0].prompt.features
     assert first.mm_hash == second.mm_hash
     assert first.placeholder.offset != second.placeholder.offset
@@ -182,7 +182,7 @@ async def test_client_that_leaves_while_it_waits_aborts_at_the_worker(arena, pre
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
 async def test_client_that_leaves_at_any_await_leaves_no_lease_and_no_request(arena, preparers, worker, stage):
-    """Cancelled after every number of turns of the loop, from new media on until it is answered."""
+    """Cancelled after every number of loop iterations, from new media to completion."""
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
 
         async def one():
@@ -257,7 +257,7 @@ async def test_client_that_leaves_while_its_image_is_prepared_leaves_no_lease(ar
 
 
 async def test_items_of_a_refused_request_keep_no_preparer_busy(arena, preparers, worker):
-    """One item is refused; those beside it, running or waiting, are of no use to anybody."""
+    """One item is rejected; the request's other items, running or queued, are no longer needed."""
     async with Parts(arena, preparers, [worker]) as parts:
         several = prompt(png()[:60], *(png(seed=n) for n in range(3)), options=b'{"sleep_s": 30}')
         with open_scope(), pytest.raises(InvalidImage):
@@ -458,7 +458,7 @@ async def test_stage_url_sends_the_fetched_bytes_and_prepares_nothing(arena, pre
 
 
 def bytes_of(arena, prompt):
-    """What was handed over as the only tensor of the prompt's only item."""
+    """The only transferred tensor of the prompt's only item."""
     ((tensor,),) = [item.tensors for item in prompt.media]
     return bytes(tensor.data if isinstance(tensor, InlineTensor) else arena.view.tensor(tensor))
 

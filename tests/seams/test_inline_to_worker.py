@@ -1,4 +1,4 @@
-"""Tensors that travel by value, from an arena to a worker's engine, with both ends on one loop."""
+"""Tensors sent by value, from an arena to a worker's engine, with both ends on one loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pytest_asyncio_loop_factories(config, item):
 
 @pytest.fixture
 def stored(arena):
-    """A tensor in the arena, and the lease that keeps it there."""
+    """A tensor in the arena, and the lease that pins it."""
     reservation = arena.reserve(NUM_BYTES)
     np.frombuffer(reservation.buffer, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, NUM_BYTES, np.uint8)
     spec = TensorSpec("uint8", (NUM_BYTES,))
@@ -56,7 +56,7 @@ async def connected(arena):
 
 
 class LoopWatch:
-    """The longest time of the processor that one round of the loop took: what other processes take does not count."""
+    """The longest CPU time of one loop iteration: other processes do not count."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0

@@ -1,4 +1,4 @@
-"""Encoded bytes in the arena, decoded by the media room inside a preparer, tensors read back by a read-only mapping."""
+"""Encoded bytes in the arena, decoded by the media package inside a preparer, tensors read back by a read-only mapping."""
 
 from __future__ import annotations
 

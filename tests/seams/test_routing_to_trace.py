@@ -1,4 +1,4 @@
-"""What a request's trace is told of routing, with a tracer of OpenTelemetry's SDK."""
+"""Routing attributes of a request's trace, with a tracer of OpenTelemetry's SDK."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def jpeg():
 
 @pytest.fixture
 async def source_with(arena):
-    """Make a feature source with these media settings, and preparers that know them."""
+    """Make a feature source and preparers with these media settings."""
     pools, fairness = [], LoopFairness()
 
     async def make(**settings):
@@ -58,7 +58,7 @@ async def source_with(arena):
 
 
 async def found(source, data, options):
-    """The feature's hash, the sizes that it tells, and the shape of its first tensor."""
+    """The feature's hash, its reported sizes, and the shape of its first tensor."""
     made = await source.find(ref(data), options, StageTimeline())
     with made.lease as lease:
         feature = lease.value
@@ -73,7 +73,7 @@ async def test_scaled_and_whole_images_are_never_one_entry(source_with, jpeg):
     assert one[1:] == (size, (1200, 2000, 3))
     assert other[1:] == (size, (150, 250, 3))
     assert one[0] != other[0]
-    # What a worker would make of the whole image by itself has the whole one's key, from either gateway.
+    # Worker-side processing of the full-size image has the full-size key, from either gateway.
     content = (await source_content(whole, jpeg)).content_hash
     assert {s.key(ref(jpeg), SHRINKS, content=content) for s in (whole, scaling)} == {one[0]}
 
@@ -85,6 +85,6 @@ async def source_content(source, data):
 
 async def test_images_that_are_not_scaled_are_whole_with_the_setting_too(source_with, jpeg):
     scaling = await source_with(jpeg_scaled_decode=True)
-    assert (await found(scaling, jpeg, b"{}"))[2] == (1200, 2000, 3)  # the processor does not tell
+    assert (await found(scaling, jpeg, b"{}"))[2] == (1200, 2000, 3)  # the processor does not report it
     assert (await found(scaling, png(90, 60), SHRINKS))[2] == (60, 90, 3)
     assert (await found(scaling, jpeg, None))[2] == (1200, 2000, 3)  # stage decoded

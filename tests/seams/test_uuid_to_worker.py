@@ -28,7 +28,7 @@ FIRST, SECOND = png(seed=1), png(90, 60, seed=2)
 
 @pytest.fixture
 def seen(worker):
-    """What reached the engine: the prompt of each request, and its bytes."""
+    """Records the prompt of each request at the engine, and its bytes."""
     seen, generate = [], worker.engine.generate
 
     async def spied(request, tensors):
@@ -54,7 +54,7 @@ def embeds(seed=0, **more):
 
 
 async def ask(parts, *content, salt=None, stage_options=b"{}"):
-    """Send a body as clients do; vLLM's part is played here: its hook asks for every reference in the body's order."""
+    """Send a body as clients do; this stands in for vLLM: its hook resolves every reference in the body's order."""
     body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(extract(json.dumps(body).encode(), MediaConfig()).refs)
@@ -189,7 +189,7 @@ async def test_embeddings_and_another_modality_go_together(arena, preparers, wor
 
 
 async def test_embeddings_and_images_do_not_pass_for_each_other(arena, preparers, worker, seen):
-    """A document of embeddings sent as an image is no image, though the arena has it."""
+    """A document of embeddings sent as an image is rejected, though the arena has it."""
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, embeds(uuid="u"))
         ((_, ((document,),)),) = seen

@@ -99,7 +99,7 @@ def test_frame_that_reaches_over_the_claimed_size_is_held_against_the_limits():
 
 
 def bomb_of_scans(num_scans: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
+    """A progressive JPEG whose last scan is repeated."""
     data = encode("JPEG", (512, 512), progressive=True)
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * num_scans + b"\xff\xd9"
