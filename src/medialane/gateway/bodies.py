@@ -89,7 +89,7 @@ class BudgetCharge:
         self._num_bytes = 0
 
     def set(self, num_bytes: int) -> None:
-        """Charge `num_bytes` instead of the previous amount. Raises BodyMemoryExhausted and keeps the previous amount."""
+        """Charge `num_bytes` instead of the previous amount, which stays charged if this raises BodyMemoryExhausted."""
         self._budget.charge(num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 

@@ -99,7 +99,7 @@ class ErrorSender:
             await self._send(message)
 
     async def fail_stream(self, cause: Exception) -> bool:
-        """Complete the response after the app has raised `cause`. False if the request has not failed with our error."""
+        """Complete the response after the app has raised `cause`. False if the request has no error of ours."""
         error = self._error()
         if error is None or (self._has_started and not self._is_stream):
             return False

@@ -59,7 +59,7 @@ def http_protocol(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> A
 
 
 def _connections(configured: int) -> int:
-    """Return the configured number of connections, or fewer if RLIMIT_NOFILE, raised if necessary, allows only those."""
+    """Raise RLIMIT_NOFILE as needed and return the configured number of connections, or as many as it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = configured + _OTHER_FILES
     if soft < needed and hard > soft:

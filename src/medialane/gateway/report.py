@@ -53,8 +53,8 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoutingReport(msgspec.Struct, frozen=True):
-    """Where a request was sent, and why. `cached_tokens` is the number of prompt tokens that the router predicted in the
-    worker's KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported)."""
+    """Where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the worker's
+    KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported)."""
 
     worker: str
     rank: int

@@ -100,7 +100,7 @@ class Routes:
             self._router.clear_encoder(slot)
 
     def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
-        """Return the worker for a request, without counting the request there yet (see `begin`). Raises NoWorkerReady."""
+        """Return the worker for a request. The router counts the request from `begin` on. Raises NoWorkerReady."""
         known = self._known(request, prepared)
         routing_request = RoutingRequest(
             block_ids=self._block_ids(request, known),

@@ -1,4 +1,4 @@
-"""The workers of this gateway: one link each, which connects, reconnects, and holds the leases of the worker's requests.
+"""The workers of this gateway: one link each, which connects, reconnects, and holds the leases of its requests.
 
 A lease on transferred media ends when the worker reports it (`Released`). If the connection is lost first, the worker
 may still be reading: the leases are held until it accepts a new registration (which it does only after it has released
