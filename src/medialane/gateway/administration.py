@@ -71,4 +71,4 @@ def _error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerL
     named = [f"{link.address} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
     more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
     done = len(called) - len(failed)
-    return AdminCallIncomplete(f"{done} of {len(called)} workers have done it; not: {'; '.join(named)}{more}")
+    return AdminCallIncomplete(f"{done} of {len(called)} workers executed the call; failed: {'; '.join(named)}{more}")

@@ -130,7 +130,7 @@ class BoundedReceive:
             async with asyncio.timeout(self._allowed_s() - self._waited_s):
                 return await self._receive()
         except TimeoutError as error:
-            _warn("a client sent %d bytes of a request's body in %g s", self._num_bytes, self._allowed_s())
+            _warn("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._allowed_s())
             raise ClientTooSlow("the request body was sent too slowly") from error
         finally:
             self._waited_s += loop.time() - started

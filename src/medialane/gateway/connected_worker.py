@@ -1,4 +1,4 @@
-"""A worker that has registered this gateway, for the lifetime of the connection."""
+"""A worker that has accepted this gateway's registration, for the lifetime of the connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def disagreements(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Disagre
 
 @dataclass(frozen=True)
 class ConnectedWorker:
-    """`disagreements` are fixed when the worker registers: its settings do not change during a connection."""
+    """`disagreements` are computed at registration: the worker's settings do not change during a connection."""
 
     address: str
     client: RpcClient

@@ -104,7 +104,7 @@ class Gateway:
         return self._workers.num_ready > 0
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
-        """Look up or prepare what the prompt's stage sends, and expand the placeholders if the stage is processed here.
+        """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.
 
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """

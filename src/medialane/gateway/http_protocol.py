@@ -194,7 +194,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         if self.transport.is_closing():
             return
-        _warn("%s is refused: %s", self.client[0] if self.client else "a connection", error.message)
+        _warn("connection from %s rejected: %s", self.client[0] if self.client else "unknown", error.message)
         if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
             self.transport.write(_response(error))
         self.transport.close()

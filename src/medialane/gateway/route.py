@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not 
 
 logger = logging.getLogger(__name__)
 
-#: Used until the first worker has registered; until then, no request can be routed anyway.
+#: Used until the first worker has joined; until then, no request can be routed anyway.
 _INITIAL_BLOCK_SIZE = 16
 
 

@@ -169,7 +169,7 @@ class WorkerLink:
         except MedialaneError as error:
             self._report_refusal(error)
             return None
-        self._leases.release_all()  # it is registered: it no longer reads anything of earlier connections
+        self._leases.release_all()  # registration accepted: it no longer reads anything of earlier connections
         self.refusal = None
         return client
 

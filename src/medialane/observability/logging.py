@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TextIO
 
 import msgspec
 
-#: The id of the request that the current task belongs to.
+#: The id of the current task's request, set where the request is opened.
 request_id: ContextVar[str] = ContextVar("medialane_request_id", default="")
 
 _DATA_URL = re.compile(r"(data:[\w.+/-]{0,80}(?:;[\w=.+-]{1,80}){0,4},)[^\s\"')]+")

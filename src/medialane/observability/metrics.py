@@ -1,8 +1,8 @@
 """Prometheus metrics of the gateway, in the same registry as those of vLLM's app.
 
 Requests push: stages, cache lookups and errors are counted as they happen. State is pulled: arena, preparers and
-workers are read on each scrape by the functions passed to the `watch_*` methods, so values are never stale. vLLM's app
-collects on the event loop, so these functions may use its state.
+workers are read on each scrape by the functions passed to the `watch_*` methods, so values are never stale. These
+functions are not thread-safe: vLLM's app collects on the event loop.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Metrics:
         self._histograms["medialane_routing_seconds"].observe(seconds)
 
     def count_prompt(self, num_tokens: int, *, routed_cached: int, engine_cached: int | None) -> None:
-        """Count the tokens of a prompt on its first output; `engine_cached` is None if the engine does not report it."""
+        """Count a prompt's tokens on its first output; `engine_cached` is None if the engine does not report it."""
         tokens = self._counters["medialane_prompt_tokens"]
         tokens.labels("all").inc(num_tokens)
         tokens.labels("routed_cached").inc(routed_cached)

@@ -42,7 +42,7 @@ class StageTimeline:
         return "mixed" if self.num_misses else "hit"
 
     def server_timing(self) -> str:
-        """Return a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in milliseconds."""
+        """Return the value of a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in ms."""
         entries = [f"{stage};dur={seconds * 1000:.2f}" for stage, seconds in self.seconds.items()]
         entries.append(f'cache;desc="{self.cache}"')
         entries.append(f'copied;desc="{self.copied_bytes}"')

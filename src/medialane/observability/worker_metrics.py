@@ -54,7 +54,8 @@ class MetricReader:
         self.num_dropped = 0
 
     def read(self) -> list[MetricChanges]:
-        """Return the changes since the last call, one message each; takes a few milliseconds. Not reentrant."""
+        """Return the changes since the last call, as messages of at most `PIECE_SERIES` series; takes a few
+        milliseconds. Must not be called concurrently."""
         families: list[MetricFamily] = []
         series: list[MetricSeries] = []
         changed: dict[int, float] = {}
@@ -113,11 +114,11 @@ class MetricMirror:
         num_families = len(self._families) + len(changes.families)
         new = dict(enumerate(changes.series, self._num_sent))
         if num_families > self._max_series or len(self._series) + len(new) - len(removed) > self._max_series:
-            raise ValueError("more series than a worker may have")
+            raise ValueError("too many series")
         if not all(map(_is_family, changes.families)) or not all(_is_series(s, num_families) for s in changes.series):
-            raise ValueError("a family or a series that Prometheus does not know")
+            raise ValueError("invalid metric family or series")
         if len(ids) != len(values) or any(i not in self._series and i not in new for i in (*ids, *removed)):
-            raise ValueError("values that do not fit the series")
+            raise ValueError("values do not match the series")
         self._families.extend(changes.families)
         self._series.update(new)
         self._num_sent += len(new)
@@ -172,6 +173,6 @@ def _is_series(found: MetricSeries, num_families: int) -> bool:
 
 def _unpack(data: bytes, kind: np.dtype[np.uint32] | np.dtype[np.float64]) -> list[float]:
     if len(data) % kind.itemsize:
-        raise ValueError("a part of a number")
+        raise ValueError("truncated number")
     found: list[float] = np.frombuffer(data, kind).tolist()
     return found
