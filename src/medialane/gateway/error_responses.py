@@ -84,12 +84,12 @@ class ErrorSender:
         self._form = form
         self._start: Message | None = None
         self._has_started = False
-        self._answered = False
+        self._responded = False
         self._is_stream = False
         self._last = b""
 
     async def __call__(self, message: Message) -> None:
-        if self._answered:
+        if self._responded:
             return
         if message["type"] == "http.response.start":
             await self._on_start(message)
@@ -105,9 +105,9 @@ class ErrorSender:
             return False
         logger.warning("vLLM's app aborted a response after %s: %r", error.code, cause)
         if not self._has_started:
-            await self._answer(error)
-        elif not self._answered:
-            self._answered = True
+            await self._respond(error)
+        elif not self._responded:
+            self._responded = True
             event = self._form.event(error, self._last) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event})
         return True
@@ -115,7 +115,7 @@ class ErrorSender:
     async def _on_start(self, message: Message) -> None:
         error = self._error()
         if error is not None and message["status"] >= 400:
-            await self._answer(error)
+            await self._respond(error)
             return
         self._is_stream = _is_event_stream(message)
         if self._is_stream:
@@ -129,7 +129,7 @@ class ErrorSender:
         error = self._error()
         if self._start is not None:
             if error is not None:
-                await self._answer(error)
+                await self._respond(error)
                 return
             start, self._start = self._start, None
             self._has_started = True
@@ -139,8 +139,8 @@ class ErrorSender:
         self._last = message.get("body", b"") or self._last
         await self._send(message)
 
-    async def _answer(self, error: MedialaneError) -> None:
-        self._has_started = self._answered = True
+    async def _respond(self, error: MedialaneError) -> None:
+        self._has_started = self._responded = True
         await send_error(self._send, error, self._form)
 
     def _error(self) -> MedialaneError | None:

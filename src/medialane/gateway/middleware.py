@@ -105,11 +105,11 @@ class IntakeMiddleware:
         else:
             send = ReportSender(send, request.report) if request.extracted.wants_report else send
             scope, receive = _with_length(scope, len(body)), _replay(body, receive)
-        answer = ErrorSender(send, request, form)
+        sender = ErrorSender(send, request, form)
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, sender)
         except Exception as error:  # replaced if the request has failed with our error; any other is raised
-            if not await answer.fail_stream(error):
+            if not await sender.fail_stream(error):
                 raise
 
     async def _extract(self, receive: Receive, declared: int, charge: BudgetCharge) -> bytes | None:

@@ -93,7 +93,7 @@ def _too_many_values(limits: GatewayConfig) -> InvalidBody:
 
 
 def _num_token_ids(name: str, value: msgspec.Raw) -> int:
-    """Return the number of values in a list of token ids or in a list of such lists; 0 for a list of texts.
+    """Return the number of values in a list of token ids or in a list of such lists; 0 for a list of strings.
 
     Raises InvalidBody for other lists: vLLM's validation creates several errors per element, which takes 30 us each.
     """
@@ -103,7 +103,7 @@ def _num_token_ids(name: str, value: msgspec.Raw) -> int:
         except msgspec.DecodeError:
             continue
         return sum(1 + len(e) if isinstance(e, list) else isinstance(e, int) for e in found)
-    message = f"{name} must be a text, a list of texts, a list of token ids, or a list of such lists"
+    message = f"{name} must be a string, a list of strings, a list of token ids, or a list of such lists"
     raise InvalidBody(message, param=name)
 
 
