@@ -99,7 +99,7 @@ class IntakeMiddleware:
             await send_error(send, error, form)
             return
         if not is_read_here:
-            receive = _remembering(incoming, request)
+            receive = _recording_errors(incoming, request)
         elif body is None:
             return
         else:
@@ -130,17 +130,17 @@ class IntakeMiddleware:
             return extract(buffer, self._media, self._config, size=size)
 
 
-def _remembering(receive: Receive, request: RequestScope) -> Receive:
+def _recording_errors(receive: Receive, request: RequestScope) -> Receive:
     """Return a `receive` that records errors in the scope before raising them: the app would turn them all into 400."""
 
-    async def remembering() -> Message:
+    async def recording() -> Message:
         try:
             return await receive()
         except MedialaneError as error:
             request.fail(error)
             raise
 
-    return remembering
+    return recording
 
 
 def _is_form(scope: Scope) -> bool:
