@@ -39,7 +39,7 @@ async def test_operator_is_reported_which_worker_has_not_done_it(parts, workers)
     workers[1].engine.die(GenerationFailed("out of memory"))
     with pytest.raises(AdminCallIncomplete) as failed:
         await parts.gateway.administer(Sleep())
-    assert f"1 of 2 workers have done it; not: {workers[1].address} (out of memory)" in failed.value.message
+    assert f"1 of 2 workers executed the call; failed: {workers[1].address} (out of memory)" in failed.value.message
     await workers[0].close()
     await eventually(lambda: parts.links.num_ready == 1)
     with pytest.raises(AdminCallIncomplete, match="0 of 2"):

@@ -1,4 +1,4 @@
-"""The story of a request, and everything around it: scope, intake, features, hand-over, workers."""
+"""Request handling in the gateway: scope, intake, features, transfer, workers."""
 
 from medialane.gateway.aliases import Aliases
 from medialane.gateway.config import GatewayConfig

@@ -1,4 +1,4 @@
-"""What an operator asks of the engines: each administrative call goes to every worker, and is done when all have."""
+"""Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Administration:
         self._forget_encoder_items = forget_encoder_items
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Have every worker do `call`; their answers, in the order in which the workers were named.
+        """Execute `call` at every worker and return their results, in the configured order of the workers.
 
-        Raises what the workers raise where all refuse it alike, AdminCallIncomplete with those that have not done it (a
-        lost worker is one of them), NoWorkerReady for an adapter that nobody can load.
+        Raises the workers' InvalidRequest if all reject the call with the same error, AdminCallIncomplete naming the
+        workers that have not executed it (lost workers included), NoWorkerReady if no worker can load an adapter.
         """
-        links = self._asked(call)
-        found = await gather_or_cancel([self._one(link, call) for link in links])
-        failed = {link: error for link, error in zip(links, found, strict=True) if isinstance(error, MedialaneError)}
+        links = self._links(call)
+        results = await gather_or_cancel([self._call(link, call) for link in links])
+        failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
         if failed:
             for link, error in failed.items():
                 logger.warning("%s at worker %s: %s", type(call).__name__, link.address, error.message)
             raise _error(failed, links)
-        return [result for result in found if not isinstance(result, MedialaneError)]
+        return [result for result in results if not isinstance(result, MedialaneError)]
 
-    def _asked(self, call: AdminCall) -> Sequence[WorkerLink]:
-        """All workers. A worker that is lost now loads an adapter with the first request that names it."""
+    def _links(self, call: AdminCall) -> Sequence[WorkerLink]:
+        """Return all workers; for AddLora, the connected ones: others load it with the first request that names it."""
         links = list(self._workers.links.values())
         if isinstance(call, AddLora):
             links = [link for link in links if link.client is not None]
@@ -50,7 +50,7 @@ class Administration:
             raise NoWorkerReady("no worker is ready", retry_after_s=5)
         return links
 
-    async def _one(self, link: WorkerLink, call: AdminCall) -> AdminResult | MedialaneError:
+    async def _call(self, link: WorkerLink, call: AdminCall) -> AdminResult | MedialaneError:
         client = link.client
         if client is None:
             return NoWorkerReady("not connected")
@@ -63,12 +63,12 @@ class Administration:
         return result
 
 
-def _error(failed: Mapping[WorkerLink, MedialaneError], asked: Sequence[WorkerLink]) -> MedialaneError:
+def _error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerLink]) -> MedialaneError:
     first = next(iter(failed.values()))
     same = all(type(error) is type(first) and error.message == first.message for error in failed.values())
-    if same and len(failed) == len(asked) and isinstance(first, InvalidRequest):
+    if same and len(failed) == len(called) and isinstance(first, InvalidRequest):
         return first
     named = [f"{link.address} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
     more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
-    done = len(asked) - len(failed)
-    return AdminCallIncomplete(f"{done} of {len(asked)} workers have done it; not: {'; '.join(named)}{more}")
+    done = len(called) - len(failed)
+    return AdminCallIncomplete(f"{done} of {len(called)} workers executed the call; failed: {'; '.join(named)}{more}")

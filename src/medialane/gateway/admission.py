@@ -1,4 +1,4 @@
-"""How many requests with media may be under way at once."""
+"""Limits the number of concurrent requests with media."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from medialane.core.errors import PreparersBusy
 
 
 class Admission:
-    """Counts those that have entered and not left. One event loop."""
+    """Counts the admitted requests. One event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.num_in_flight = 0
 
     def enter(self) -> Admitted:
-        """Let one in; the caller owns its place and releases it. Raises PreparersBusy when there is none."""
+        """Admit a request; the caller releases the returned slot. Raises PreparersBusy if there is no free slot."""
         if self.num_in_flight >= self._limit:
             raise PreparersBusy("too many concurrent requests with media")
         self.num_in_flight += 1
@@ -21,7 +21,7 @@ class Admission:
 
 
 class Admitted:
-    """One place. `release` gives it back; idempotent."""
+    """One slot. `release` frees it; idempotent."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission

@@ -1,7 +1,7 @@
-"""Which content clients mean by their names for it (vLLM's `uuid`). Pure: the clock is given.
+"""Maps client-chosen names of media (vLLM's `uuid`) to content hashes. Pure: the clock is injected.
 
-A name is bound to the content that was last sent with it, by its hash, within its tenant (`cache_salt`, or none). It is
-the key of nothing else: what content a request is answered with never depends on a name that came with content.
+A name is bound, per tenant (`cache_salt`, or none), to the hash of the content that was last sent with it. It is not a
+cache key: if a request has both a name and content, the name never affects which content is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from medialane.core.media import Alias
 
 
 class AliasTarget(NamedTuple):
-    """The content's hash, and the item options that were said with the name."""
+    """The content hash, and the item options that were given with the name."""
 
     content: str
     io: bytes
@@ -26,7 +26,7 @@ class AliasTarget(NamedTuple):
 
 
 class Aliases:
-    """The least recently used name is forgotten first, each after `ttl_s` without use."""
+    """An LRU cache; names expire after `ttl_s` seconds without use."""
 
     def __init__(self, *, max_aliases: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_aliases = max_aliases
@@ -38,7 +38,7 @@ class Aliases:
         return len(self._targets)
 
     def bind(self, salt: str, alias: Alias, content: str) -> None:
-        """From now on the name means this content."""
+        """Bind the name to this content, replacing an earlier binding."""
         key = _key(salt, alias)
         self._targets[key] = AliasTarget(content, alias.io, alias.options), self._clock() + self._ttl_s
         self._targets.move_to_end(key)
@@ -46,7 +46,7 @@ class Aliases:
             self._targets.popitem(last=False)
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
-        """What the name means, None where that is not known. Options said with the name now count, if there are any."""
+        """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
         key = _key(salt, alias)
         if (found := self._targets.get(key)) is None:
             return None
@@ -64,5 +64,5 @@ class Aliases:
 
 
 def _key(salt: str, alias: Alias) -> bytes:
-    """Names may be of any length; what is kept of one is not."""
+    """Return a fixed-size key: names may have any length."""
     return blake3(msgspec.msgpack.encode((salt, alias.kind, alias.uuid))).digest()

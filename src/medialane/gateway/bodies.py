@@ -1,11 +1,11 @@
-"""Bodies of requests on their way in: what they are read into, how many bytes there may be, how slowly they may come.
+"""Receiving request bodies: buffers, memory budget, minimum rate and timeout.
 
-A body is copied once, from the server's pieces into a buffer that has its declared length. Buffers are anonymous memory
-that is used again: memory that grows while a body arrives is moved, and each new page of it costs the event loop a
-fault. A buffer that somebody still has a view of is not used again.
+A body is copied once, from the server's chunks into a buffer of its declared length. Buffers are anonymous mappings and
+are reused: memory that grows while a body arrives has to be moved, and each new page costs the event loop a page fault.
+A buffer that still has exported views is not reused.
 
-All bodies share one budget, in which a request is charged with what it has sent so far, and from then until it ends
-with the media that came inside its body.
+All bodies share one memory budget. A request is charged for the bytes that it has sent, and after intake, until it
+ends, for its remaining body and the media extracted from it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from medialane.observability.logging import RateLimitedWarning
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-#: Buffers have sizes of powers of two, this one at least.
+#: Buffer sizes are powers of two, at least this.
 _MIN_BUFFER_BYTES = 64 << 10
-#: Of buffers that nobody uses, so many bytes are kept.
+#: Unused buffers are kept up to this total.
 _MAX_IDLE_BYTES = 128 << 20
 
 _warn = RateLimitedWarning(logging.getLogger(__name__))
 
 
 class Buffers:
-    """Memory for bodies. One per event loop."""
+    """A pool of buffers for bodies. One per event loop."""
 
     def __init__(self, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
@@ -43,7 +43,7 @@ class Buffers:
         self._idle: dict[int, list[mmap.mmap]] = {}
 
     def take(self, size: int) -> mmap.mmap:
-        """A buffer of at least `size` bytes, whatever is in it. Raises BodyMemoryExhausted where there is no memory."""
+        """Return a buffer of at least `size` bytes, contents undefined. Raises BodyMemoryExhausted if out of memory."""
         length = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
         if idle := self._idle.get(length):
             self._idle_bytes -= length
@@ -56,9 +56,9 @@ class Buffers:
 
     def release(self, buffer: mmap.mmap) -> None:
         try:
-            buffer.resize(len(buffer))  # refused while there is a view of it
+            buffer.resize(len(buffer))  # raises BufferError while it has exported views
         except BufferError:
-            return  # it ends with its views
+            return  # freed with its last view
         if self._idle_bytes + len(buffer) > self._max_idle_bytes:
             buffer.close()
             return
@@ -67,29 +67,29 @@ class Buffers:
 
 
 class Budget:
-    """How many bytes all requests may hold together."""
+    """The limit on the bytes of all requests together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
 
     def charge(self, num_bytes: int) -> None:
-        """Add bytes, or take some off. Raises BodyMemoryExhausted for more than there may be."""
+        """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded."""
         if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
-            _warn("request bodies hold %d bytes: more are answered 503 (--gateway-max-bodies-bytes)", self.num_bytes)
+            _warn("request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes)
             raise BodyMemoryExhausted("the memory budget for request bodies is exhausted")
         self.num_bytes += num_bytes
 
 
 class BudgetCharge:
-    """A request's part of the budget. `release` is idempotent."""
+    """A request's share of the budget. `release` is idempotent."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._num_bytes = 0
 
     def set(self, num_bytes: int) -> None:
-        """Raises BodyMemoryExhausted, and charges what it did before then."""
+        """Charge `num_bytes` instead of the previous amount, which stays charged if this raises BodyMemoryExhausted."""
         self._budget.charge(num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 
@@ -98,9 +98,9 @@ class BudgetCharge:
 
 
 class BoundedReceive:
-    """A `receive` that holds the client to its bounds: `limit` bytes, the budget, a rate, a deadline.
+    """A `receive` that enforces the limits of a body: `limit` bytes, the budget, the minimum rate, the timeout.
 
-    Time counts only while the client is waited for. Raises BodyTooLarge, BodyMemoryExhausted, ClientTooSlow.
+    Only the time spent waiting for the client counts. Raises BodyTooLarge, BodyMemoryExhausted, ClientTooSlow.
     """
 
     def __init__(self, receive: Receive, limit: int, charge: BudgetCharge, config: GatewayConfig) -> None:
@@ -114,7 +114,7 @@ class BoundedReceive:
 
     async def __call__(self) -> Message:
         if not self._more:
-            return await self._receive()  # the client's disconnecting, which may take as long as the answer
+            return await self._receive()  # waits for the disconnect, for as long as the response takes
         message = await self._timed()
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
@@ -130,13 +130,13 @@ class BoundedReceive:
             async with asyncio.timeout(self._allowed_s() - self._waited_s):
                 return await self._receive()
         except TimeoutError as error:
-            _warn("a client sent %d bytes of a request's body in %g s", self._num_bytes, self._allowed_s())
+            _warn("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._allowed_s())
             raise ClientTooSlow("the request body was sent too slowly") from error
         finally:
             self._waited_s += loop.time() - started
 
     def _allowed_s(self) -> float:
-        """How long the client may have taken for what has come so far."""
+        """Return how many seconds the client may have taken for the bytes received so far."""
         config = self._config
         if not config.min_body_rate_bytes_per_s:
             return config.body_timeout_s
@@ -145,9 +145,9 @@ class BoundedReceive:
 
 
 class Body:
-    """A body that was read: the first `size` bytes of `buffer`, until `release`.
+    """A received body: the first `size` bytes of `buffer`, until `release`.
 
-    A buffer that is not released ends with its last user, which may be a thread whose work nobody waits for any more.
+    A buffer that is not released is freed with its last reference, which may be held by a thread after a cancellation.
     """
 
     def __init__(self, buffers: Buffers, declared: int) -> None:
@@ -156,7 +156,7 @@ class Body:
         self.size = 0
 
     async def read(self, receive: Receive, fairness: LoopFairness) -> bool:
-        """Read it whole. False if the client leaves first. Raises what `receive` raises."""
+        """Read the whole body. False if the client disconnects first. Raises what `receive` raises."""
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -174,7 +174,7 @@ class Body:
         self._buffers.release(self.buffer)
 
     async def _grow(self, size: int, fairness: LoopFairness) -> None:
-        """Move to a buffer for `size` bytes: a body of undeclared length."""
+        """Move to a buffer for `size` bytes. Needed for bodies of undeclared length."""
         old, new = self.buffer, self._buffers.take(size)
 
         def move() -> None:

@@ -1,4 +1,4 @@
-"""How the gateway serves."""
+"""Settings of the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that has welcomed this gateway, for as long as the connection lasts."""
+"""A worker that has accepted this gateway's registration, for the lifetime of the connection."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Disagreements = Mapping[str, tuple[str | None, str | None]]
 
 
 def disagreements(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Disagreements:
-    """The settings in which two processors differ, by name."""
+    """Return the settings in which two processors differ, by name."""
     names = sorted(ours.keys() | theirs.keys())
     return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
 
 
 @dataclass(frozen=True)
 class ConnectedWorker:
-    """`disagreements` are fixed when the worker registers: its settings do not change during a connection."""
+    """`disagreements` are computed at registration: the worker's settings do not change during a connection."""
 
     address: str
     client: RpcClient
     disagreements: Disagreements
 
     def endpoint(self, rank: int) -> Endpoint:
-        """One of its data-parallel ranks, with the load it reported last."""
+        """Return one of its data-parallel ranks, with its last reported load."""
         card, loads = self.client.welcome.card, self.client.loads
         return Endpoint(
             self.address,
@@ -43,5 +43,5 @@ class ConnectedWorker:
 
 
 def lost_endpoint(address: str, rank: int) -> Endpoint:
-    """A worker to which there is no connection."""
+    """Return the endpoint of a worker that is not connected."""
     return Endpoint(address, address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank)

@@ -1,7 +1,7 @@
-"""Encoded media in the arena: received straight into it, and found again by their content (fills `media.Bodies`).
+"""Encoded media in the arena: received directly into it, and looked up by content (implements `media.Bodies`).
 
-An entry is cached under its content hash, a tenant's with a salt among his own. It is described for the modality that
-it came as; whoever wants it as another (the sound of a video) gets the same bytes, looked at again.
+An entry is cached under its content hash, or under content hash and salt for a tenant. It is described for the modality
+in which it was received; a lookup for another modality (the audio of a video) gets the same bytes, sniffed again.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from medialane.media import MediaConfig, sniff
 KIB = 1024
 MIB = 1024 * KIB
 
-#: How much memory a body gets, one after the other as it outgrows them; then its whole length, or the most that it may
-#: have. What is too much goes back in the end. A declared length is a promise: if it were reserved at once, some slow
-#: origins of videos could take the arena from everybody. So memory is given for what has arrived. What moves along is
-#: 16 MiB at the most, 4 ms of the loop.
+#: Sizes reserved for a body, in turn as it outgrows them; then its declared length, or the most that it may have. The
+#: excess is returned at the end. Memory is reserved for bytes that have arrived: if declared lengths were reserved at
+#: once, a few slow origins of videos could exhaust the arena. Growing copies at most 16 MiB, 4 ms of the event loop.
 STEPS = (64 * KIB, MIB, 4 * MIB, 16 * MIB)
 
 
-#: What is copied at a time, some 100 us.
+#: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * KIB
 
 
 class EncodedStore:
-    """Has no state of its own."""
+    """Stateless: all state is in the arena."""
 
     def __init__(self, arena: Arena, config: MediaConfig) -> None:
         self._arena = arena
         self._config = config
 
     def lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
-        """The entry of this content, if there is one. The caller owns the lease. Raises what `sniff` raises."""
+        """Return a lease on the entry of this content, or None. The caller owns it. Raises what `sniff` raises."""
         lease = self._arena.lookup(_key(content, ref.salt), "encoded")
         if lease is not None and ref.is_embeds != (lease.value.media_type == EMBEDS_TYPE):
-            lease.release()  # embeddings never pass as media, nor media as embeddings
+            lease.release()  # embeddings must not be used as media, nor media as embeddings
             return None
         if lease is None or lease.value.modality == ref.modality:
             return lease
         try:
             media_type = sniff(self.bytes(lease.value), ref.modality, self._config)
-        except BaseException:  # whatever ends it, nobody else has this lease
+        except BaseException:  # cancellation included: the lease has no other owner
             lease.release()
             raise
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
         return lease
 
     async def put(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
-        """A copy of `data`, whose hash is `content`. The caller owns the lease. Raises ArenaFull and as `sniff`.
+        """Copy `data`, whose hash is `content`, into the arena. The caller owns the lease. Raises ArenaFull and what
+        `sniff` raises.
 
-        Copied a piece at a time on the event loop, where a cancellation comes between two of them: a thread could still
-        write to a range that is another's by then.
+        Copied in chunks on the event loop, where cancellation takes effect between two chunks: a thread could still be
+        writing to a range that has been reallocated.
         """
         media_type = EMBEDS_TYPE if ref.is_embeds else sniff(data, ref.modality, self._config)
         with self._arena.reserve(len(data), "encoded") as reservation:
@@ -70,20 +70,20 @@ class EncodedStore:
             )
 
     def forget(self, ref: MediaRef, content: str) -> None:
-        """Drop the entry of this content, unless somebody holds it."""
+        """Evict the entry of this content, unless it is pinned."""
         self._arena.evict(_key(content, ref.salt), "encoded")
 
     def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:
-        """A body that becomes an entry."""
+        """Return a body that is received into a new entry."""
         return ArenaBody(self, self._arena, modality=modality, salt=salt, max_bytes=max_bytes)
 
     def keep(self, reservation: Reservation, modality: Modality, salt: str, content: str) -> None:
-        """Cache what was received. Raises what `sniff` raises; the reservation is the caller's then."""
+        """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
         media_type = sniff(reservation.buffer, modality, self._config)
         self._publish(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
-        """The bytes of an entry that the caller has a lease on, read-only."""
+        """Return the bytes of an entry, read-only. The caller holds a lease on it."""
         first = encoded.data_offset
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
 
@@ -97,7 +97,7 @@ class EncodedStore:
 
 
 class ArenaBody:
-    """A body in the making: one reservation from its first piece on, moved to a longer one where it is outgrown."""
+    """A body being received: one reservation from the first chunk on, moved to a larger one when it is outgrown."""
 
     def __init__(self, store: EncodedStore, arena: Arena, *, modality: Modality, salt: str, max_bytes: int) -> None:
         self._store = store
@@ -114,21 +114,21 @@ class ArenaBody:
 
     def write(self, piece: bytes) -> None:
         end = self._num_bytes + len(piece)
-        room = self._reserved(end)
-        room.buffer[self._num_bytes : end] = piece
+        reservation = self._reserved(end)
+        reservation.buffer[self._num_bytes : end] = piece
         self._num_bytes = end
 
     def finish(self, content_hash: str) -> None:
-        room = self._reserved(self._num_bytes)
-        room.trim(self._num_bytes)
-        self._store.keep(room, self._modality, self._salt, content_hash)
+        reservation = self._reserved(self._num_bytes)
+        reservation.trim(self._num_bytes)
+        self._store.keep(reservation, self._modality, self._salt, content_hash)
 
     def abandon(self) -> None:
         if self._reservation is not None:
             self._reservation.abandon()
 
     def _reserved(self, num_bytes: int) -> Reservation:
-        """The reservation, at least so long; what was written moves along where it grows."""
+        """Return a reservation of at least `num_bytes`; what has been written is copied if it grows."""
         old = self._reservation
         if old is not None and len(old.buffer) >= num_bytes:
             return old

@@ -1,16 +1,16 @@
-"""How a request that fails by an error of ours is answered: status, headers, and the body that its API defines.
+"""Responses to requests that fail with a medialane error: status, headers, and the error body that the API defines.
 
-Theory of operation. vLLM's endpoints turn exceptions that they do not know into answers of their own: chat completions
-raise them, messages make all of them a 500, a stream ends with an event that has no code. So the error is remembered in
-the request's scope where it is raised, and `ErrorSender`, right in front of the app, replaces what the app made of it:
+Theory of operation. vLLM's endpoints handle unknown exceptions in different ways: chat completions raise them, messages
+return 500 for all of them, a stream ends with an event that has no code. So the error is recorded in the request's
+scope where it is raised, and `ErrorSender`, directly in front of the app, replaces the app's output:
 
-* *an answer of status 400 or more*, by the error's own;
-* *a stream that has sent nothing yet*, likewise: its status is held back until its first event, so that the status and
-  Retry-After tell of everything that fails before the first token;
-* *the error event of a stream*, by an event with the error's message and code. Where the app breaks off instead, the
-  event is added.
+* *a response of status 400 or more*, by the error's response;
+* *a stream that has sent nothing yet*, likewise: its status is held back until its first event, so that status and
+  Retry-After are right for everything that fails before the first token;
+* *the error event of a stream*, by an event with the error's message and code. If the app aborts the stream instead,
+  the event is appended.
 
-What a worker's vLLM has refused is left alone: the app answers it as plain vLLM does.
+A rejection by a worker's vLLM is not replaced: the app responds to it like plain vLLM.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """An API's errors: the JSON of an answer, and a stream's event without the empty line that ends it. The latter is
-    also given what the stream has sent last."""
+    """An API's error format: the JSON of a response, and a stream's event without its terminating empty line. `event`
+    also gets the last chunk that the stream has sent."""
 
     document: Callable[[MedialaneError], Document]
     event: Callable[[MedialaneError, bytes], bytes]
 
 
 def error_form(scope: Scope) -> ErrorForm:
-    """The form of the endpoint that a request is for."""
+    """Return the error format of the request's endpoint."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-    if path in ("/v1/messages", "/v1/messages/count_tokens"):  # /v1/messages/render answers as OpenAI's endpoints do
+    if path in ("/v1/messages", "/v1/messages/count_tokens"):  # /v1/messages/render has OpenAI's format
         return _ANTHROPIC
     if path == "/v1/responses":
         return _RESPONSES
@@ -62,12 +62,12 @@ def error_headers(error: MedialaneError) -> dict[str, str]:
 
 
 def error_body(error: MedialaneError, form: ErrorForm | None = None) -> bytes:
-    """The body of an answer, in OpenAI's form where no other is asked for."""
+    """Return the body of a response, in OpenAI's format by default."""
     return json.dumps((form or _OPENAI).document(error)).encode()
 
 
 async def send_error(send: Send, error: MedialaneError, form: ErrorForm) -> None:
-    """Answer with `error`."""
+    """Send `error` as the response."""
     body = error_body(error, form)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
@@ -76,7 +76,7 @@ async def send_error(send: Send, error: MedialaneError, form: ErrorForm) -> None
 
 
 class ErrorSender:
-    """An ASGI `send` for the app, which answers in its place once the request has failed by an error of ours."""
+    """An ASGI `send` for the app, which replaces the app's response once the request has failed with our error."""
 
     def __init__(self, send: Send, request: RequestScope, form: ErrorForm) -> None:
         self._send = send
@@ -84,12 +84,12 @@ class ErrorSender:
         self._form = form
         self._start: Message | None = None
         self._has_started = False
-        self._answered = False
+        self._responded = False
         self._is_stream = False
         self._last = b""
 
     async def __call__(self, message: Message) -> None:
-        if self._answered:
+        if self._responded:
             return
         if message["type"] == "http.response.start":
             await self._on_start(message)
@@ -99,15 +99,15 @@ class ErrorSender:
             await self._send(message)
 
     async def fail_stream(self, cause: Exception) -> bool:
-        """End the answer of an app that has raised `cause`. False if the request has not failed by an error of ours."""
+        """Complete the response after the app has raised `cause`. False if the request has no error of ours."""
         error = self._error()
         if error is None or (self._has_started and not self._is_stream):
             return False
-        logger.warning("after %s, vLLM's app broke an answer off: %r", error.code, cause)
+        logger.warning("vLLM's app aborted a response after %s: %r", error.code, cause)
         if not self._has_started:
-            await self._answer(error)
-        elif not self._answered:
-            self._answered = True
+            await self._respond(error)
+        elif not self._responded:
+            self._responded = True
             event = self._form.event(error, self._last) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event})
         return True
@@ -115,7 +115,7 @@ class ErrorSender:
     async def _on_start(self, message: Message) -> None:
         error = self._error()
         if error is not None and message["status"] >= 400:
-            await self._answer(error)
+            await self._respond(error)
             return
         self._is_stream = _is_event_stream(message)
         if self._is_stream:
@@ -125,11 +125,11 @@ class ErrorSender:
             await self._send(message)
 
     async def _on_piece(self, message: Message) -> None:
-        """The first piece decides what the stream's status is."""
+        """Send the stream's status with its first chunk, unless the request has failed by then."""
         error = self._error()
         if self._start is not None:
             if error is not None:
-                await self._answer(error)
+                await self._respond(error)
                 return
             start, self._start = self._start, None
             self._has_started = True
@@ -139,8 +139,8 @@ class ErrorSender:
         self._last = message.get("body", b"") or self._last
         await self._send(message)
 
-    async def _answer(self, error: MedialaneError) -> None:
-        self._has_started = self._answered = True
+    async def _respond(self, error: MedialaneError) -> None:
+        self._has_started = self._responded = True
         await send_error(self._send, error, self._form)
 
     def _error(self) -> MedialaneError | None:
@@ -148,7 +148,7 @@ class ErrorSender:
         return None if failure is None or failure.app_responds else from_report(failure.error)
 
     def _with_event(self, piece: bytes, error: MedialaneError) -> bytes:
-        """`piece` of a stream, its error events replaced."""
+        """Return `piece` of a stream with its error events replaced."""
         events = bytes(piece).split(b"\n\n")
         own = self._form.event(error, self._last)
         return b"\n\n".join(own if _is_error(event) else event for event in events)
@@ -161,7 +161,7 @@ def _is_event_stream(start: Message) -> bool:
 
 
 def _is_error(event: bytes) -> bool:
-    """Whether an event of a stream tells of an error: at its top, or in Cohere's API within its delta."""
+    """Return whether a stream's event has a member `error`: at its top level, or within its delta (Cohere)."""
     _, found, data = event.partition(b"data: ")
     try:
         document = json.loads(data) if found else None
@@ -173,7 +173,7 @@ def _is_error(event: bytes) -> bool:
     return bool(document.get("error") or (isinstance(delta, dict) and delta.get("error")))
 
 
-# OpenAI: chat completions, completions, and vLLM's own endpoints, which answer as those do.
+# OpenAI: chat completions, completions, and vLLM's own endpoints, which use the same format.
 
 
 def _openai(error: MedialaneError) -> Document:
@@ -185,14 +185,14 @@ def _openai_event(error: MedialaneError, _last: bytes) -> bytes:
 
 
 def _responses_event(error: MedialaneError, last: bytes) -> bytes:
-    """The event `error` of a streamed response, which goes on counting."""
+    """Return the `error` event of the responses API, with the next sequence number of the stream."""
     numbers = _SEQUENCE_NUMBER.findall(last)
     number = int(numbers[-1]) + 1 if numbers else 0
     document = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return _event({**document, "sequence_number": number}, name=b"error")
 
 
-# Anthropic: the members that its API has, and ours beside them.
+# Anthropic: the members of its API, plus our code and param.
 
 
 def _anthropic(error: MedialaneError) -> Document:

@@ -1,12 +1,13 @@
-"""How media items expand in prompts that workers expand (stages `decoded` and `url`), learned from their answers.
+"""Expansions of media items in prompts that workers expand (stages `decoded` and `url`), learned from their outputs.
 
 Theory of operation. Exact routing needs the prompt as the engine will see it, with every item's placeholder expanded.
-Where a worker does that, its first answer tells the expanded prompt and where each item stands in it. From then on a
-prompt with the same items is expanded here as well. An item that was never answered is in no worker's cache either:
-the prompt is known up to it, and nothing behind it could be cached.
+If a worker expands it, its first output reports the expanded prompt and the position of each item. From then on,
+prompts with the same items are expanded here as well. An item that no worker has reported is in no worker's cache
+either: the prompt is known up to it, and nothing after it could be cached.
 
-What is learned is checked: the tokens between the items must be the source's own. A model that moves or rewrites them
-is not learned, and is routed by what stands before its media. A wrong prediction costs time, never an answer.
+What is learned is checked: the tokens between the items must equal those of the source. For a model that moves or
+rewrites them, nothing is learned, and requests are routed by the tokens before their media. A wrong prediction costs
+time, never correctness.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from typing import NamedTuple
 from medialane.core.feature import MediaSpan
 from medialane.core.media import Modality
 
-#: Bound of what is remembered: tokens of all expansions together (a 1024x768 image of Qwen2.5-VL has 999).
+#: Limit on the tokens of all expansions together (a 1024x768 image of Qwen2.5-VL has 999).
 MAX_TOKENS = 4 << 20
 
 _UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 
 
 class Item(NamedTuple):
-    """One media item of a source prompt; items stand in the order of their modality's placeholders."""
+    """One media item of a source prompt; items are in the order of their modality's placeholders."""
 
     mm_hash: str
     modality: Modality
 
 
 class KnownPrompt(NamedTuple):
-    """The expanded prompt as far as it is known, its items, and whether that is all of it."""
+    """The known start of the expanded prompt, the items in it, and whether it is the whole prompt."""
 
     token_ids: list[int]
     media: tuple[MediaSpan, ...]
@@ -43,20 +44,20 @@ class KnownPrompt(NamedTuple):
 
 
 class Expansions:
-    """Bounded memory of items' expansions, the least recently used forgotten."""
+    """A bounded LRU cache of items' expansions."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._found: OrderedDict[str, list[int]] = OrderedDict()
-        #: What stands for one item of a modality before it is expanded.
+        #: The unexpanded placeholder of one item, by modality.
         self._placeholders: dict[str, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
     def learn(self, source: Sequence[int], expanded: Sequence[int], placed: Iterable[MediaSpan]) -> bool:
-        """Remember the items of an expanded prompt; False where the two prompts cannot be brought together."""
+        """Store the expansions of a prompt's items. False if the two prompts cannot be aligned."""
         spans = sorted(placed, key=lambda span: span.offset)
         placeholders = _align(source, expanded, spans)
         if placeholders is None:
@@ -67,7 +68,7 @@ class Expansions:
         return True
 
     def expand(self, source: Sequence[int], items: Sequence[Item]) -> KnownPrompt:
-        """The prompt as a worker will expand it, up to the first item that is not known."""
+        """Return the prompt as a worker will expand it, up to the first unknown item."""
         ids: list[int] = []
         spans: list[MediaSpan] = []
         done = 0
@@ -80,13 +81,13 @@ class Expansions:
             spans.append(MediaSpan(item.mm_hash, len(ids), len(expansion), item.modality, len(expansion)))
             ids += expansion
             done = end
-        if len(spans) < len(items):  # a placeholder that was never seen: it may be anywhere
+        if len(spans) < len(items):  # an unknown placeholder: it may be anywhere
             return KnownPrompt([], (), is_whole=False)
         ids += source[done:]
         return KnownPrompt(ids, tuple(spans), is_whole=True)
 
     def _places(self, source: Sequence[int], items: Sequence[Item]) -> list[tuple[int, int, Item]]:
-        """Where the items' placeholders stand in the source: (start, end, item), in the order of the prompt."""
+        """Return (start, end, item) of the items' placeholders in the source, in prompt order."""
         by_modality: dict[str, list[Item]] = {}
         for item in items:
             by_modality.setdefault(item.modality, []).append(item)
@@ -109,7 +110,7 @@ class Expansions:
 
 
 def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[MediaSpan]) -> list[tuple[int, ...]] | None:
-    """What stood in the source in place of each span; None where the rest of the two prompts differs."""
+    """Return the source tokens that each span replaced; None if the rest of the two prompts differs."""
     own, other = _as_text(source), _as_text(expanded)
     if own is None or other is None:
         return None
@@ -129,28 +130,28 @@ def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[Media
 
 
 def _next_text(source: str, place: int, text: str, *, is_last: bool) -> int | None:
-    """Where `text` goes on in the source, behind a placeholder of at least one token at `place`."""
+    """Return where `text` continues in the source after a placeholder of at least one token at `place`, or None."""
     start = len(source) - len(text) if is_last else source.find(text, place + 1)
     return start if start > place and source.startswith(text, start) else None
 
 
-def _occurrences(source: str | None, wanted: str | None, limit: int) -> list[int]:
-    """The first `limit` places where `wanted` stands, without overlap."""
+def _occurrences(source: str | None, pattern: str | None, limit: int) -> list[int]:
+    """Return the offsets of the first `limit` non-overlapping occurrences of `pattern`."""
     found: list[int] = []
-    if source is None or wanted is None:
+    if source is None or pattern is None:
         return found
-    place = source.find(wanted)
+    place = source.find(pattern)
     while place >= 0 and len(found) < limit:
         found.append(place)
-        place = source.find(wanted, place + len(wanted))
+        place = source.find(pattern, place + len(pattern))
     return found
 
 
 def _as_text(token_ids: Sequence[int]) -> str | None:
-    """A character for each token, None where an id is no code point (above 1.1 million).
+    """Return one character per token; None if an id is not a code point (above 1.1 million).
 
-    CPython searches strings in linear time whatever they are made of (the two-way algorithm of `fastsearch.h`); a
-    search of lists token by token is quadratic where tokens repeat.
+    CPython searches strings in linear time in the worst case (two-way algorithm of `fastsearch.h`); comparing lists
+    token by token is quadratic if tokens repeat.
     """
     try:
         return array("I", token_ids).tobytes().decode(_UTF_32, "surrogatepass")

@@ -1,8 +1,7 @@
-"""From a media reference to leases on what the arena has of it: encoded bytes, decoded media, the feature.
+"""Resolves a media reference to leases on arena entries: encoded bytes, decoded media, or the feature.
 
-What is missing is fetched, decoded and processed; what is there is taken. Encoded bytes are cached under their content,
-so that other options, another stage, or a URL whose content is known to be what it was need neither a download nor a
-copy.
+Entries that are missing are fetched, decoded and processed. Encoded bytes are cached by content hash, so other options,
+another stage, or a URL known to be unchanged need neither a download nor a copy.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from medialane.media import Fetched, Fetcher, MediaConfig, needs_probe
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
-#: Encoded bytes may be evicted between their download and their use when the arena is far too small; then they are
-#: fetched again.
+#: Encoded bytes may be evicted between download and use if the arena is far too small; then they are fetched again.
 _MAX_ATTEMPTS = 3
 
-#: Decode options in the key of an image whose JPEG may be decoded smaller (`jpeg_scaled_decode`); no client sets them.
+#: Decode options in the key of a JPEG that may be decoded at reduced size (`jpeg_scaled_decode`); no client sets them.
 SCALED_IO = b'{"jpeg_scaled_decode":true}'
 
-#: Items whose verdict is remembered, of each kind.
+#: Size of each cache of verdicts (probed, too large), in items.
 _MAX_CACHED_VERDICTS = 16_384
 
 _TOO_SMALL = "the shared memory is too small for the media of the requests in flight"
@@ -43,9 +41,9 @@ _UNKNOWN = "unknown or expired uuid: send the URL or data of the media as well"
 
 
 class Found(NamedTuple):
-    """What the arena has of one item: a lease on its feature or its decoded form, and the hash of what it is made of.
+    """A lease on an item's feature or decoded form, and the hash of its encoded bytes.
 
-    `is_hit` tells whether it was there already.
+    `is_hit` is whether it was cached.
     """
 
     content_hash: str
@@ -54,16 +52,16 @@ class Found(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What is wanted of an item: its feature, made with the request's `options`, or what its decoder gives."""
+    """The requested form of an item: its feature, processed with the request's `options`, or its decoder's output."""
 
     kind: Literal["decoded", "processed"]
     options: bytes | None
 
 
 class FeatureSource:
-    """Gives leases on encoded media, on decoded ones and on features; at most one preparation of each runs at a time.
+    """Returns leases on encoded media, decoded media and features; concurrent preparations of the same key are shared.
 
-    The caller owns every lease that it is given. Errors name the reference's field of the request.
+    The caller owns every lease that is returned. Errors name the request field of the reference.
     """
 
     def __init__(
@@ -85,15 +83,15 @@ class FeatureSource:
         self._scales = media.jpeg_scaled_decode
         self._fairness = fairness
         self._aliases = aliases
-        self._making: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
+        self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
-        #: Content that a preparer has opened, or decoded, without an error: a worker may decode it.
+        #: Content that a preparer has opened or decoded without an error: a worker may decode it.
         self._probed: LRUCache[str, None] = LRUCache(_MAX_CACHED_VERDICTS)
-        #: Features that never fit the arena: finding that out again would take a preparer seconds each time.
+        #: Features that cannot fit into the arena: finding out again would cost a preparer seconds each time.
         self._too_large: LRUCache[str, str] = LRUCache(_MAX_CACHED_VERDICTS)
 
     def known(self, ref: MediaRef) -> MediaRef:
-        """`ref`, its content and options known where it is an alias alone. Raises UnknownMediaUuid."""
+        """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
         if not ref.is_alias or ref.alias is None:
             return ref
         bound = self._aliases.find(ref.salt, ref.alias)
@@ -102,23 +100,23 @@ class FeatureSource:
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
     async def find(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Found:
-        """The feature of `ref`, processed with the request's `options` and its own."""
+        """Return the feature of `ref`, processed with the options of the request and of `ref`."""
         return await self._find(ref, _Form("processed", options), timeline)
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline) -> Found:
-        """What the decoder gives of `ref`."""
+        """Return the decoder's output for `ref`."""
         return await self._find(ref, _Form("decoded", None), timeline)
 
     async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
-        """The encoded bytes that `ref` stands for now; their content hash is `value.content_hash`.
+        """Return the current encoded bytes of `ref`; their content hash is `value.content_hash`.
 
-        A preparer has opened them where their header must be checked; what it refuses is not kept.
+        If their header must be checked, a preparer has opened them; bytes that it rejects are dropped from the cache.
         """
         with _naming(ref):
-            lease = await self._at_hand(ref, timeline)
+            lease = await self._fetch_encoded(ref, timeline)
             try:
                 await self._probe(ref, lease.value)
-            except BaseException as error:  # whatever ends it, nobody else has this lease
+            except BaseException as error:  # cancellation included: the lease has no other owner
                 lease.release()
                 if isinstance(error, InvalidRequest):
                     self._store.forget(ref, lease.value.content_hash)
@@ -127,7 +125,7 @@ class FeatureSource:
         return lease
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
-        """What identifies the feature of `ref`, without making it. `content` is the hash of what it stands for."""
+        """Return the feature key of `ref`, without preparing it. `content` is its content hash."""
         return feature_key(
             processor=self._digest,
             content=content,
@@ -138,15 +136,15 @@ class FeatureSource:
 
     async def _find(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
         with _naming(ref):
-            found = await self._found_or_made(ref, form, timeline)
+            found = await self._find_or_prepare(ref, form, timeline)
         self._bind(ref, found.content_hash)
         return found
 
-    async def _found_or_made(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
-        """Look for what is wanted, and make it where it is not.
+    async def _find_or_prepare(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
+        """Look up the requested form, and prepare it if it is missing.
 
-        A URL whose content is known by its hash alone may have other content by the time that its bytes are fetched:
-        then that is what is looked up, and what the feature is made of and named after.
+        If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
+        new content is looked up, and the feature is made from it and has its key.
         """
         need_data = False
         for _ in range(1 + _MAX_ATTEMPTS):
@@ -158,9 +156,9 @@ class FeatureSource:
             encoded = self._store.lookup(ref, content)
             if encoded is not None or fetched.data is not None:
                 timeline.num_misses += 1
-                # Held meanwhile: a flight that another request began finds the bytes for as long as anybody waits.
+                # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded or nullcontext():
-                    return Found(content, await self._make(ref, fetched, form, timeline), is_hit=False)
+                    return Found(content, await self._prepare_once(ref, fetched, form, timeline), is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
 
@@ -168,16 +166,18 @@ class FeatureSource:
         if form.options is None:
             return decoded_key(content=content, io=ref.io, salt=ref.salt)
         scales = self._scales and ref.modality == "image"
-        # What a worker makes of the whole image, under `key`, is another feature.
+        # The feature that a worker makes of the full-size image (`key`) is a different one.
         scaled = msgspec.structs.replace(ref, io=SCALED_IO) if scales else ref
         return self.key(scaled, form.options, content=content)
 
-    async def _make(self, ref: MediaRef, fetched: Fetched, form: _Form, timeline: StageTimeline) -> Lease[Feature]:
-        """Prepare what is wanted, once for all who want it now."""
+    async def _prepare_once(
+        self, ref: MediaRef, fetched: Fetched, form: _Form, timeline: StageTimeline
+    ) -> Lease[Feature]:
+        """Prepare the requested form, once for all concurrent requests."""
         key = self._key(ref, form, fetched.content_hash)
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
-        return await self._making.do(key, lambda: self._prepare(ref, fetched, form=form, key=key, timeline=timeline))
+        return await self._preparing.do(key, lambda: self._prepare(ref, fetched, form=form, key=key, timeline=timeline))
 
     async def _fetch(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool = False) -> Fetched:
         with timeline.measure("fetch"):
@@ -190,14 +190,14 @@ class FeatureSource:
             return Fetched(ref.content, None)
 
     def _bind(self, ref: MediaRef, content: str) -> None:
-        """Only content that could be used is worth a name."""
+        """Bind the alias. Called only after the content has proved usable."""
         if ref.alias is not None and not ref.is_alias:
             self._aliases.bind(ref.salt, ref.alias, content)
 
     async def _prepare(
         self, ref: MediaRef, fetched: Fetched, *, form: _Form, key: str, timeline: StageTimeline
     ) -> Lease[Feature]:
-        """Publish the feature, or the decoded media, under `key`."""
+        """Prepare and publish the feature, or the decoded media, under `key`."""
         stored = await self._encoded(ref, fetched, timeline)
         if stored is None:
             raise ArenaFull(_TOO_SMALL)
@@ -213,7 +213,7 @@ class FeatureSource:
             return prepared
 
     async def _probe(self, ref: MediaRef, encoded: EncodedMedia) -> None:
-        """Have a preparer open what a worker is about to decode, once for all who want it. The caller holds it."""
+        """Open in a preparer what a worker will decode, once for all concurrent requests. The caller has a lease."""
         key = _probe_key(encoded, ref.salt)
         if ref.is_embeds or key in self._probed or not needs_probe(encoded.media_type):
             return
@@ -226,8 +226,8 @@ class FeatureSource:
         with stored:
             await self._pool.probe_item(stored)
 
-    async def _at_hand(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
-        """The encoded bytes, fetched if need be."""
+    async def _fetch_encoded(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
+        """Return the encoded bytes, fetched if they are not cached."""
         for attempt in range(_MAX_ATTEMPTS):
             fetched = await self._fetch(ref, timeline, need_data=attempt > 0)
             if (lease := await self._encoded(ref, fetched, timeline)) is not None:
@@ -235,7 +235,7 @@ class FeatureSource:
         raise ArenaFull(_TOO_SMALL)
 
     async def _encoded(self, ref: MediaRef, fetched: Fetched, timeline: StageTimeline) -> Lease[EncodedMedia] | None:
-        """The encoded bytes in the arena, cached there if they were not. None if they are not at hand either."""
+        """Return the encoded bytes in the arena, stored there if needed. None if `fetched` has no bytes to store."""
         lease = self._store.lookup(ref, fetched.content_hash)
         if lease is not None or (data := fetched.data) is None:
             return lease
@@ -246,7 +246,7 @@ class FeatureSource:
 
 @contextmanager
 def _naming(ref: MediaRef) -> Iterator[None]:
-    """Errors name the field of the request that they are about."""
+    """Add the request field of `ref` to errors."""
     try:
         yield
     except MedialaneError as error:
@@ -254,5 +254,5 @@ def _naming(ref: MediaRef) -> Iterator[None]:
 
 
 def _probe_key(encoded: EncodedMedia, salt: str) -> str:
-    """What a verdict on encoded bytes is kept under, the same content as another modality under another key."""
+    """Return the cache key of a verdict on encoded bytes: content, modality and tenant."""
     return decoded_key(content=encoded.content_hash, io=encoded.modality.encode(), salt=salt)

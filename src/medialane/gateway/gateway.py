@@ -1,4 +1,4 @@
-"""The story of a request: prepare, route, hand over, stream, release."""
+"""Serves one request: prepare, route, transfer, stream, release."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Text travels inside the request.
+#: Text is part of the request message.
 _TEXT_PATHS = (TransferPath("features", "inline"),)
 
 
 class _Call(NamedTuple):
-    """One call of `generate`. `prepared` is None for text."""
+    """The arguments of one `generate` call. `prepared` is None for text."""
 
     request: EngineRequest
     prepared: PreparedPrompt | None
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
 
 
 class Gateway:
-    """What vllm_bridge's app calls, twice a request: `prepare` when it renders, `generate` when it generates."""
+    """Called by vllm_bridge's app twice per request: `prepare` for rendering, `generate` for generation."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class Gateway:
         )
         self._metrics = metrics
         self._num_sent = 0
-        # A worker has several gateways, and clients may choose request ids: ours say who sent it, and which attempt.
-        self._sender = secrets.token_hex(4)
+        # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
+        self._gateway_id = secrets.token_hex(4)
         self._admission = Admission(config.max_requests)
 
     def fail(self, error: MedialaneError) -> None:
-        """Remember that the current request is answered with `error`."""
+        """Record `error` as the response to the current request."""
         current_scope().fail(error)
 
     def resolve(self, url: str) -> MediaRef:
@@ -104,9 +104,9 @@ class Gateway:
         return self._workers.num_ready > 0
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
-        """Find or make what the prompt's stage sends, and expand the placeholders where that is ours to do.
+        """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.
 
-        The result carries the media with it; their leases end with the request's scope.
+        The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
         scope = current_scope()
         scope.take(self._admission.enter())
@@ -134,29 +134,29 @@ class Gateway:
     async def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Answer `request` at the best worker, its media handed over in the first way that works.
+        """Generate at the best worker, its media transferred by the first transfer path that works.
 
-        `prepared` is what `prepare` gave, None for text. Closing the generator aborts the request at the worker.
+        `prepared` is the result of `prepare`, None for text. Closing the generator aborts the request at the worker.
         Raises MedialaneError.
         """
         scope = current_scope()
         try:
-            async with aclosing(self._answer(request, prepared, scope)) as deltas:
+            async with aclosing(self._route_and_stream(request, prepared, scope)) as deltas:
                 async for delta in deltas:
                     yield delta
         except MedialaneError as error:
-            # What a worker's vLLM has refused, the app answers as if its own had.
+            # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
             scope.fail(error, app_responds=isinstance(error, PromptRejected))
             raise
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Have every worker's engine do `call`. Raises as `Administration.administer`."""
+        """Execute `call` in every worker's engine. Raises what `Administration.administer` raises."""
         return await self._administration.administer(call)
 
     def close(self) -> None:
         self._assembly.close()
 
-    async def _answer(
+    async def _route_and_stream(
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
         with scope.timeline.measure("route"):
@@ -172,7 +172,7 @@ class Gateway:
                         started = True
                         yield delta
             except HandoverFailed as error:
-                logger.warning("handing over to %s by %s failed: %s", route.link.address, transfer_path, error.message)
+                logger.warning("transfer to %s by %s failed: %s", route.link.address, transfer_path, error.message)
                 if started or transfer_path is tries[-1]:
                     raise GenerationFailed("the request's media could not be transferred to a worker") from error
                 self._metrics.count_fallback(str(transfer_path), error.code)
@@ -185,19 +185,19 @@ class Gateway:
     def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath]:
         if prepared is None:
             return _TEXT_PATHS
-        found = transfer_paths(
+        paths = transfer_paths(
             self._stage_for(prepared.source),
             self._transfer.transport,
             same_host=link.same_host,
             same_processor=link.same_processor,
             prepared=bool(prepared.features),
         )
-        if not found:
+        if not paths:
             raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
-        return found
+        return paths
 
     async def _attempt(self, call: _Call, transfer_path: TransferPath) -> AsyncGenerator[OutputDelta, None]:
-        """Send the request by `transfer_path` and stream its answer."""
+        """Send the request by `transfer_path` and stream its output."""
         timeline = call.scope.timeline
         with timeline.measure("handover"):
             remote = await self._send(call, transfer_path)
@@ -217,22 +217,22 @@ class Gateway:
             remote.abort()
 
     async def _send(self, call: _Call, transfer_path: TransferPath) -> RemoteRequest:
-        """Hand the request over by `transfer_path`. Raises HandoverFailed, WorkerLost."""
+        """Transfer the request by `transfer_path`. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, scope = call
         self._num_sent += 1
         prompt, pins = request.prompt, Pins()
         if prepared is not None:
             if not STAGES[transfer_path.stage].is_processed:
-                self._begin(call, transfer_path)  # others may be routed while its media are found
+                self._begin(call, transfer_path)  # other requests may be routed while its media are being fetched
             prompt, pins = await self._handover.prompt(
                 transfer_path, request.prompt.token_ids, prepared, scope.timeline
             )
-        request_id = f"{request.request_id}#{self._sender}-{self._num_sent}"
+        request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         sent = msgspec.structs.replace(
             request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
         )
         remote = route.link.submit(sent, pins.until_released, pins.until_sent)
-        # A stream that vLLM's app drops without closing it ends with the scope, not when it is collected.
+        # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
         scope.take(_AbortOnRelease(remote))
         return remote
 
@@ -243,7 +243,7 @@ class Gateway:
 
 
 class _AbortOnRelease:
-    """A request under way as a resource of its scope."""
+    """A request in flight as a resource of its scope."""
 
     def __init__(self, remote: RemoteRequest) -> None:
         self._remote = remote
@@ -253,16 +253,16 @@ class _AbortOnRelease:
 
 
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
-    """Options that all items have in common are the request's: then every stage and every family can honour them."""
-    found = {merged_options(prompt.options, ref.options) for ref in prompt.items if not ref.is_embeds}
-    if len(found) != 1:
+    """Move options that all items share to the request, where every stage and every model family supports them."""
+    merged = {merged_options(prompt.options, ref.options) for ref in prompt.items if not ref.is_embeds}
+    if len(merged) != 1:
         return prompt
     items = tuple(msgspec.structs.replace(ref, options=b"{}") for ref in prompt.items)
-    return msgspec.structs.replace(prompt, items=items, options=found.pop())
+    return msgspec.structs.replace(prompt, items=items, options=merged.pop())
 
 
 def _check_options(prompt: MediaPrompt) -> None:
-    """Raise InvalidRequest where an item has options of its own that others do not share."""
+    """Raise InvalidRequest if an item has options that other items do not share."""
     own = next((ref for ref in prompt.items if ref.options != b"{}"), None)
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"

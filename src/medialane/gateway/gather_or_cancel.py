@@ -1,4 +1,4 @@
-"""The items of one request at the same time."""
+"""Concurrent work on the items of one request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
-    """All results in order. The first failure cancels the others and is the one raised."""
+    """Await all and return their results in order. The first MedialaneError cancels the others and is raised."""
     if len(work) == 1:
         return (await work[0],)
     try:

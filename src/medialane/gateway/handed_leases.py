@@ -1,4 +1,4 @@
-"""The leases on what a worker may still read of this gateway's memory."""
+"""The leases on memory of this gateway that a worker may still read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from medialane.gateway.scope import Releasable
 
 
 class HandedLeases:
-    """By request. Each lease is released once; `len` is the number of requests whose leases have not been."""
+    """Leases by request id. Each is released exactly once; `len` is the number of requests that still have leases."""
 
     def __init__(self) -> None:
         self._until_released: dict[str, Sequence[Releasable]] = {}
@@ -21,23 +21,23 @@ class HandedLeases:
         return request_id in self._until_released
 
     def add(self, request_id: str, *, until_released: Sequence[Releasable], until_sent: Sequence[Releasable]) -> None:
-        """Own these: until the worker has released the request, and until the request's bytes have been sent. The id
-        must not be here already."""
+        """Own leases until the worker has released the request, or until its bytes have been sent. The id must be
+        new."""
         self._until_released[request_id] = until_released
         self._until_sent[request_id] = until_sent
 
     def sent(self, request_id: str) -> None:
-        """The request's bytes have been sent, or never will be."""
+        """Release `until_sent`: the request's bytes have been sent, or never will be."""
         for lease in self._until_sent.pop(request_id, ()):
             lease.release()
 
     def released(self, request_id: str) -> None:
-        """The worker reads nothing of the request any more."""
+        """Release all leases of the request: the worker no longer reads its media."""
         self.sent(request_id)
         for lease in self._until_released.pop(request_id, ()):
             lease.release()
 
     def release_all(self) -> None:
-        """The worker reads nothing any more."""
+        """Release all leases: the worker no longer reads anything."""
         for request_id in list(self._until_released):
             self.released(request_id)

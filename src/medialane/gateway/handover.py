@@ -1,4 +1,4 @@
-"""The prompt in the form in which one way of handing over sends it."""
+"""Builds the prompt in the form that a transfer path sends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from medialane.transfer import TransferPath, TransferTensors, Transport
 
 
 class Pins(NamedTuple):
-    """Holds beside the scope's own, since the request may outlive its scope: on what the worker reads until it has
-    released the request, and on what is read here until it is sent. `WorkerLink.submit` ends them."""
+    """Holds in addition to the scope's, since the request may outlive its scope: on what the worker reads until it has
+    released the request, and on what is read here until it is sent. `WorkerLink.submit` takes ownership."""
 
     until_released: Sequence[Hold] = ()
     until_sent: Sequence[Hold] = ()
 
 
 class Handover:
-    """Builds what is sent, and pins what the worker will read."""
+    """Builds the prompt that is sent, and pins what the worker will read."""
 
     def __init__(self, *, transports: Sequence[Transport], max_inline_bytes: int) -> None:
         self._transports = {t.name: t for t in transports}
@@ -32,10 +32,10 @@ class Handover:
     async def prompt(
         self, transfer_path: TransferPath, token_ids: list[int], prepared: PreparedPrompt, timeline: StageTimeline
     ) -> tuple[Prompt, Pins]:
-        """The prompt as `transfer_path` sends it, and holds on what it refers to, which the caller owns.
+        """Return the prompt in the form for `transfer_path`, and holds on the media it refers to, owned by the caller.
 
-        `token_ids` are the prompt's as vLLM's app left them. Raises HandoverFailed, and what finding the media in the
-        way's stage raises.
+        `token_ids` are the prompt's as vLLM's app passed them. Raises HandoverFailed, and what preparing the media for
+        the path's stage raises.
         """
         is_processed = STAGES[transfer_path.stage].is_processed
         if not is_processed:
@@ -53,25 +53,25 @@ class Handover:
     def _publish(
         self, transfer_path: TransferPath, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
     ) -> list[TransferTensors]:
-        """The tensors of every item as they travel."""
+        """Return the tensors of every item in the form that the transport sends. Raises HandoverFailed."""
         if transfer_path.transport == "inline":
             total = sum(t.spec.nbytes for item in tensors for t in item)
             if total > self._max_inline_bytes:
                 raise HandoverFailed(
-                    f"{total} bytes of media are more than {self._max_inline_bytes} bytes in a message"
+                    f"{total} bytes of media exceed the limit of {self._max_inline_bytes} bytes in a message"
                 )
             timeline.copied_bytes += total
         return [self._transports[transfer_path.transport].publish(item) for item in tensors]
 
 
 def _feature(placed: PlacedFeature, tensors: TransferTensors) -> MediaPayload:
-    """A feature, and the place that it has in the prompt now."""
-    found = placed.feature
-    return MediaPayload(found.modality, found.mm_hash, found.header, tensors, found.size, placed.placeholder)
+    """Return a feature with its position in the expanded prompt."""
+    feature = placed.feature
+    return MediaPayload(feature.modality, feature.mm_hash, feature.header, tensors, feature.size, placed.placeholder)
 
 
 def _source(item: StagedItem, tensors: TransferTensors) -> MediaPayload:
-    """An item that the worker processes itself."""
+    """Return an item that the worker processes itself."""
     return MediaPayload(
         item.feature.modality,
         item.feature.mm_hash,
@@ -85,10 +85,10 @@ def _source(item: StagedItem, tensors: TransferTensors) -> MediaPayload:
 
 
 def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
-    """`token_ids` with the placeholders that the worker expands: vLLM's beam search appends the tokens of a beam.
+    """Return `token_ids` with unexpanded placeholders, plus the tokens that vLLM's beam search has appended.
 
-    Raises HandoverFailed for what such a worker would not know: the items' own options, and that an expanded prompt was
-    truncated.
+    Raises HandoverFailed for what cannot be sent to a worker that expands the prompt: per-item options and truncated
+    prompts.
     """
     if any(ref.options != b"{}" for ref in prepared.source.items):
         raise HandoverFailed("a worker processes all items of a request with the same options")
@@ -101,6 +101,6 @@ def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
 
 
 def _pins(transfer_path: TransferPath, holds: Sequence[Hold]) -> Pins:
-    """Second holds on the entries, for as long as this way needs them."""
+    """Return additional holds on the entries, for as long as the transport needs them."""
     duplicates = [hold.duplicate() for hold in holds]
     return Pins(until_released=duplicates) if transfer_path.transport == "shm" else Pins(until_sent=duplicates)

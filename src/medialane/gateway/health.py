@@ -1,7 +1,8 @@
-"""What `/health` answers.
+"""The response of `/health`.
 
-200 with an empty body where all is well, as vLLM answers; 200 with a JSON body where requests are served and something
-is missing; 503 where no worker takes requests. Anybody may ask, so there are counts and no addresses: the log has them.
+200 with an empty body if all is well, like vLLM; 200 with a JSON body if requests are served with reduced capacity or
+features; 503 if no worker is ready. The endpoint is unauthenticated, so it has counts, not addresses: those are in the
+log.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from medialane.gateway.workers import WorkerPool
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`ok`, `degraded` (requests are served, with less than there should be), or `unavailable`; and why."""
+    """`ok`, `degraded` (requests are served, but something is missing), or `unavailable`; and why."""
 
     status: Literal["ok", "degraded", "unavailable"]
     problems: tuple[str, ...] = ()
 
     def response(self) -> tuple[int, bytes]:
-        """HTTP status and body."""
+        """Return HTTP status and body."""
         body = b"" if self.status == "ok" else msgspec.json.encode(self)
         return 503 if self.status == "unavailable" else 200, body
 
 
 def health_of(workers: WorkerPool, problems: Iterable[str | None] = ()) -> Health:
-    """How the gateway is now; `problems` are those of its other parts, None where there is none."""
-    found = tuple(problem for problem in (*_of(workers), *problems) if problem is not None)
+    """Return the gateway's current health. `problems` are those of other components; None entries are ignored."""
+    all_problems = tuple(problem for problem in (*_worker_problems(workers), *problems) if problem is not None)
     if not workers.num_ready:
-        return Health("unavailable", found)
-    return Health("degraded" if found else "ok", found)
+        return Health("unavailable", all_problems)
+    return Health("degraded" if all_problems else "ok", all_problems)
 
 
-def _of(workers: WorkerPool) -> Iterable[str]:
+def _worker_problems(workers: WorkerPool) -> Iterable[str]:
     if (total := len(workers.links)) > workers.num_ready:
         yield f"{workers.num_ready} of {total} workers are ready"
     if workers.num_failing:

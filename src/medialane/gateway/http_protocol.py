@@ -1,13 +1,13 @@
-"""uvicorn's HTTP protocol with what it has no bounds for: connections, headers, and the time that a header may take.
+"""uvicorn's HTTP protocol with limits that it lacks: connections, header size, and the time to receive a header.
 
-Theory of operation. uvicorn stops reading a connection whose body nobody reads, so what a client can pile up before its
-request reaches the app is a header (or a trailer, or what stands between two pieces of a body), requests sent one
-behind the other, and connections. The parser (httptools) keeps an unfinished header in memory and sets no limit of its
-own, nor does uvicorn; its limits for h11 mean another parser, and `limit_concurrency` counts a connection only once its
-header has come. Here each of them has a bound, and a header a deadline. So has what is left of a body when the answer
-is complete: uvicorn would read and drop it for ever.
+Theory of operation. uvicorn stops reading a connection whose body the app does not read, so what a client can
+accumulate before its request reaches the app is a header (or trailer, or chunk extensions), pipelined requests, and
+connections. The parser (httptools) buffers an incomplete header without a limit, and uvicorn adds none: its h11 limits
+apply to another parser, and `limit_concurrency` counts a connection only after its header is complete. Here each of
+them has a limit, and a header has a timeout. The same timeout applies to the rest of a body after the response is
+complete: uvicorn would read and discard it forever.
 
-Bodies are bounded where they are read (`bodies`).
+Bodies are limited where they are read (`bodies`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 #: The default of vLLM's `--h11-max-header-count`.
 MAX_HEADERS = 256
-#: Requests sent before the first of them was answered. Each is a task, and a read has room for thousands.
+#: Pipelined requests on one connection. Each is a task, and a single read may contain thousands.
 _MAX_PIPELINED = 16
-#: Pieces of a body in one read: each takes half a microsecond, and 256 KiB have room for 40,000 of them.
+#: Chunks of a body in one read: each takes half a microsecond, and 256 KiB may contain 40,000 of them.
 _MAX_PIECES = 8192
-#: Files that a gateway has open besides its clients' connections: workers, media hosts, preparers, libraries.
+#: File descriptors reserved for other uses than client connections: workers, media hosts, preparers, libraries.
 _OTHER_FILES = 512
 
 _warn = RateLimitedWarning(logger)
@@ -48,7 +48,7 @@ class HttpBounds(msgspec.Struct, frozen=True):
 
 
 def http_protocol(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> Any:
-    """What uvicorn's `http` setting takes. Its own `h11_max_incomplete_event_size` bounds a header's bytes, too."""
+    """Return the value for uvicorn's `http` setting. `h11_max_incomplete_event_size` limits header bytes as well."""
     bounds = HttpBounds(
         max_connections=_connections(config.max_connections),
         max_header_bytes=config.max_header_bytes,
@@ -58,21 +58,21 @@ def http_protocol(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> A
     return partial(BoundedHttpProtocol, bounds=bounds)
 
 
-def _connections(wanted: int) -> int:
-    """As many connections as are wanted and the limit of open files allows, which is raised as far as it may be."""
+def _connections(configured: int) -> int:
+    """Raise RLIMIT_NOFILE as needed and return the configured number of connections, or as many as it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
+    needed = configured + _OTHER_FILES
     if soft < needed and hard > soft:
         soft = min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft >= needed:
-        return wanted
+        return configured
     allowed = max(soft - _OTHER_FILES, soft // 2)
     logger.warning(
         "the limit of open files (%d) allows %d connections, fewer than --gateway-max-connections %d",
         soft,
         allowed,
-        wanted,
+        configured,
     )
     return allowed
 
@@ -87,12 +87,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._num_headers = 0
-        #: Bytes given to the parser since it last gave us something.
+        #: Bytes fed to the parser since its last callback.
         self._unparsed_bytes = 0
         self._num_pieces = 0
         self._error: MedialaneError | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
         super().connection_made(transport)
         if len(self.connections) > self._bounds.max_connections:
             self._refuse(TooManyConnections("too many connections"))
@@ -113,7 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(self._too_large())
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser fails, which it does where one of our callbacks raises."""
+        """Called by uvicorn when the parser fails, in particular when one of our callbacks raises."""
         if self._error is not None:
             self._refuse(self._error)
         else:
@@ -169,7 +169,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         )
 
     def _fail(self, error: MedialaneError) -> None:
-        """Stop the parser: what it has read and not yet shown us is of no use."""
+        """Stop the parser by raising `error`; the rest of its input is discarded."""
         self._error = error
         raise error
 
@@ -185,16 +185,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _expire(self) -> None:
         if self._unparsed_bytes or self.cycle is not None:
             self._refuse(ClientTooSlow("the request header was sent too slowly"))
-        else:  # opened and never used: an answer would be taken for that of a request to come
+        else:  # idle: a response would be mistaken for that of the client's next request
             self.transport.close()
 
     def _refuse(self, error: MedialaneError) -> None:
-        """Close the connection, and say why where an answer can still be given."""
+        """Close the connection, after an error response if one can still be sent."""
         self._error = error
         self._clear_deadline()
         if self.transport.is_closing():
             return
-        _warn("%s is refused: %s", self.client[0] if self.client else "a connection", error.message)
+        _warn("connection from %s rejected: %s", self.client[0] if self.client else "unknown", error.message)
         if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
             self.transport.write(_response(error))
         self.transport.close()

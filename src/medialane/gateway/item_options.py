@@ -1,7 +1,7 @@
-"""What a client says of one media item beside its URL: how many frames, and how many pixels the model is given.
+"""Options of one media item, given next to its URL: the number of frames and pixels that the model gets.
 
-`{"type": "video_url", "video_url": {"url": ..., "fps": 2, "max_frames": 64, "max_pixels": 200704}}`. Keys that mean
-nothing for the item's modality are ignored, as vLLM ignores them.
+`{"type": "video_url", "video_url": {"url": ..., "fps": 2, "max_frames": 64, "max_pixels": 200704}}`. Keys that do not
+apply to the item's modality are ignored, like in vLLM.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from medialane.core.hashing import canonical_options
 from medialane.core.media import Modality
 from medialane.media import MediaConfig
 
-#: Faster than any camera that films for a model. Some of vLLM's samplers take time in proportion to it.
+#: Higher than the frame rate of any realistic input. The run time of some of vLLM's samplers is proportional to it.
 MAX_FPS = 240
 
 _decode_number = msgspec.json.Decoder(int | float | None).decode
 
 
 class ItemOptions(msgspec.Struct):
-    """The options of an item as they stand in the request, unread."""
+    """The options of an item as given in the request, not yet parsed."""
 
     fps: msgspec.Raw = msgspec.Raw()
     num_frames: msgspec.Raw = msgspec.Raw()
@@ -34,7 +34,7 @@ _NONE_GIVEN = astuple(ItemOptions())
 
 
 def read_options(found: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:
-    """The item's `MediaRef.io` and `MediaRef.options`. Raises InvalidRequest naming the key."""
+    """Return the item's `MediaRef.io` and `MediaRef.options`. Raises InvalidRequest naming the key."""
     if found is None or astuple(found)[: len(_NONE_GIVEN)] == _NONE_GIVEN:
         return b"{}", b"{}"
     return _read_io(found, modality, param, config), _read_processor_options(found, modality, param, config)
@@ -82,7 +82,7 @@ def _read_count(raw: msgspec.Raw, param: str) -> int | None:
 
 
 def _read(raw: msgspec.Raw, param: str) -> int | float | None:
-    """The number, an integer if it is whole; None where there is none."""
+    """Return the number, as an int if it is integral; None if the key is absent."""
     if not memoryview(raw):
         return None
     try:

@@ -1,12 +1,12 @@
-"""Large bytes pass through the event loop one piece per turn of it.
+"""Fair scheduling of large payloads: one chunk per iteration of the event loop.
 
-One request's 10 MB cost the loop some milliseconds: pieces of the body taken in, base64 decoded, a hash, a copy into
-the arena. When many such requests come at once, all their pieces are ready in the same turn of the loop, and everything
-else waits for the sum. So each piece is a *step*, and a turn of the loop does one step, first come, first served. A
-server that is not reading a body pauses its connection, so that waiting pieces are not held here.
+A request of 10 MB costs the event loop a few milliseconds: receiving the body, decoding base64, hashing, copying into
+the arena. If many such requests arrive at once, all their chunks are ready in the same iteration, and everything else
+waits for the sum. So each chunk is a *step*, and an iteration of the event loop runs one step, FIFO. The server pauses
+a connection whose body is not being read, so waiting chunks do not accumulate here.
 
-A piece of megabytes is worked on in a thread while its step lasts: decoding base64 and hashing leave the interpreter
-lock alone, and the pages of their results are made there, too.
+A chunk of megabytes is processed in a thread for the duration of its step: base64 decoding and hashing release the GIL,
+and the page faults of their results occur there, too.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Fewer bytes are no step: some 50 us at the most, less than it costs to wait for a turn.
+#: Fewer bytes are not a step: at most 50 us, less than the cost of waiting for an iteration.
 SMALL_BYTES = 128 * 1024
 
 
-#: From here a step is worth a thread.
+#: Steps of at least this size run in the thread.
 LARGE_BYTES = 1024 * 1024
 
 
 class LoopFairness:
-    """One per event loop, shared by all who handle large bytes there. `close` ends its thread."""
+    """One per event loop, shared by all code that handles large payloads there. `close` stops its thread."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-bytes")
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Do `work` on so many bytes as a step, in the thread if they are many.
+        """Run `work`, which processes `num_bytes` bytes, as a step, in the thread from `LARGE_BYTES` on.
 
-        Where the caller is cancelled meanwhile, the thread ends the work and its result is dropped: it owns nothing.
+        If the caller is cancelled, the thread completes the work and the result is discarded, so it must not own
+        resources.
         """
         async with self.step(num_bytes):
             if num_bytes < LARGE_BYTES:
@@ -49,15 +50,15 @@ class LoopFairness:
 
     @asynccontextmanager
     async def step(self, num_bytes: int) -> AsyncIterator[None]:
-        """Around work that takes time in proportion to `num_bytes`, and waits for nothing but further turns of the
-        loop, in which it goes on piece by piece. It must not take a step itself: the next one waits for this one's end.
+        """Context manager for work whose time is proportional to `num_bytes`, and that awaits nothing but further
+        iterations of the event loop. Steps must not be nested: each waits for the end of the previous one.
 
-        May wait before the work; never after it, so that what the work has taken cannot be lost to a cancellation.
+        May wait before the work, never after it: resources that the work has acquired cannot be lost to a cancellation.
         """
         if num_bytes < SMALL_BYTES:
             yield
             return
-        is_next_iteration = self._lock.locked()  # then we go on in the turn after that of the step before us
+        is_next_iteration = self._lock.locked()  # then we resume one iteration after the previous step
         async with self._lock:
             if not is_next_iteration:
                 await asyncio.sleep(0)

@@ -1,7 +1,7 @@
-"""What stands in front of vLLM's app: the scope around every request, and the intake that lifts media out of bodies.
+"""ASGI middleware in front of vLLM's app: the scope of every request, and the intake that extracts media from bodies.
 
-Order matters. `ScopeMiddleware` is the outermost: it sees the end of every request, however it ends. `IntakeMiddleware`
-is the innermost, behind vLLM's authentication and CORS: a body is read for nobody who may not send one.
+Order matters. `ScopeMiddleware` is the outermost, so it sees the end of every request, however it ends.
+`IntakeMiddleware` is the innermost, behind vLLM's authentication and CORS: no body of an unauthorised client is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-#: Their bodies mean nothing, and no handler reads one.
+#: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -58,19 +58,19 @@ class ScopeMiddleware:
             try:
                 await self._app(scope, receive, send_timed)
             finally:
-                if scope["method"] == "POST":  # health checks and scrapes are none of the requests whose times we show
+                if scope["method"] == "POST":  # health checks and scrapes are not counted
                     self._metrics.observe(request.timeline)
                 if request.error_code is not None:
                     self._metrics.count_error(request.error_code)
 
 
 class IntakeMiddleware:
-    """Gives the app JSON bodies without their media. Every body is read within its bound.
+    """Passes JSON bodies to the app without their media. Every body is read within its limits.
 
-    Being the innermost, it is also where the app's answers to our errors are replaced, and where a report is put into
-    the answer of who asked for one: before anything else may compress it.
+    As the innermost middleware, it also replaces the app's responses to our errors, and adds the report to responses
+    for which the client requested one, before any other middleware compresses them.
 
-    A client that leaves while it sends ends the request: the app never sees a part of a body.
+    If a client disconnects while it sends, the request ends: the app never sees an incomplete body.
     """
 
     def __init__(self, app: App, media: MediaConfig, config: GatewayConfig, fairness: LoopFairness) -> None:
@@ -92,28 +92,28 @@ class IntakeMiddleware:
         try:
             declared = _check_declared(scope, limit)
             incoming = BoundedReceive(receive, limit, charge, self._config)
-            # What was read must not live in this frame, which lasts as long as the answer.
+            # This frame lives as long as the response, so it must not hold the original body.
             body = await self._extract(incoming, declared, charge) if is_read_here else None
         except MedialaneError as error:
             request.fail(error)
             await send_error(send, error, form)
             return
         if not is_read_here:
-            receive = _remembering(incoming, request)
+            receive = _recording_errors(incoming, request)
         elif body is None:
             return
         else:
             send = ReportSender(send, request.report) if request.extracted.wants_report else send
             scope, receive = _with_length(scope, len(body)), _replay(body, receive)
-        answer = ErrorSender(send, request, form)
+        sender = ErrorSender(send, request, form)
         try:
-            await self._app(scope, receive, answer)
-        except Exception as error:  # the app cannot put our error into its answer; we do, and raise all others
-            if not await answer.fail_stream(error):
+            await self._app(scope, receive, sender)
+        except Exception as error:  # replaced if the request has failed with our error; any other is raised
+            if not await sender.fail_stream(error):
                 raise
 
     async def _extract(self, receive: Receive, declared: int, charge: BudgetCharge) -> bytes | None:
-        """The body without its media, which the request's scope holds now. None if the client has left."""
+        """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
         request = current_scope()
         body = Body(self._buffers, declared)
         if not await body.read(receive, self._fairness):
@@ -130,22 +130,22 @@ class IntakeMiddleware:
             return extract(buffer, self._media, self._config, size=size)
 
 
-def _remembering(receive: Receive, request: RequestScope) -> Receive:
-    """Errors of `receive` are raised within the app, which would make a 400 of all of them."""
+def _recording_errors(receive: Receive, request: RequestScope) -> Receive:
+    """Return a `receive` that records errors in the scope before raising them: the app would turn them all into 400."""
 
-    async def remembering() -> Message:
+    async def recording() -> Message:
         try:
             return await receive()
         except MedialaneError as error:
             request.fail(error)
             raise
 
-    return remembering
+    return recording
 
 
 def _is_form(scope: Scope) -> bool:
-    """Whether the body is a form, which has no JSON. All else may be read as JSON: some handlers of vLLM's do so
-    whatever the content type says."""
+    """Return whether the body is a form. Any other body may be JSON: some of vLLM's handlers parse JSON regardless of
+    the content type."""
     content_type = _header(scope, b"content-type")
     return content_type is not None and content_type.lower().startswith((b"multipart/", b"application/x-www-form-"))
 
@@ -155,7 +155,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _check_declared(scope: Scope, limit: int) -> int:
-    """The length that is declared, or 0. Raises BodyTooLarge for one that is too large, before anything is read."""
+    """Return Content-Length, or 0 if there is none. Raises BodyTooLarge before anything is read."""
     declared = _header(scope, b"content-length")
     length = int(declared) if declared is not None and declared.isdigit() else 0
     if length > limit:
@@ -169,7 +169,7 @@ def _with_length(scope: Scope, length: int) -> Scope:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives `body` once and then what the server says (the disconnect)."""
+    """Return a `receive` that yields `body` once, and then the server's messages (the disconnect)."""
     pending = [body]
 
     async def replayed() -> Message:

@@ -1,12 +1,12 @@
-"""What was used for a request's media, told in the answer to those who ask (`"medialane": {"report": true}`).
+"""The report on a request's media and routing, added to the response on request (`"medialane": {"report": true}`).
 
-Theory of operation. An answer is not decoded and encoded again: the report is put into its bytes as they pass.
+Theory of operation. The response is not decoded and re-encoded: the report is spliced into its bytes as they pass.
 
-* *JSON*: before the object's last brace. All but what follows the last brace seen so far is passed on at once, and the
-  length is announced only where the answer comes in one piece.
-* *A stream of events*: one event more, right before `data: [DONE]`, with no choices and with the identity and usage of
-  the chunk before it, since OpenAI's stream helpers take both from the last chunk. A stream that ends without that mark
-  (responses, messages) gets an event of its own type at its end.
+* *JSON*: before the object's last brace. Only the bytes from the last brace seen so far are held back, and
+  Content-Length is set only if the response is a single chunk.
+* *Server-sent events*: one more event right before `data: [DONE]`, without choices and with the identity and usage of
+  the previous chunk, since OpenAI's stream helpers read both from the last chunk. A stream that ends without that
+  marker (responses, messages) ends with an event of type `medialane.report`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Send = Callable[[Message], Awaitable[None]]
 
 _DONE = b"data: [DONE]"
 
-#: What a chunk of a completion says besides its choices.
-_OF_THE_CHUNK = ("id", "created", "model", "system_fingerprint", "usage")
+#: Members of a completion chunk besides its choices.
+_CHUNK_MEMBERS = ("id", "created", "model", "system_fingerprint", "usage")
 
 
 class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was used of one item; what does not apply is left out.
+    """What was used of one item; members that do not apply are omitted.
 
-    `cache` says whether its feature was there already, `none` where the worker makes it. `timestamps` are those of the
-    sampled frames, in seconds. `num_tokens` are the tokens of the prompt that stand for the item.
+    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are those of the sampled
+    frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item.
     """
 
     param: str
@@ -53,8 +53,8 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoutingReport(msgspec.Struct, frozen=True):
-    """Where a request was sent, and why. `cached_tokens` are those of the prompt that the router expected in the
-    worker's KV cache, `engine_cached_tokens` those that the engine had there (None: it has not said)."""
+    """Where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the worker's
+    KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported)."""
 
     worker: str
     rank: int
@@ -68,7 +68,7 @@ class RoutingReport(msgspec.Struct, frozen=True):
 
 
 class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was used for a request. `times_ms` are its stages' times, as in the Server-Timing header."""
+    """What was used for a request. `times_ms` are the durations of its steps, as in the Server-Timing header."""
 
     items: tuple[MediaReport, ...]
     stage: str | None = None
@@ -79,7 +79,7 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """How a request was sent, and where."""
+    """How and where a request was sent."""
 
     stage: StageName
     transport: TransportName
@@ -105,7 +105,7 @@ def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
 def request_report(
     items: tuple[MediaReport, ...], sent: Sent | None, engine_cached_tokens: int | None, timeline: StageTimeline
 ) -> bytes:
-    """JSON. `sent` is None where the request was sent nowhere."""
+    """Return the report as JSON. `sent` is None if the request was not sent to a worker."""
     media_sent = sent if items else None  # text has no stage
     return msgspec.json.encode(
         RequestReport(
@@ -134,26 +134,26 @@ def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) 
 
 
 def timestamps(size: MediaSize) -> tuple[float, ...]:
-    """When the sampled frames of a video are shown, in seconds; empty where its metadata does not tell."""
+    """Return the timestamps of a video's sampled frames in seconds; empty if its metadata does not have them."""
     if not size.metadata:
         return ()
-    found = msgspec.json.decode(size.metadata, type=_Sampled)
-    if found.fps is None or found.fps <= 0:
+    metadata = msgspec.json.decode(size.metadata, type=_SampledFrames)
+    if metadata.fps is None or metadata.fps <= 0:
         return ()
-    return tuple(round(index / found.fps, 3) for index in found.frames_indices or ())
+    return tuple(round(index / metadata.fps, 3) for index in metadata.frames_indices or ())
 
 
-class _Sampled(msgspec.Struct):
-    """The part of vLLM's video metadata that says which frames were taken."""
+class _SampledFrames(msgspec.Struct):
+    """The members of vLLM's video metadata that identify the sampled frames."""
 
     fps: float | None = None
     frames_indices: list[int] | None = None
 
 
 class ReportSender:
-    """An ASGI `send` that adds a report to the answer passing through it, if that is one of status 200 in JSON or SSE.
+    """An ASGI `send` that adds a report to a response, if its status is 200 and its body JSON or SSE.
 
-    `report` gives the report's JSON; it is called once, when the answer is about to end.
+    `report` returns the report's JSON; it is called once, at the end of the response.
     """
 
     def __init__(self, send: Send, report: Callable[[], bytes]) -> None:
@@ -175,7 +175,7 @@ class ReportSender:
         await self._send(message)
 
     async def _begin(self, length: int | None) -> None:
-        """Send what begins the answer, its length mended, unless that has been sent."""
+        """Send the response start with its Content-Length corrected, unless it has been sent."""
         start, self._start = self._start, None
         if start is not None:
             headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
@@ -186,7 +186,7 @@ class ReportSender:
 
 class _Splice(Protocol):
     def feed(self, piece: bytes, *, last: bool) -> bytes:
-        """What to send for `piece` of the body."""
+        """Return what to send for `piece` of the body."""
         ...
 
 
@@ -201,11 +201,11 @@ def _splice_for(start: Message, report: Callable[[], bytes]) -> _Splice | None:
 
 
 class JsonSplice:
-    """Adds the report as a member of the object that the body is. A body that is no object passes as it is."""
+    """Adds the report as a member of the body's JSON object. Any other body is passed on unchanged."""
 
     def __init__(self, report: Callable[[], bytes]) -> None:
         self._report = report
-        #: From the last brace seen on, and the last character before it.
+        #: The bytes from the last brace on, and the last non-blank character before it.
         self._held = b""
         self._before = b""
 
@@ -224,7 +224,7 @@ class JsonSplice:
 
 
 class StreamSplice:
-    """Adds the report as an event of a stream, of which nothing is held back."""
+    """Adds the report as an event of a stream, without holding anything back."""
 
     def __init__(self, report: Callable[[], bytes]) -> None:
         self._report = report
@@ -245,14 +245,14 @@ class StreamSplice:
         return piece + self._own_event() if last else piece
 
     def _find_done(self, piece: bytes) -> int:
-        """Where the mark of the end begins, or -1. In a string of JSON no line ends, so a model cannot write it."""
+        """Return the offset of the end marker, or -1. JSON strings have no line breaks, so a model cannot forge it."""
         if self._at_line_start and piece.startswith(_DONE):
             return 0
         at = piece.find(b"\n" + _DONE)
         return at + 1 if at >= 0 else -1
 
     def _event(self, chunk: bytes) -> bytes:
-        head = {**_of_the_chunk(chunk), "object": "medialane.report", "choices": []}
+        head = {**_chunk_members(chunk), "object": "medialane.report", "choices": []}
         text = json.dumps(head, separators=(",", ":")).encode()
         return b"".join((b"data: ", text[:-1], b',"medialane":', self._report(), b"}\n\n"))
 
@@ -261,11 +261,11 @@ class StreamSplice:
         return b"".join((event, self._report(), b"}\n\n"))
 
 
-def _of_the_chunk(chunk: bytes) -> dict[str, object]:
-    """What the last event of `chunk` says besides its choices; nothing where it is no chunk of a completion."""
+def _chunk_members(chunk: bytes) -> dict[str, object]:
+    """Return `_CHUNK_MEMBERS` of the last event of `chunk`; empty if it is not a completion chunk."""
     _, found, data = chunk.rpartition(b"data: ")
     try:
         document = json.loads(data) if found else None
     except ValueError:
         return {}
-    return {k: document[k] for k in _OF_THE_CHUNK if k in document} if isinstance(document, dict) else {}
+    return {k: document[k] for k in _CHUNK_MEMBERS if k in document} if isinstance(document, dict) else {}

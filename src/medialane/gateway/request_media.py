@@ -1,4 +1,4 @@
-"""The media of one request, in the form of each stage that the request needs."""
+"""The media of one request, in the form for each stage that the request needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medialane.gateway.scope import RequestScope
 
 
 class RequestMedia:
-    """The items of one prompt (a `core.feature.StagedMedia`): what is found is the scope's from then on."""
+    """The items of one prompt (a `core.feature.StagedMedia`). The request's scope owns all their leases."""
 
     def __init__(self, source: MediaPrompt, features: FeatureSource, scope: RequestScope) -> None:
         self.source = source
@@ -27,7 +27,8 @@ class RequestMedia:
         self._found: dict[StageName, tuple[StagedItem, ...]] = {}
 
     async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
-        """A URL may have other content than when another stage was prepared: each item is known by what is sent."""
+        """Return the items in the form for `stage`. A URL's content may differ between stages: each item is identified
+        by the content that is sent."""
         if (found := self._found.get(stage)) is None:
             find = FINDERS[STAGES[stage].sends]
             found = self._found[stage] = await gather_or_cancel([find(self, ref) for ref in self.source.items])
@@ -57,7 +58,7 @@ async def _encoded(request: RequestMedia, ref: MediaRef) -> StagedItem:
     return StagedItem(ref, feature, lease, media_type=lease.value.media_type)
 
 
-#: How an item is found, by what its stage sends.
+#: Functions that look up or prepare an item, by what its stage sends.
 FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef], Coroutine[Any, Any, StagedItem]]] = {
     "processed": _processed,
     "decoded": _decoded,

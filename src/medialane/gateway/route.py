@@ -1,4 +1,4 @@
-"""A request as the router sees it, and its way to the worker that was chosen."""
+"""Routes requests: what the router gets of a request, of workers, and of the engine's first output."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing import DecisionRecord, RoutingRequest
 
-if TYPE_CHECKING:  # it brings machine code, and who only reads settings of this room needs none
+if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not pay for numba
     from medialane.routing import RoutedRequest, Router
 
 logger = logging.getLogger(__name__)
 
-#: Where no worker has told its own yet; then there is nobody to choose either.
-_ANY_BLOCK_SIZE = 16
+#: Used until the first worker has joined; until then, no request can be routed anyway.
+_INITIAL_BLOCK_SIZE = 16
 
 
 class Known(NamedTuple):
-    """A prompt as far as it is known before a worker has it; `unplaced_items` items stand somewhere behind that."""
+    """The known start of the prompt as the engine will see it; `unplaced_items` come somewhere after it."""
 
     token_ids: list[int]
     media: tuple[MediaSpan, ...] = ()
@@ -40,7 +40,7 @@ class Known(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The worker of one request. `routed` tells the router what becomes of the request; the request's scope owns it."""
+    """The worker of one request. `routed` reports the request's progress to the router; the request's scope owns it."""
 
     link: WorkerLink
     routed: RoutedRequest
@@ -49,7 +49,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """Chooses workers for requests, tells the router of the workers, and learns from what they answer."""
+    """Chooses workers for requests, reports workers to the router, and learns expansions from the engines' outputs."""
 
     def __init__(self, router: Router, workers: WorkerPool, metrics: Metrics) -> None:
         self._router = router
@@ -58,14 +58,14 @@ class Routes:
         self._expansions = Expansions()
         self._slots: dict[str, list[int]] = {}
         self._event_lag_s: dict[str, float] = {}
-        self._block_size = _ANY_BLOCK_SIZE
+        self._block_size = _INITIAL_BLOCK_SIZE
         workers.listen(self)
 
     def joined(self, link: WorkerLink) -> None:
         endpoints = link.endpoints()
         slots = self._slots[link.address] = []
         for endpoint in endpoints:
-            slots.append(self._router.join(endpoint))  # noqa: PERF401 - what joined must leave, should another fail
+            slots.append(self._router.join(endpoint))  # noqa: PERF401 - `left` must find these slots if a later join raises
         card = endpoints[0].card
         if card is None:
             return
@@ -95,14 +95,14 @@ class Routes:
             self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
 
     def forget_encoder_items(self, link: WorkerLink) -> None:
-        """The worker's engine has emptied its encoder cache."""
+        """Clear the router's predictions for a worker whose engine has emptied its encoder cache."""
         for slot in self._slots.get(link.address, ()):
             self._router.clear_encoder(slot)
 
     def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
-        """The worker for a request, which the router does not count there yet: see `begin`. Raises NoWorkerReady."""
+        """Return the worker for a request. The router counts the request from `begin` on. Raises NoWorkerReady."""
         known = self._known(request, prepared)
-        wanted = RoutingRequest(
+        routing_request = RoutingRequest(
             block_ids=self._block_ids(request, known),
             block_size=self._block_size,
             num_tokens=len(known.token_ids) + len(known.unplaced_items),  # each has at least one
@@ -114,23 +114,23 @@ class Routes:
             request_id=request.request_id,
         )
         started = time.perf_counter()
-        routed = self._router.pick(wanted)
+        routed = self._router.pick(routing_request)
         self._metrics.observe_routing(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
         return Route(self._workers.links[routed.worker_id], routed, known, rank)
 
     def begin(self, route: Route, request_id: str) -> None:
-        """Count the request at its worker and tell why it goes there. To be called as soon as it is sent, and before
-        anything else may be routed. Nothing happens if it was."""
+        """Count the request at its worker and log the decision. To be called as soon as it is sent, before any other
+        request may be routed. Idempotent."""
         if route.routed.has_begun:
             return
         route.routed.begin()
         decision = route.routed.decision
-        logger.debug("%s goes to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
+        logger.debug("%s is routed to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
         _annotate_span(decision)
 
     def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
-        """The first answer has come: what the engine had in its cache, and how it expanded what it had to."""
+        """Record the first output: the engine's cached tokens, and the expansions if the worker expanded the prompt."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
         if num_cached is not None:
@@ -144,11 +144,11 @@ class Routes:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
 
     def decisions(self, query: Mapping[str, str]) -> bytes:
-        """The last choices and their reasons, the newest first, as JSON. Raises InvalidRequest."""
-        asked = query.get("limit", "100")
-        if not asked.isdecimal() or not asked.isascii() or int(asked[:9]) < 1:
-            raise InvalidRequest("limit must be a whole number from 1", param="limit")
-        return msgspec.json.encode({"decisions": [_record(found) for found in self._router.decisions(int(asked[:9]))]})
+        """Return the last routing decisions with their reasons as JSON, newest first. Raises InvalidRequest."""
+        limit = query.get("limit", "100")
+        if not limit.isdecimal() or not limit.isascii() or int(limit[:9]) < 1:
+            raise InvalidRequest("limit must be a whole number of at least 1", param="limit")
+        return msgspec.json.encode({"decisions": [_record(found) for found in self._router.decisions(int(limit[:9]))]})
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
@@ -173,7 +173,7 @@ class Routes:
         )
 
     def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:
-        """The prompt as the engine will see it."""
+        """Return the prompt as the engine will see it, as far as that is known."""
         if prepared is None:
             return Known(request.prompt.token_ids)
         if prepared.features:
@@ -183,7 +183,7 @@ class Routes:
         found = self._expansions.expand(source.token_ids, items)
         placed = {span.mm_hash for span in found.media}
         end = len(found.token_ids)
-        # They are no part of the known prompt, but a worker that is just seeing them is the one to send others to.
+        # Their tokens are unknown, but a worker that is processing these items is the best one for them.
         unplaced_items = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
         return Known(found.token_ids, found.media, tuple(unplaced_items))
 
@@ -198,22 +198,22 @@ def _num_bytes(prepared: PreparedPrompt | None) -> int:
 
 
 def _annotate_span(decision: RoutingDecision) -> None:
-    """Put a decision into the attributes of the current span, if one records (an instrumented server makes them)."""
+    """Add the decision to the attributes of the current span, if it is recording (the server is instrumented)."""
     span = trace.get_current_span()
     if not span.is_recording():
         return
     names = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
-    told = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
-    span.set_attributes({"medialane.routing.worker": decision.worker_id, **told})
+    attributes = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
+    span.set_attributes({"medialane.routing.worker": decision.worker_id, **attributes})
 
 
 def _record(found: DecisionRecord) -> dict[str, object]:
-    told = msgspec.to_builtins(routing_report(found.decision, found.reported_cached_tokens))
+    report = msgspec.to_builtins(routing_report(found.decision, found.reported_cached_tokens))
     return {
         "number": found.number,
         "time": found.time_s,
         "request_id": found.request_id,
         "policy": found.decision.policy,
-        **told,
+        **report,
         "first_token_ms": None if found.first_token_ms is None else round(found.first_token_ms, 2),
     }

@@ -1,8 +1,8 @@
-"""One scope per HTTP request: everything that the request takes is taken through it and ends with it.
+"""One scope per HTTP request: owns every resource of the request and releases it.
 
-vLLM's app drives a request, so our steps run inside two of its calls. The scope is what ties them together: the
-outermost middleware opens it, a context variable carries it, and it closes exactly once, when the response has ended,
-failed or lost its client.
+vLLM's app drives a request and calls us twice. The scope connects these calls: the outermost middleware opens it, a
+context variable carries it, and it is closed exactly once, when the response has completed or failed, or its client has
+disconnected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from medialane.core.media import MediaRef
 from medialane.gateway.report import MediaReport, Sent, media_report, request_report
 from medialane.observability.timeline import StageTimeline
 
-#: What intake puts in place of a media URL: the scheme, then the reference's number in the scope.
+#: Scheme of the URLs with which intake replaces media URLs; the reference's index in the scope follows.
 REFERENCE_SCHEME = "medialane:"
 
 
@@ -29,8 +29,8 @@ class Releasable(Protocol):
 
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
-    """What intake has found in a request's body: its media, whether the client asks for a report, and why no media
-    could be looked for where the body is of another form."""
+    """What intake has found in a request's body: its media, whether the client requests a report, and, if the body
+    could not be parsed for media, why not."""
 
     refs: tuple[MediaRef, ...] = ()
     wants_report: bool = False
@@ -38,18 +38,18 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What a request is answered with: a report, since an exception would keep what its frames hold. With
-    `app_responds`, vLLM's app words the answer."""
+    """The error with which a request ends: a report, since an exception would keep the objects of its frames alive.
+    With `app_responds`, vLLM's app generates the response."""
 
     error: ErrorReport
     app_responds: bool
 
 
 class RequestScope:
-    """What one request holds, and the one place where that ends. Resources are released in the reverse order of taking.
+    """Owns the resources of one request and releases them in reverse order.
 
-    Beside them, what each step leaves for the answer: `extracted` by intake, `failure` by whatever failed first, and
-    for the report the items that were prepared, where they were sent, and what the engine had of the prompt.
+    Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
+    prepared items, the destination, and the engine's cached tokens.
     """
 
     def __init__(self) -> None:
@@ -67,18 +67,18 @@ class RequestScope:
         return None if self.failure is None else self.failure.error.code
 
     def take(self, resource: Releasable) -> None:
-        """Own `resource` until the scope closes. A resource that comes too late is released at once."""
+        """Own `resource` until the scope closes; if it is closed already, release it at once."""
         if self._closed:
             resource.release()
         else:
             self._stack.callback(resource.release)
 
     def resolve(self, url: str) -> MediaRef:
-        """The media reference that intake left as `url` in the body. Raises InvalidMediaUrl; InvalidBody where intake
-        could not read the body.
+        """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if
+        intake could not parse the body.
 
-        Where a client sends bare base64 (`input_audio`, an Anthropic image), vLLM's app makes a data: URL of what
-        stands in its place: `data:audio/wav;base64,medialane:0`.
+        If a client sends bare base64 (`input_audio`, an Anthropic image), vLLM's app builds a data: URL from its
+        replacement: `data:audio/wav;base64,medialane:0`.
         """
         if url.startswith("data:"):
             url = url.rpartition(";base64,")[2]
@@ -91,33 +91,33 @@ class RequestScope:
         return refs[int(number)]
 
     def note_prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
-        """The items of one prompt, and how many of its tokens stand for each, unless a worker shall expand it."""
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
         if self.extracted.wants_report:
             counts = num_tokens or [0] * len(items)
             self._items += tuple(map(media_report, items, counts))
 
     def note_sent(self, sent: Sent) -> None:
-        """Where a request goes, and how. The last one counts: it is the one that worked."""
+        """Record how and where a request is sent. The last call counts: earlier attempts have failed."""
         self._sent = sent
 
     def note_answered(self, num_cached_tokens: int | None) -> None:
-        """How many of the prompt's tokens the engine found in its cache."""
+        """Record how many of the prompt's tokens the engine had in its KV cache."""
         self._engine_cached_tokens = num_cached_tokens
 
     def report(self) -> bytes:
-        """JSON of what was used for the request so far, the items in the order of the request."""
+        """Return the report on the request so far as JSON, items in the order of the request."""
         places = {ref.param: n for n, ref in enumerate(self.extracted.refs)}
         items = tuple(sorted(self._items, key=lambda item: places.get(item.param, len(places))))
         return request_report(items, self._sent, self._engine_cached_tokens, self.timeline)
 
     def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
-        """Remember that the request is answered with `error`. The first one counts: others follow from it."""
+        """Record `error` as the response. The first one counts: later ones are its consequences."""
         if self.failure is None:
             self.failure = Failure(to_report(error), app_responds)
 
     def close(self) -> None:
-        """Release everything. Idempotent. Media that came inside the request are let go of: whatever still runs in
-        the request's context keeps the scope itself."""
+        """Release everything. Idempotent. Also drops the media that came in the body: tasks that still run in the
+        request's context keep the scope itself alive."""
         if not self._closed:
             self._closed = True
             self.extracted = ExtractedMedia()
@@ -129,13 +129,13 @@ _CURRENT: ContextVar[RequestScope] = ContextVar("medialane_request_scope")
 
 
 def current_scope() -> RequestScope:
-    """The scope of the request that this code runs for. Raises LookupError outside of one."""
+    """Return the scope of the current request. Raises LookupError outside a request."""
     return _CURRENT.get()
 
 
 @contextmanager
 def open_scope() -> Iterator[RequestScope]:
-    """Open the scope of a request and close it on leaving."""
+    """Open the scope of a request and close it on exit."""
     scope = RequestScope()
     token = _CURRENT.set(scope)
     try:

@@ -1,7 +1,7 @@
-"""The workers' metrics, read when somebody scrapes the gateway.
+"""The workers' metrics, read when the gateway is scraped.
 
-Pulled, not pushed: reading a registry takes a worker some milliseconds, which are spent only where a scraper asks, and
-what it gets is as fresh as from the engine's own server.
+Pulled, not pushed: reading a registry takes a worker a few milliseconds, which are spent only for scrapes, and the
+values are as fresh as those of the engine's own server.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Where vLLM's app shows metrics; it takes whatever follows, too.
+#: Path prefix of the metrics of vLLM's app, which serves every path below it, too.
 PATH = "/metrics"
 
-#: A worker that has not answered by then shows its last values: scrapers have deadlines of their own.
+#: A worker that has not responded by then is exposed with its last values: scrapers have timeouts of their own.
 TIMEOUT_S = 1.0
 
-#: Anybody may scrape, as often as they like; workers are asked no more often than this.
+#: Scrapes are unauthenticated and not rate-limited; workers are queried at most once per interval.
 MIN_INTERVAL_S = 0.25
 
 
@@ -40,7 +40,7 @@ class WorkerScrape:
         self._refreshed_at = float("-inf")
 
     async def refresh(self) -> None:
-        """Ask all workers for what has changed, and wait for their answers, `TIMEOUT_S` at the most."""
+        """Query all workers for changed values, and wait for their responses, at most `TIMEOUT_S` seconds."""
         async with self._lock:
             if self._clock() - self._refreshed_at < MIN_INTERVAL_S:
                 return
@@ -49,13 +49,13 @@ class WorkerScrape:
             self._refreshed_at = self._clock()
 
     def mirrors(self) -> dict[str, MetricMirror]:
-        """By worker. A worker that is gone shows nothing."""
+        """Return the metrics of the connected workers, by address."""
         clients = {link.address: link.client for link in self._workers.links.values()}
         return {address: client.metrics for address, client in clients.items() if client is not None}
 
 
 class ScrapeMiddleware:
-    """Refreshes before a scrape is answered."""
+    """Refreshes the workers' metrics before a scrape is served."""
 
     def __init__(self, app: App, refresh: Callable[[], Awaitable[None]]) -> None:
         self._app = app

@@ -1,11 +1,11 @@
-"""The workers of this gateway: one link each, which connects, reconnects, and remembers what the worker still reads.
+"""The workers of this gateway: one link each, which connects, reconnects, and holds the leases of its requests.
 
-A lease that was handed over ends when the worker says so (`Released`). When the connection is lost first, the worker
-may still be reading: its leases wait until it registers again (which it answers only after everything of the old
-connection has been let go) or until nobody listens at its address any more (the process is gone).
+A lease on transferred media ends when the worker reports it (`Released`). If the connection is lost first, the worker
+may still be reading: the leases are held until it accepts a new registration (which it does only after it has released
+everything of the old connection) or until its address has no listener (the process has exited).
 
-Each link is supervised by itself: whatever a connection raises is logged, the link tries again after a growing pause,
-and no other link is touched.
+Each link is supervised separately: exceptions of a connection are logged, the link reconnects with exponential backoff,
+and no other link is affected.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerListener(Protocol):
-    """Who wants to know of the workers; the router's side. Everything is called on the loop, and returns at once.
+    """Callbacks about workers, implemented by the router's side. Called on the event loop; must not block.
 
-    Between `joined` and `left` of a worker come its reports and changes; `left` ends everything that was known of it.
-    It is called as soon as the connection is lost, in the same turn of the loop: nothing is chosen in between. Where
-    `joined` raises, `left` follows.
+    `reported` and `changed` are called only between `joined` and `left`; `left` discards the worker's state. It is
+    called in the same iteration of the event loop in which the connection is lost, so no request is routed in between.
+    If `joined` raises, `left` follows.
     """
 
     def joined(self, link: WorkerLink) -> None:
-        """The worker is ready; `link.endpoints()` are its ranks. It holds nothing until it has told."""
+        """The worker is ready; `link.endpoints()` are its ranks. Its caches count as empty until it reports them."""
         ...
 
     def left(self, link: WorkerLink) -> None: ...
 
     def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
-        """How busy each rank of the worker is."""
+        """The worker has reported the load of each of its ranks."""
         ...
 
     def changed(self, link: WorkerLink, change: KvChange) -> None: ...
 
 
 class WorkerLink:
-    """One worker, by its address: the connection to it, which `run` makes again whenever it is lost."""
+    """The link to one worker address; `run` restores the connection whenever it is lost."""
 
     def __init__(self, address: str, hello: Hello, *, rpc: RpcConfig, config: GatewayConfig, metrics: Metrics) -> None:
         self.address = address
@@ -70,17 +70,17 @@ class WorkerLink:
 
     @property
     def client(self) -> RpcClient | None:
-        """The live connection, if there is one: a lost one is none at once, not when `run` has noticed."""
+        """The live connection, if any: None as soon as it is lost, even before `run` has handled the loss."""
         return self._live.client if self._live is not None else None
 
     @property
     def is_failing(self) -> bool:
-        """Whether the worker refused us, or the link failed, when it was tried last."""
+        """Whether the last attempt to connect was refused by the worker or failed."""
         return self.refusal is not None or self._failure is not None
 
     @property
     def num_held(self) -> int:
-        """Requests whose leases this worker still holds."""
+        """Number of requests whose leases are held for this worker."""
         return len(self._leases)
 
     @property
@@ -96,15 +96,15 @@ class WorkerLink:
         return worker.endpoint(rank) if worker is not None else lost_endpoint(self.address, rank)
 
     def endpoints(self) -> list[Endpoint]:
-        """One for each data-parallel rank."""
+        """Return one endpoint per data-parallel rank."""
         first = self.endpoint()
         return [first, *(self.endpoint(rank) for rank in range(1, first.num_ranks))]
 
     def submit(
         self, request: EngineRequest, leases: Sequence[Releasable], until_sent: Sequence[Releasable] = ()
     ) -> RemoteRequest:
-        """Send the request; the leases end when the worker has released it, those `until_sent` when its bytes are sent,
-        or never will be. Raises WorkerLost, GenerationFailed."""
+        """Send the request and own its leases: `leases` end when the worker has released it, `until_sent` when its
+        bytes have been sent or never will be. Raises WorkerLost, GenerationFailed."""
         request_id, client = request.request_id, self.client
         try:
             if client is None:
@@ -118,19 +118,19 @@ class WorkerLink:
         self._leases.add(request_id, until_released=leases, until_sent=until_sent)
         try:
             return client.submit(request, on_released=self._leases.released, on_sent=self._leases.sent)
-        except BaseException:  # what cannot be encoded was not sent
+        except BaseException:  # it could not be encoded, so it was not sent
             self._leases.released(request_id)
             raise
 
     async def run(self) -> None:
-        """Stay connected until cancelled, whatever fails meanwhile."""
+        """Stay connected until cancelled, whatever fails."""
         backoff = Backoff(initial_s=self._config.reconnect_initial_s, max_s=self._config.reconnect_max_s)
         loop = asyncio.get_running_loop()
         try:
             while True:
                 started = loop.time()
                 if await self._connect_once() and loop.time() - started >= self._config.reconnect_max_s:
-                    backoff.reset()  # it lasted: connect again at once
+                    backoff.reset()  # the connection was stable: reconnect at once
                 else:
                     await asyncio.sleep(backoff.next())
         finally:
@@ -141,7 +141,7 @@ class WorkerLink:
         return self._worker if self._worker is not None and not self._worker.client.closed.is_set() else None
 
     async def _connect_once(self) -> bool:
-        """One connection, from its making to its loss. False if there was none, or if this gateway failed at it."""
+        """Connect, and wait until the connection is lost. False if there was none or this process failed at it."""
         try:
             client = await self._connect()
             if client is None:
@@ -152,7 +152,7 @@ class WorkerLink:
                 self._report_loss()
             finally:
                 await self._disconnect(client)
-        except Exception as error:  # noqa: BLE001 - the supervisor of one link: the others must not end with it
+        except Exception as error:  # noqa: BLE001 - the supervisor of one link: its failure must not stop the others
             self._report_failure(error)
             return False
         return True
@@ -161,7 +161,7 @@ class WorkerLink:
         try:
             client = await RpcClient.connect(self.address, self._hello, self._rpc)
         except NoWorkerReady:
-            self._leases.release_all()  # nobody listens there: whoever read our memory is gone
+            self._leases.release_all()  # no listener: the process that read our memory has exited
             return None
         except (WorkerLost, ProtocolViolation) as error:
             logger.info("worker %s: %s", self.address, error.message)
@@ -169,16 +169,16 @@ class WorkerLink:
         except MedialaneError as error:
             self._report_refusal(error)
             return None
-        self._leases.release_all()  # Welcome: nothing of earlier connections is read any more
+        self._leases.release_all()  # registration accepted: it no longer reads anything of earlier connections
         self.refusal = None
         return client
 
     def _use(self, client: RpcClient) -> None:
-        found = disagreements(self._hello.processor, client.welcome.card.processor)
-        for name, (ours, theirs) in found.items():
+        differing = disagreements(self._hello.processor, client.welcome.card.processor)
+        for name, (ours, theirs) in differing.items():
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
         logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if client.welcome.shm else "no")
-        self._worker = ConnectedWorker(self.address, client, found)
+        self._worker = ConnectedWorker(self.address, client, differing)
         self._join(client)
         self._failure = None
 
@@ -200,7 +200,7 @@ class WorkerLink:
             self.listener.left(self)
 
     async def _disconnect(self, client: RpcClient) -> None:
-        """End the connection. What the worker may still read stays held."""
+        """Close the connection. Leases on what the worker may still read are kept."""
         self._worker = None
         await client.close()
         self._leave()
@@ -215,7 +215,7 @@ class WorkerLink:
         logger.warning("worker %s: connection lost with %d requests in flight", self.address, len(self._leases))
 
     def _report_failure(self, error: Exception) -> None:
-        """With its trace, but once: the same again every few seconds tells nothing new."""
+        """Log the traceback, but only once per distinct error: the link retries every few seconds."""
         if repr(error) != self._failure:
             logger.error("worker %s: its link failed and is restarted", self.address, exc_info=error)
         self._failure = repr(error)
@@ -228,18 +228,18 @@ def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
 
 
 class WorkerPool:
-    """All links. `run` keeps them connected; everything else is looked up."""
+    """All links, by address. `run` keeps them connected."""
 
     def __init__(self, links: Sequence[WorkerLink]) -> None:
         self.links = {link.address: link for link in links}
 
     def listen(self, listener: WorkerListener) -> None:
-        """Tell `listener` of all workers. Called once, before `run`."""
+        """Register `listener` with all links. Called once, before `run`."""
         for link in self.links.values():
             link.listener = listener
 
     def endpoints(self) -> list[Endpoint]:
-        """One for each worker, with the load of all its ranks."""
+        """Return one endpoint per worker, with the total load of its ranks."""
         ranks = [link.endpoints() for link in self.links.values()]
         return [msgspec.structs.replace(found[0], load=_total(found)) for found in ranks]
 
@@ -249,7 +249,7 @@ class WorkerPool:
 
     @property
     def num_failing(self) -> int:
-        """Links that somebody has to look at: the log says why."""
+        """Number of links that need an operator's attention; the log has the reasons."""
         return sum(link.is_failing for link in self.links.values())
 
     async def run(self) -> None:

@@ -1,6 +1,6 @@
-"""What happened: timelines of requests, metrics for Prometheus, logging.
+"""Observability: timelines of requests, Prometheus metrics, logging.
 
-Import the files themselves: `timeline` is all that most of the house needs, and costs nothing.
+Import the modules directly: most packages need only `timeline`, which has no dependencies.
 """
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
-"""Logging of one process: one line per event on stderr, the request's id where there is one, nothing secret.
+"""Logging of one process: one line per event on stderr, with the request id if there is one, secrets redacted.
 
-vLLM and uvicorn set up their own loggers; this is for ours and for whatever reaches the root.
+vLLM and uvicorn configure their own loggers; this configures medialane's and the root logger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TextIO
 
 import msgspec
 
-#: The id of the request that this task works for, set by whoever opens the request.
+#: The id of the current task's request, set where the request is opened.
 request_id: ContextVar[str] = ContextVar("medialane_request_id", default="")
 
 _DATA_URL = re.compile(r"(data:[\w.+/-]{0,80}(?:;[\w=.+-]{1,80}){0,4},)[^\s\"')]+")
@@ -27,7 +27,7 @@ _BEARER = re.compile(r"(\b[Bb]earer\s+)\S+")
 
 
 class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is logged."""
+    """Logging settings."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -35,11 +35,11 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
 
     def validate(self) -> None:
-        """Every value of the type will do."""
+        """Every value of the type is valid."""
 
 
 def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
-    """Set up this process's logging, in place of what was set up before. Libraries are logged from WARNING on."""
+    """Configure this process's logging, replacing any earlier configuration. Libraries log at WARNING and above."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(PlainFormatter())
     root = logging.getLogger()
@@ -51,7 +51,7 @@ def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
 
 
 class RateLimitedWarning:
-    """A warning that clients can cause as often as they like: logged at most once in `every_s` seconds."""
+    """A warning that clients can trigger at any rate: logged at most once in `every_s` seconds."""
 
     def __init__(
         self, logger: logging.Logger, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -73,7 +73,7 @@ class RateLimitedWarning:
 
 
 class PlainFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00 INFO gateway.workers [chatcmpl-1]: message`, redacted after everything is filled in."""
+    """`2026-01-31 12:00:00 INFO gateway.workers [chatcmpl-1]: message`, redacted after formatting."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -85,7 +85,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def redact(text: str) -> str:
-    """Take out what must not be kept: payloads of data URLs, credentials and queries of URLs, bearer tokens."""
+    """Remove payloads of data URLs, credentials and queries of URLs, and bearer tokens."""
     text = _DATA_URL.sub(r"\1...", text)
     text = _USER_INFO.sub(r"\1***@", text)
     text = _QUERY.sub(r"\1***", text)

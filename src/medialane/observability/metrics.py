@@ -1,8 +1,8 @@
-"""What /metrics shows of medialane, beside vLLM's own metrics in the same registry.
+"""Prometheus metrics of the gateway, in the same registry as those of vLLM's app.
 
-Requests push: stages, caches, errors are counted as they happen. State is pulled: arena, preparers and workers are read
-when somebody scrapes, through the functions given to the `watch_*` methods, so that no figure is ever old. vLLM's app
-scrapes on the event loop, which is where these functions may run.
+Requests push: stages, cache lookups and errors are counted as they happen. State is pulled: arena, preparers and
+workers are read on each scrape by the functions passed to the `watch_*` methods, so values are never stale. These
+functions are not thread-safe: vLLM's app collects on the event loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _COUNTERS: Final = {
 
 
 class Metrics:
-    """Our collectors in one registry; `close` takes them out again."""
+    """medialane's collectors in one registry; `close` unregisters them."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
@@ -68,7 +68,7 @@ class Metrics:
         self._collectors: list[Collector] = [*self._histograms.values(), *self._counters.values()]
 
     def observe(self, timeline: StageTimeline) -> None:
-        """Count a request that has ended."""
+        """Record a request that has ended."""
         for stage, seconds in timeline.seconds.items():
             self._histograms["medialane_stage_seconds"].labels(stage).observe(seconds)
         self._histograms["medialane_request_seconds"].observe(time.perf_counter() - timeline.started_at)
@@ -76,7 +76,7 @@ class Metrics:
         self._counters["medialane_copied_bytes"].inc(timeline.copied_bytes)
 
     def count_lookups(self, kind: str, *, num_hits: int = 0, num_misses: int = 0) -> None:
-        """Count answers of the cache `kind`: `feature`, `url`."""
+        """Count lookups in the cache `kind`: `feature`, `url`."""
         lookups = self._counters["medialane_cache_lookups"]
         if num_hits:
             lookups.labels(kind, "hit").inc(num_hits)
@@ -84,54 +84,53 @@ class Metrics:
             lookups.labels(kind, "miss").inc(num_misses)
 
     def count_error(self, code: str) -> None:
-        """Count a request that was answered with the error of this code."""
+        """Count a request that has ended with this error code."""
         self._counters["medialane_request_errors"].labels(code).inc()
 
     def count_fallback(self, transfer_path: str, reason: str) -> None:
-        """Count a hand-over that failed in `transfer_path` with the error code `reason` and is tried in the next
-        way."""
+        """Count a transfer by `transfer_path` that failed with error code `reason`; the next path is tried."""
         self._counters["medialane_transfer_fallbacks"].labels(transfer_path, reason).inc()
 
     def count_worker_lost(self, worker: str) -> None:
         self._counters["medialane_worker_losses"].labels(worker).inc()
 
     def observe_routing(self, seconds: float) -> None:
-        """Record what one choice of a worker took."""
+        """Record the duration of one routing decision."""
         self._histograms["medialane_routing_seconds"].observe(seconds)
 
     def count_prompt(self, num_tokens: int, *, routed_cached: int, engine_cached: int | None) -> None:
-        """Count the tokens of an answered prompt; `engine_cached` is None where the engine does not tell."""
+        """Count a prompt's tokens on its first output; `engine_cached` is None if the engine does not report it."""
         tokens = self._counters["medialane_prompt_tokens"]
         tokens.labels("all").inc(num_tokens)
         tokens.labels("routed_cached").inc(routed_cached)
         tokens.labels("engine_cached").inc(engine_cached or 0)
 
     def count_media(self, modality: str, *, is_cached: bool) -> None:
-        """Count an item of an answered prompt."""
+        """Count a media item of a prompt on its first output."""
         self._counters["medialane_media_items"].labels(modality, "cached" if is_cached else "computed").inc()
 
     def watch_routing(self, read: Callable[[], RoutingStats]) -> None:
-        """Show the router as `read` tells it at every scrape."""
+        """Expose the router's state, read on each scrape."""
         self._watch(lambda: _routing(read()))
 
     def watch_arena(self, read: Callable[[], ArenaStats]) -> None:
-        """Show the arena as `read` tells it at every scrape."""
+        """Expose the arena's state, read on each scrape."""
         self._watch(lambda: _arena(read()))
 
     def watch_preparers(self, read: Callable[[], PoolStats]) -> None:
-        """Show the preparers as `read` tells them at every scrape."""
+        """Expose the state of the preparers, read on each scrape."""
         self._watch(lambda: _preparers(read()))
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
-        """Show the workers as `read` tells them at every scrape."""
+        """Expose the state of the workers, read on each scrape."""
         self._watch(lambda: _workers(list(read())))
 
     def watch_engines(self, read: Callable[[], Mapping[str, MetricMirror]]) -> None:
-        """Show vLLM's own metrics of each worker's engine, as `read` tells them at every scrape."""
+        """Expose vLLM's metrics of each worker's engine, read on each scrape."""
         self._watch(lambda: collect(read()))
 
     def close(self) -> None:
-        """Take everything out of the registry. Idempotent."""
+        """Unregister all collectors. Idempotent."""
         while self._collectors:
             self._registry.unregister(self._collectors.pop())
 
@@ -146,7 +145,7 @@ class _Watched(Collector):
         self._collect = collect
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry would collect in order to learn the names, before there is anything to read."""
+        """Return nothing: without this method, the registry would call `collect` on registration to get the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

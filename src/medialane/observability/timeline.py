@@ -1,4 +1,4 @@
-"""What a request spent its time on, and what the caches said: one timeline a request, written by every stage."""
+"""The timeline of a request: durations of its steps, cache hits and misses, copied bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 
 
 class StageTimeline:
-    """Seconds by stage. Items of one request run side by side: a stage's time is the longest of its items."""
+    """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item."""
 
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
@@ -42,7 +42,7 @@ class StageTimeline:
         return "mixed" if self.num_misses else "hit"
 
     def server_timing(self) -> str:
-        """The value of a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in milliseconds."""
+        """Return the value of a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in ms."""
         entries = [f"{stage};dur={seconds * 1000:.2f}" for stage, seconds in self.seconds.items()]
         entries.append(f'cache;desc="{self.cache}"')
         entries.append(f'copied;desc="{self.copied_bytes}"')

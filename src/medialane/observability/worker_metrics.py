@@ -1,10 +1,10 @@
-"""A worker's Prometheus series, read there and shown by its gateways.
+"""A worker's Prometheus series, read in the worker and exposed by its gateways.
 
-Theory of operation. vLLM keeps the metrics of an engine in the registry of the engine's process, the worker. When a
-gateway is scraped, it asks its workers; each reads its registry and sends the samples that have changed since that
-gateway asked last (`MetricReader`, one for each connection), and the gateway keeps the latest values (`MetricMirror`,
-one for each connection as well). Values are absolute, so nothing adds up wrong when an answer is late: the counters of
-one incarnation of a worker never go backwards. A new connection begins with everything.
+Theory of operation. vLLM registers an engine's metrics in the process that embeds it, the worker. When a gateway is
+scraped, it queries its workers; each reads its registry and sends the samples that have changed since that gateway's
+last query (`MetricReader`, one per connection), and the gateway keeps the latest values (`MetricMirror`, one per
+connection). Values are absolute, so a late response cannot corrupt them, and the counters of one incarnation of a
+worker never decrease. A new connection starts with all series.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from prometheus_client.metrics_core import METRIC_TYPES, Metric
 
 from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
 
-#: vLLM's own names. The process's (`process_`, `python_`) would say of the gateway what is true of the worker.
+#: Only vLLM's metrics: `process_` and `python_` would be mistaken for those of the gateway's process.
 PREFIX = "vllm:"
 
-#: The label that tells workers apart, as in medialane's own metrics.
+#: The label with the worker's address, as in medialane's own metrics.
 WORKER_LABEL = "worker"
 
-#: Series of one worker. vLLM has some 1300 for each data-parallel rank.
+#: Most series of one worker. vLLM has about 1300 per data-parallel rank.
 MAX_SERIES = 1 << 16
 
-#: Series in one message: a gateway takes them up in a millisecond.
+#: Series in one message: a gateway applies them in a millisecond.
 PIECE_SERIES = 2048
 
-#: What may stand in a page of metrics as it is; values of labels are quoted there.
+#: Names are validated because the exposition format does not escape them (label values are quoted).
 _NAME = re.compile(PREFIX + r"[a-zA-Z0-9_:]+", re.ASCII)
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
@@ -41,8 +41,8 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class MetricReader:
-    """What one gateway has not been sent yet of a registry's `PREFIX` families. Series above `MAX_SERIES` are left out
-    and counted in `num_dropped`."""
+    """Tracks which changes of a registry's `PREFIX` families one gateway has not been sent yet. Series above
+    `max_series` are left out and counted in `num_dropped`."""
 
     def __init__(self, registry: CollectorRegistry, *, max_series: int = MAX_SERIES) -> None:
         self._registry = registry
@@ -54,7 +54,8 @@ class MetricReader:
         self.num_dropped = 0
 
     def read(self) -> list[MetricChanges]:
-        """The changes since the last call, in pieces; takes some milliseconds. Not to be called twice at a time."""
+        """Return the changes since the last call, as messages of at most `PIECE_SERIES` series; takes a few
+        milliseconds. Must not be called concurrently."""
         families: list[MetricFamily] = []
         series: list[MetricSeries] = []
         changed: dict[int, float] = {}
@@ -93,7 +94,7 @@ class MetricReader:
 
 
 class MetricMirror:
-    """The latest known series of one worker. Filled on the event loop, read from any thread."""
+    """The latest known series of one worker. Written on the event loop, read from any thread."""
 
     def __init__(self, *, max_series: int = MAX_SERIES) -> None:
         self._max_series = max_series
@@ -106,18 +107,18 @@ class MetricMirror:
         return len(self._values)
 
     def apply(self, changes: MetricChanges) -> None:
-        """Take changes up, in the order in which they were sent. Raises ValueError, having changed nothing, for what no
-        `MetricReader` sends."""
+        """Apply changes, in the order in which they were sent. Raises ValueError, having changed nothing, if no
+        `MetricReader` could have sent them."""
         ids, values = list(map(int, _unpack(changes.ids, _ID))), _unpack(changes.values, _VALUE)
         removed = set(map(int, _unpack(changes.removed, _ID)))
         num_families = len(self._families) + len(changes.families)
         new = dict(enumerate(changes.series, self._num_sent))
         if num_families > self._max_series or len(self._series) + len(new) - len(removed) > self._max_series:
-            raise ValueError("more series than a worker may have")
+            raise ValueError("too many series")
         if not all(map(_is_family, changes.families)) or not all(_is_series(s, num_families) for s in changes.series):
-            raise ValueError("a family or a series that Prometheus does not know")
+            raise ValueError("invalid metric family or series")
         if len(ids) != len(values) or any(i not in self._series and i not in new for i in (*ids, *removed)):
-            raise ValueError("values that do not fit the series")
+            raise ValueError("values do not match the series")
         self._families.extend(changes.families)
         self._series.update(new)
         self._num_sent += len(new)
@@ -127,15 +128,15 @@ class MetricMirror:
             self._values.pop(number, None)
 
     def samples(self) -> Iterator[tuple[MetricFamily, MetricSeries, float]]:
-        """All series that have a value, in the order in which they were sent."""
-        for number, value in sorted(self._values.items()):  # a copy, made at once: the loop may change it meanwhile
+        """Yield all series that have a value, in the order in which they were sent."""
+        for number, value in sorted(self._values.items()):  # an atomic copy: the event loop may change the dict
             series = self._series.get(number)
             if series is not None:
                 yield self._families[series.family], series, value
 
 
 def collect(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
-    """The families of all workers, each once, with the worker's name as a label."""
+    """Yield the families of all workers, each once, with the worker's address as a label."""
     found: dict[str, Metric] = {}
     for worker, mirror in mirrors.items():
         for family, series, value in mirror.samples():
@@ -149,7 +150,7 @@ def collect(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
 def _pieces(
     families: list[MetricFamily], series: list[MetricSeries], changed: dict[int, float], removed: list[int]
 ) -> Iterator[MetricChanges]:
-    """New families go with the first piece, and values after their series."""
+    """Yield messages: new families in the first one, and values after their series."""
     ids = np.fromiter(changed, _ID, len(changed))
     values = np.fromiter(changed.values(), _VALUE, len(changed))
     for start in range(0, max(1, len(series)), PIECE_SERIES):
@@ -172,6 +173,6 @@ def _is_series(found: MetricSeries, num_families: int) -> bool:
 
 def _unpack(data: bytes, kind: np.dtype[np.uint32] | np.dtype[np.float64]) -> list[float]:
     if len(data) % kind.itemsize:
-        raise ValueError("a part of a number")
+        raise ValueError("truncated number")
     found: list[float] = np.frombuffer(data, kind).tolist()
     return found

@@ -1,4 +1,4 @@
-"""How features get from the gateway to a worker: the transports, and the order to try them in."""
+"""Transports from gateway to worker, and the order in which transfer paths are tried."""
 
 from medialane.transfer.config import TransferConfig
 from medialane.transfer.selection import TransferPath, TransportChoice, transfer_paths

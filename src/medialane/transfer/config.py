@@ -1,4 +1,4 @@
-"""How features are handed to workers."""
+"""Settings of the transfer to workers."""
 
 from __future__ import annotations
 

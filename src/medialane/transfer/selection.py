@@ -1,4 +1,4 @@
-"""Which ways of handing over are tried for one request at one worker, in order. Pure."""
+"""Selects the transfer paths that are tried for one request at one worker, in order. Pure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TransferPath(msgspec.Struct, frozen=True):
 def transfer_paths(
     stage: StageChoice, transport: TransportChoice, *, same_host: bool, same_processor: bool, prepared: bool
 ) -> tuple[TransferPath, ...]:
-    """The ways to try, best first; empty when the operator's choice is impossible at this worker.
+    """Return the transfer paths to try, best first; empty if the configured choice is impossible at this worker.
 
-    `same_host`: the worker proved that it maps our arena. `same_processor`: its processor settings equal ours, so our
-    features mean to its engine what its own would. `prepared`: the request has features.
+    `same_host`: the worker has proved that it maps our arena. `same_processor`: its processor settings equal ours, so
+    our features are equivalent to its own. `prepared`: the request has features.
     """
 
     def is_possible(found: Stage) -> bool:

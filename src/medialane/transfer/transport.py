@@ -1,10 +1,10 @@
-"""How tensors travel from a gateway to a worker: those of one feature, of decoded media, or encoded bytes as one.
+"""Transports of tensors from a gateway to a worker: those of a feature, of decoded media, or encoded bytes as one.
 
-A transport has two ends. The gateway's puts the tensors of an arena entry into the form in which they travel, the
-worker's turns that form into readable bytes again.
+A transport has two ends. The gateway's converts the tensors of an arena entry to the form that is sent, the worker's
+converts that form to readable bytes.
 
-* `shm`, same host: the descriptor travels, both ends map the arena, no byte is copied.
-* `inline`, any host, small tensors: the bytes travel with the request message, copied once when they are sent.
+* `shm`, same host: the descriptor is sent, both ends map the arena, no byte is copied.
+* `inline`, any host, small tensors: the bytes are sent with the request message, copied once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Transport(Protocol):
     def name(self) -> TransportName: ...
 
     def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
-        """Put the tensors of one entry of the arena into the form in which they travel.
+        """Convert the tensors of one arena entry to the form that is sent.
 
         The caller holds a lease on the entry until the worker has released the request. Raises HandoverFailed.
         """
@@ -38,7 +38,7 @@ class Receiver(Protocol):
     """The worker's end."""
 
     def fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
-        """The tensor's bytes, valid until the request is released. Raises HandoverFailed."""
+        """Return the tensor's bytes, valid until the request is released. Raises HandoverFailed."""
         ...
 
 
@@ -57,9 +57,9 @@ class ShmReceiver:
         self._views: dict[str, ArenaView] = {}
 
     def attach(self, arena: str, nonce: bytes) -> bool:
-        """Map the arena. True if it contains the nonce: the gateway's shared memory is ours. Idempotent.
+        """Map the arena. True if it contains the nonce, which proves that the gateway is on the same host. Idempotent.
 
-        A wrong nonce changes nothing: another gateway may have the arena mapped.
+        A wrong nonce changes nothing: the mapping may be in use for another gateway.
         """
         if (view := self._views.get(arena)) is not None:
             return view.nonce == nonce
@@ -74,7 +74,7 @@ class ShmReceiver:
         return True
 
     def detach(self, arena: str) -> None:
-        """Unmap the arena: its gateway sends no descriptors of it any more. Idempotent."""
+        """Unmap the arena: its gateway no longer sends descriptors of it. Idempotent."""
         if (view := self._views.pop(arena, None)) is not None:
             view.close()
 
@@ -83,17 +83,17 @@ class ShmReceiver:
             raise HandoverFailed("an inline tensor was given to the shm receiver")
         view = self._views.get(tensor.range.arena)
         if view is None:
-            raise HandoverFailed("the tensor lies in an arena that this worker has not mapped")
+            raise HandoverFailed("the tensor is in an arena that this worker has not mapped")
         return view.tensor(tensor)
 
     def close(self) -> None:
-        """Unmap all. Idempotent. Bytes that requests still hold stay readable until they release them."""
+        """Unmap all arenas. Idempotent. Bytes that requests still hold stay readable until they release them."""
         for arena in list(self._views):
             self.detach(arena)
 
 
 class InlineTransport:
-    """`read` gives the bytes of a descriptor in this process (the arena's owner has them mapped)."""
+    """`read` returns the bytes of a descriptor in this process, the arena's owner."""
 
     name: TransportName = "inline"
 
@@ -104,7 +104,7 @@ class InlineTransport:
     def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
         nbytes = sum(t.spec.nbytes for t in tensors)
         if nbytes > self._max_bytes:
-            raise HandoverFailed(f"tensors of {nbytes} bytes are more than {self._max_bytes} bytes inline")
+            raise HandoverFailed(f"tensors of {nbytes} bytes exceed the inline limit of {self._max_bytes} bytes")
         return tuple(InlineTensor(t.spec, self._read(t)) for t in tensors)
 
 
@@ -113,5 +113,5 @@ class InlineReceiver:
         if not isinstance(tensor, InlineTensor):
             raise HandoverFailed("a descriptor was given to the inline receiver")
         if len(tensor.data) != tensor.spec.nbytes:
-            raise HandoverFailed("the bytes of an inline tensor have not come")
+            raise HandoverFailed("the bytes of an inline tensor are incomplete")
         return memoryview(tensor.data)

@@ -68,7 +68,9 @@ async def test_every_worker_is_asked_and_answers_in_order():
 @pytest.mark.parametrize("failure", [GenerationFailed("out of memory"), WorkerLost("gone"), LOST])
 async def test_error_says_which_workers_have_not_done_it(failure):
     workers = Workers(None, failure, None)
-    with pytest.raises(AdminCallIncomplete, match=r"2 of 3 workers have done it; not: unix:/w1 \(.+\)") as failed:
+    with pytest.raises(
+        AdminCallIncomplete, match=r"2 of 3 workers executed the call; failed: unix:/w1 \(.+\)"
+    ) as failed:
         await workers.do(Sleep())
     assert "w0" not in failed.value.message
     assert failed.value.status == 503

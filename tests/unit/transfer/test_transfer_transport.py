@@ -121,7 +121,7 @@ def test_shm_carries_descriptors_and_no_bytes(tensor):
 
 
 def test_tensors_too_large_for_inline_are_a_failed_handover(arena, tensor):
-    with pytest.raises(HandoverFailed, match="2000 bytes are more than 1999"):
+    with pytest.raises(HandoverFailed, match="2000 bytes exceed the inline limit of 1999"):
         InlineTransport(arena.view.tensor, max_bytes=1999).publish((tensor, tensor))
 
 

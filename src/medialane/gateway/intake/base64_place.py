@@ -12,7 +12,7 @@ from medialane.media import MediaConfig, decode_base64
 
 
 class Base64Place(msgspec.Struct, frozen=True, gc=False):
-    """`string` is base64 of what the client says to be `media_type`."""
+    """`string` is base64 of media that the client declares as `media_type`."""
 
     modality: Modality
     param: str

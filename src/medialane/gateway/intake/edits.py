@@ -1,4 +1,4 @@
-"""What is put back into a body where something was taken out."""
+"""Replacements of ranges of a body."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import numpy as np
 
 from medialane.gateway.scope import REFERENCE_SCHEME
 
-#: What a body stands in.
+#: The memory of a body.
 Buffer = bytes | bytearray | mmap.mmap
 
-#: Bytes [start, end) of the body become others.
+#: (start, end, replacement): bytes [start, end) of the body are replaced.
 Edit = tuple[int, int, bytes]
 
 
 def reference(number: int) -> bytes:
-    """The JSON string that stands for item `number`."""
+    """Return the JSON string that represents item `number`."""
     return f'"{REFERENCE_SCHEME}{number}"'.encode()
 
 
 def edited_size(size: int, edits: list[Edit]) -> int:
-    """How many bytes `edited` makes of a body of `size` bytes."""
+    """Return the length in bytes of a body of `size` bytes after its edits."""
     return size + sum(len(replacement) - (end - start) for start, end, replacement in edits)
 
 
 def edited(view: memoryview, edits: list[Edit]) -> bytes:
-    """The body with its edits, which do not overlap."""
+    """Return the body with its edits applied, which must not overlap."""
     parts: list[bytes | memoryview] = []
     at = 0
     for start, end, replacement in sorted(edits):
@@ -36,7 +36,7 @@ def edited(view: memoryview, edits: list[Edit]) -> bytes:
 
 
 def joined(parts: list[memoryview]) -> bytearray:
-    """The parts in one. NumPy copies without the interpreter lock, which `bytes.join` would hold for milliseconds."""
+    """Concatenate the parts. NumPy releases the GIL while copying; `bytes.join` would hold it for milliseconds."""
     found = bytearray(sum(map(len, parts)))
     into = np.frombuffer(found, np.uint8)
     at = 0

@@ -1,7 +1,6 @@
-"""Embeddings in place of media (`image_embeds` and the like).
+"""Embeddings instead of media (`image_embeds` etc.).
 
-vLLM's app takes them for no media that its connector fetches: it hands on their uuid, so that is where the reference
-stands.
+vLLM's app does not pass them to its media connector but forwards their uuid, so the reference is placed in the uuid.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from medialane.media.embeds import MAX_FIELDS, read_embeds
 
 
 class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
-    """`value` is what the part has as embeddings: one field without a name, or an object of `fields`.
+    """`value` is the part's embeddings: one unnamed field, or an object of `fields`.
 
-    `uuid_value` is whatever it has as uuid, `uuid` the string that this is.
+    `uuid_value` is the raw value of the part's uuid, `uuid` its string, None if it is not a string.
     """
 
     modality: Modality
@@ -36,8 +35,8 @@ class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
         self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
         try:
-            # One field too many is enough to be refused: an object can have a hundred thousand.
-            fields = {name: _found(skeleton, value) for name, value in islice(self.fields.items(), MAX_FIELDS + 1)}
+            # One field above the limit suffices for the error: an object can have a hundred thousand.
+            fields = {name: _field(skeleton, value) for name, value in islice(self.fields.items(), MAX_FIELDS + 1)}
         except MedialaneError as error:
             raise error.at(self.param) from error
         ref = MediaRef(
@@ -58,6 +57,6 @@ class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
         return [(found.start, found.end, b"null"), (uuid.start, uuid.end, reference)]
 
 
-def _found(skeleton: Skeleton, field: msgspec.Raw) -> bytes | memoryview | msgspec.Raw:
-    """Base64 as it stands in the body, and whatever else as it is."""
+def _field(skeleton: Skeleton, field: msgspec.Raw) -> bytes | memoryview | msgspec.Raw:
+    """Return the text of a string (base64); any other value unchanged."""
     return skeleton.locate(field).text() if first_byte(field) == QUOTE else field

@@ -1,4 +1,4 @@
-"""`extract`, the story of a body: counted, cut, parsed, its places found, each taken out."""
+"""`extract`: cut, count, parse and locate the media of a request body, and replace them by references."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 
 
 class Intake(msgspec.Struct, frozen=True):
-    """A body without its media. `refs[n]` is what stands as `medialane:<n>` in `body`; they share `cache_salt`.
+    """A body without its media. `medialane:<n>` in `body` refers to `refs[n]`; all refs have the salt `cache_salt`.
 
-    Where the client sends bare base64 (`input_audio`, an Anthropic image), the reference stands in its place, and
-    vLLM's app makes a data: URL of it: `data:audio/<format>;base64,medialane:<n>`. `report` is whether the client
-    asks what was used of the media. `parse_error` is why no media could be looked for, where the body is of another
-    form.
+    If the client sends bare base64 (`input_audio`, an Anthropic image), the reference replaces it, and vLLM's app
+    builds a data: URL from it: `data:audio/<format>;base64,medialane:<n>`. `report` is whether the client requests a
+    report on its media. `parse_error` is why the body could not be parsed for media, None if it was.
     """
 
     body: bytes
@@ -48,19 +47,19 @@ class Intake(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """What it holds: the body and the media that came inside it."""
+        """Bytes held: the body and the media that were inside it."""
         return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
 
 
 def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None) -> Intake:
-    """Take the media out of a request body (chat completions, batches of them, responses, Anthropic's messages).
+    """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages).
 
-    The body is the first `size` bytes of `body`, all of them unless given.
+    The body is the first `size` bytes of `body`, by default all of them.
 
-    Raises TooManyMediaItems, InvalidMediaUrl (one in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
-    EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, or of our own); each names the field. And
-    InvalidBody, for one that is nested so deep or made of so many values that parsing it would hold up everyone, and
-    BodyTooLarge, for one with too much beside its media.
+    Raises TooManyMediaItems, InvalidMediaUrl (a URL in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
+    EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, or the member `medialane`); each names the field.
+    Raises InvalidBody for a body with so many levels or values that parsing it would block the event loop, and
+    BodyTooLarge for one that is too large without its media.
     """
     size = len(body) if size is None else size
     if (converted := as_utf8(memoryview(body)[:size])) is not None:
@@ -100,7 +99,7 @@ def _check_num_items(places: list[Place], config: MediaConfig) -> None:
 
 
 def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:
-    """Raise for a lone surrogate in what we read ourselves: names that differ in nothing else would be one name."""
+    """Raise for a lone surrogate in strings that we interpret: strings that differ only in those would be equal."""
     if cache_salt is not None and REPLACED_SURROGATES.search(cache_salt):
         raise InvalidRequest(f"cache_salt {_NOT_UNICODE}", param="cache_salt")
     for ref in refs:
@@ -111,7 +110,7 @@ def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:
 
 
 def _edited(skeleton: Skeleton, edits: list[Edit], limits: GatewayConfig) -> bytes:
-    """The body for the application behind us. Raises BodyTooLarge."""
+    """Return the body for the application behind us. Raises BodyTooLarge."""
     size = edited_size(len(skeleton.body), edits)
     if size > limits.max_text_bytes:
         raise BodyTooLarge(f"the request body has {size} bytes besides its media, more than {limits.max_text_bytes}")

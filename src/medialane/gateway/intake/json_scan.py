@@ -1,8 +1,8 @@
-"""What a JSON text is made of, counted in one pass before anything parses it, and its bounds.
+"""Counts the nesting levels and values of a JSON text in one pass before it is parsed, and checks their limits.
 
-vLLM's app parses and validates a body on the event loop, and what that takes follows from the number of values far more
-than from bytes: a value of a list or an object costs 0.1 to 3 us, a message or part 10 us and more. So do parsed
-values in memory: fifty times their text.
+vLLM's app parses and validates a body on the event loop. The time depends on the number of values far more than on
+bytes: a value of a list or an object costs 0.1 to 3 us, a message or part 10 us and more. The same holds for memory:
+parsed values take fifty times as much as their text.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from medialane.core.errors import InvalidBody
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.request_body import BRACKET, RequestBody, first_byte
 
-#: Longest number or word. Python refuses integers of more than 4300 digits; its floats take time for each digit.
+#: Longest number or literal. Python rejects integers of more than 4300 digits; parsing a float takes time per digit.
 _MAX_BARE_BYTES = 4300
 
-#: Characters (private ones) that stand for lone surrogates in mended text.
+#: Private-use characters that replace lone surrogates in text made strict.
 REPLACED_SURROGATES = re.compile("[\ue000-\ue7ff]")
 
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
@@ -32,13 +32,13 @@ _PROMPTS: tuple[Callable[[msgspec.Raw], list[int] | list[list[int]] | list[str]]
     msgspec.json.Decoder(list[str]).decode,
 )
 
-#: So few values need no look at what they are.
+#: Up to this number of values, token ids are not distinguished.
 _FEW_VALUES = 1000
 
 
 class JsonScan(msgspec.Struct, frozen=True):
-    """Levels of nesting, and values, strings' contents not counted. `is_strict` is false where there is what Python's
-    parser takes and JSON does not have (NaN, Infinity, lone surrogates)."""
+    """Nesting depth, number of values, and longest number or literal in bytes. `is_strict` is false if the text may
+    contain what Python's parser accepts but JSON does not (NaN, Infinity, lone surrogates)."""
 
     depth: int
     num_values: int
@@ -46,7 +46,7 @@ class JsonScan(msgspec.Struct, frozen=True):
     is_strict: bool
 
     def check(self, limits: GatewayConfig) -> None:
-        """Raise InvalidBody for what no parser shall meet."""
+        """Raise InvalidBody if the text must not be passed to a parser."""
         if self.depth > limits.max_body_depth:
             raise InvalidBody(f"the request's JSON is nested more than {limits.max_body_depth} levels deep")
         if self.longest_bare > _MAX_BARE_BYTES:
@@ -63,14 +63,14 @@ def scan_json(text: bytearray) -> JsonScan:
 
 
 def make_strict_json(text: bytearray) -> None:
-    """Make the text strict JSON in its place: NaN and Infinity become `{}`, a lone surrogate one of
+    """Convert the text to strict JSON in place: NaN and Infinity become `{}`, a lone surrogate one of
     `REPLACED_SURROGATES`."""
     _native().make_strict(np.frombuffer(text, np.uint8))
 
 
 def check_num_values(body: RequestBody, num_values: int, limits: GatewayConfig) -> None:
-    """Raise InvalidBody for more values than `limits` allow. Prompts given as token ids have a bound of their own: they
-    are cheap, and many."""
+    """Raise InvalidBody if there are more values than `limits` allow. Prompts given as token ids have a separate limit:
+    they are many, but cheap to parse."""
     if num_values <= _FEW_VALUES:
         return
     num_ids = 0
@@ -84,7 +84,7 @@ def check_num_values(body: RequestBody, num_values: int, limits: GatewayConfig) 
 
 
 def warm_up() -> None:
-    """Load the compiled loops, which takes a second or two."""
+    """Load the compiled loops; takes a second or two."""
     _native()
 
 
@@ -93,9 +93,9 @@ def _too_many_values(limits: GatewayConfig) -> InvalidBody:
 
 
 def _num_token_ids(name: str, value: msgspec.Raw) -> int:
-    """How many token ids a list is, or of how many its lists are; 0 for a list of texts.
+    """Return the number of values in a list of token ids or in a list of such lists; 0 for a list of strings.
 
-    Raises InvalidBody for other lists: vLLM's validation makes several errors of each element, which takes 30 us.
+    Raises InvalidBody for other lists: vLLM's validation creates several errors per element, which takes 30 us each.
     """
     for decode in _PROMPTS:
         try:
@@ -103,13 +103,13 @@ def _num_token_ids(name: str, value: msgspec.Raw) -> int:
         except msgspec.DecodeError:
             continue
         return sum(1 + len(e) if isinstance(e, list) else isinstance(e, int) for e in found)
-    message = f"{name} must be a text, a list of texts, a list of token ids, or a list of such lists"
+    message = f"{name} must be a string, a list of strings, a list of token ids, or a list of such lists"
     raise InvalidBody(message, param=name)
 
 
 @lru_cache(maxsize=1)
 def _native() -> Any:
-    """Loaded when needed: processes that only read settings do not pay for numba."""
+    """Import lazily: processes that only parse settings do not pay for numba."""
     from medialane.gateway.intake import native_json
 
     return native_json

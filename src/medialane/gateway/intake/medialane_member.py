@@ -1,4 +1,4 @@
-"""The body's member `medialane`: what a client asks of us beside the answer. vLLM's app does not see it."""
+"""The body's member `medialane`: medialane's extension of the API. It is removed before vLLM's app gets the body."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _decode_bool = msgspec.json.Decoder(bool).decode
 
 
 def wants_report(own: msgspec.Raw) -> bool:
-    """Whether the client asks what was used of the media. Raises InvalidRequest for what we do not know."""
+    """Return whether the client requests a report. Raises InvalidRequest for unknown keys and invalid values."""
     if own in (ABSENT, NULL):
         return False
     try:
-        asked = decode_members(own)
+        members = decode_members(own)
     except UNREADABLE as error:
         raise InvalidRequest("medialane must be an object", param="medialane") from error
-    for name in asked:
+    for name in members:
         if name != "report":
             raise InvalidRequest("the only supported key of medialane is report", param=f"medialane.{name[:64]}")
     try:
-        return "report" in asked and _decode_bool(asked["report"])
+        return "report" in members and _decode_bool(members["report"])
     except msgspec.DecodeError as error:
         raise InvalidRequest("report must be true or false", param="medialane.report") from error
 
 
 def member_range(body: Buffer, value: Located) -> tuple[int, int]:
-    """Where a member of an object stands in the body, its key and one of the commas around it included."""
+    """Return (start, end) of an object's member in the body, including its key and one of the commas around it."""
     start = body.rfind(b'"', 0, body.rfind(b'"', 0, body.rfind(b":", 0, value.start)))
     while body[start - 1 : start].isspace():
         start -= 1

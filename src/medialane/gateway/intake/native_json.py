@@ -1,7 +1,7 @@
 """Loops over the bytes of a JSON text, compiled when this module is imported (`json_scan.warm_up`).
 
-They run without the interpreter lock: in a thread they hold up nothing, whatever a client sends. Neither judges whether
-the text is JSON; parsers do that, and meet no more of anything than was counted here.
+They release the GIL: in a thread they do not block the event loop, whatever a client sends. They do not validate JSON;
+that is left to the parsers, which never see more values or levels than were counted here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from medialane.core.compiled import compiled_for
 
-#: Where `scan` puts its counts.
+#: Indices of the counts in the output of `scan`.
 DEPTH, VALUES, LONGEST_BARE, LENIENT, NUM_COUNTS = 0, 1, 2, 3, 4
 
 _TEXT = types.Array(types.uint8, 1, "C", readonly=True)
@@ -33,7 +33,7 @@ _ED, _EE, _A0, _BF = 0xED, 0xEE, 0xA0, 0xBF
 
 @compiled_for(types.int64(_TEXT, types.int64), nogil=True)
 def _surrogate(text: NDArray[np.uint8], at: int) -> int:
-    """Of a surrogate escaped at `at` (`\\uD800` to `\\uDFFF`): 1 is a high one, 2 a low one; 0 is none."""
+    """Classify an escape at `at` (`\\uD800` to `\\uDFFF`): 1 for a high surrogate, 2 for a low one, 0 for none."""
     if at + 6 > len(text) or text[at] != _BACKSLASH or text[at + 1] != _U:
         return 0
     second = text[at + 3] | _LOWER if text[at + 3] > _DIGIT_9 else text[at + 3]
@@ -44,9 +44,9 @@ def _surrogate(text: NDArray[np.uint8], at: int) -> int:
 
 @compiled_for(types.int64(_TEXT, types.int64), nogil=True)
 def _lone_surrogate(text: NDArray[np.uint8], at: int) -> int:
-    """How many bytes of a string at `at` are a surrogate that is not half of a pair of escapes: 6, 3 or 0.
+    """Return the length in bytes of a lone surrogate at `at` in a string: 6 (escape), 3 (UTF-8), or 0 if there is none.
 
-    Negative for the bytes of a pair.
+    Negative (-12) for a pair of escapes.
     """
     if text[at] == _ED:
         return 3 if at + 2 < len(text) and _A0 <= text[at + 1] <= _BF else 0
@@ -58,7 +58,8 @@ def _lone_surrogate(text: NDArray[np.uint8], at: int) -> int:
 
 @compiled_for(types.int64(_TEXT, types.int64), nogil=True)
 def _word(text: NDArray[np.uint8], at: int) -> int:
-    """How many bytes at `at` are NaN or Infinity, by their ends: the text's parser reads the rest of it."""
+    """Return the length of NaN or Infinity at `at`, or 0. Of Infinity, only the first and last letter are compared: the
+    application's parser validates the word."""
     if text[at] == _LETTER_N and at + 2 < len(text) and text[at + 1] == _LETTER_A and text[at + 2] == _LETTER_N:
         return 3
     if text[at] == _LETTER_I and at + 7 < len(text) and text[at + 7] == _LETTER_Y:
@@ -68,8 +69,8 @@ def _word(text: NDArray[np.uint8], at: int) -> int:
 
 @compiled_for(types.void(_TEXT, _COUNTS), nogil=True)
 def scan(text: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
-    """Count what stands outside of strings: levels, values, the longest number or word. LENIENT is how often there is
-    what Python's parser accepts and JSON does not have."""
+    """Count levels, values, and the longest number or literal outside strings. LENIENT counts what Python's parser may
+    accept but JSON does not."""
     depth = deepest = values = bare = longest = lenient = 0
     in_string = False
     at = 0
@@ -103,8 +104,8 @@ def scan(text: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
 
 @compiled_for(types.void(_WRITABLE), nogil=True)
 def make_strict(text: NDArray[np.uint8]) -> None:
-    """Make strict JSON of what is not, every byte in its place: NaN and Infinity become `{}`, which is no number and no
-    string either, and a lone surrogate U+D800+n the private character U+E000+n."""
+    """Convert to strict JSON without moving bytes: NaN and Infinity become `{}`, which is neither a number nor a
+    string, and a lone surrogate U+D800+n becomes the private-use character U+E000+n."""
     in_string = False
     at = 0
     while at < len(text):

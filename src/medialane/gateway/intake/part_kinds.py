@@ -1,6 +1,6 @@
-"""The kinds of parts that stand for media, and what is read of each.
+"""The kinds of content parts that contain media, and how each is parsed.
 
-A kind is told by the member that a part has. Where vLLM asks for the part's `type` as well, so do we.
+A kind is identified by a member of the part. If vLLM also requires a certain `type`, so do we.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _AudioObject(msgspec.Struct):
 
 
 class _Source(msgspec.Struct):
-    """Where an Anthropic image is: at a URL, or here."""
+    """The source of an Anthropic image: a URL or base64 data."""
 
     type: msgspec.Raw = ABSENT
     url: msgspec.Raw = ABSENT
@@ -58,7 +58,7 @@ _decode_source = msgspec.json.Decoder(_Source).decode
 
 
 class _Kind(NamedTuple):
-    """Parts with a member of that name. `read` makes a place of its value where that is media."""
+    """Parts with a member `name`. `read` returns the place in its value, or None if it has no media."""
 
     name: str
     modality: Modality
@@ -67,7 +67,7 @@ class _Kind(NamedTuple):
 
 
 def given_places(param: str, part: Part) -> list[Place]:
-    """What the part gives under the names of its kinds: more than one only where it has several URLs."""
+    """Return the part's places, by the members that identify kinds; more than one only if it has several of them."""
     present = _present(part)
     if len(present) == 1:
         ((kind, value),) = present
@@ -78,7 +78,8 @@ def given_places(param: str, part: Part) -> list[Place]:
 
 
 def source_place(param: str, part: Part) -> Place | None:
-    """An Anthropic image. As vLLM reads it: what is not said to be a URL is base64, of a JPEG unless said otherwise."""
+    """Return the place of an Anthropic image. Like in vLLM: the source is base64 unless its type is `url`, and JPEG
+    unless it has a media type."""
     if first_byte(part.source) != BRACE or string_or_none(part.type) != "image":
         return None
     source = _decode_source(part.source)
@@ -89,7 +90,7 @@ def source_place(param: str, part: Part) -> Place | None:
 
 
 def uuid_place(param: str, part: Part) -> Place | None:
-    """An item given by its uuid alone, where there is no doubt what it is."""
+    """Return the place of an item given only by its uuid, if its kind is unambiguous."""
     present = _present(part)
     if len(present) != 1 or first_byte(part.uuid) != QUOTE:
         return None
@@ -132,9 +133,9 @@ def _read_audio(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Plac
 
 
 def _read_embeds(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
-    """Embeddings, where vLLM takes the part for such with a uuid as well as without."""
-    is_said = string_or_none(part.type) in (None, kind.name) or first_byte(part.uuid) == QUOTE
-    if not is_said or not (is_filled(value) or first_byte(value) == BRACE):
+    """Return the place of embeddings, if vLLM treats the part as such with and without a uuid."""
+    is_declared = string_or_none(part.type) in (None, kind.name) or first_byte(part.uuid) == QUOTE
+    if not is_declared or not (is_filled(value) or first_byte(value) == BRACE):
         return None
     fields = {UNNAMED: value} if first_byte(value) == QUOTE else decode_members(value)
     return EmbedsPlace(kind.modality, param, value, fields, part.uuid, string_or_none(part.uuid))

@@ -1,4 +1,4 @@
-"""A place in a body that stands for a media item, and what becomes of it."""
+"""The protocol of a place in a body that contains a media item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from medialane.media import MediaConfig
 
 
 class Place(Protocol):
-    """One file for each way to give an item. `param` names the place in errors."""
+    """Implemented by one module per notation of an item. `param` names the place in errors."""
 
     @property
     def param(self) -> str: ...
@@ -19,7 +19,7 @@ class Place(Protocol):
     def extract(
         self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
-        """The reference to the item, and the edits by which `number` stands for it in the body.
+        """Return the reference to the item, and the edits that replace it by reference `number` in the body.
 
         Raises a MedialaneError that names the field.
         """

@@ -1,4 +1,4 @@
-"""The walk over a body: conversations, messages, parts, and the places of media in them, in order."""
+"""Finds the places of media in a parsed body (conversations, messages, parts), in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from medialane.gateway.intake.request_body import ABSENT, Message, Part, Request
 
 
 def media_places(body: RequestBody) -> list[Place]:
-    """Every place of media in a body. Raises what is in UNREADABLE."""
+    """Return the places of media in a body. Raises the exceptions in UNREADABLE."""
     return [*_in_messages("messages", body.messages), *_in_messages("input", body.input)]
 
 
 def _in_messages(param: str, messages: object) -> Iterator[Place]:
-    """In a list of messages, or of lists of them."""
+    """Yield the places in a list of messages, or in a list of such lists."""
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, list):
             yield from _in_messages(f"{param}[{i}]", message)
@@ -25,7 +25,7 @@ def _in_messages(param: str, messages: object) -> Iterator[Place]:
 
 
 def _in_part(param: str, part: Part) -> list[Place]:
-    """What the part gives; only where that is nothing, an item by its uuid alone."""
+    """Return the places in a part; an item given only by its uuid counts if there are no others."""
     found = given_places(param, part)
     if part.source is not ABSENT and (source := source_place(param, part)) is not None:
         found.append(source)

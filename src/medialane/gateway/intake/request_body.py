@@ -1,4 +1,4 @@
-"""A request body, typed for the places where media stand, its values left as views of the bytes they came from."""
+"""A request body, typed for the places where media can be, its values left as views of the original bytes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidBody
 
-#: What a member is that a request does not have: this object, so that `is` tells.
+#: The value of a missing member: a sentinel, compared with `is`.
 ABSENT = msgspec.Raw()
 NULL = msgspec.Raw(b"null")
 EMPTY_STRING = msgspec.Raw(b'""')
 
-#: What msgspec raises for bytes that are not JSON of the wanted form: broken UTF-8 and deep nesting included.
+#: What msgspec raises for bytes that are not JSON of the expected type, invalid UTF-8 and deep nesting included.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-#: First bytes of a JSON value, which tell what it is.
+#: First bytes of JSON strings, objects and arrays.
 QUOTE, BRACE, BRACKET = b'"{['
 
-#: Whatever JSON has besides objects and arrays.
+#: JSON values other than objects and arrays.
 _Scalar = str | int | float | bool | None
 
 
@@ -27,9 +27,9 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class Part(msgspec.Struct, gc=False):
-    """A part of a message. Of Anthropic's, `image` has a source, and `tool_result` parts of its own.
+    """A content part of a message. In Anthropic's API, `image` has a source, and `tool_result` has parts of its own.
 
-    First stands what media can be in.
+    The members that can contain media come first.
     """
 
     image_url: msgspec.Raw = ABSENT
@@ -53,15 +53,15 @@ _Messages = list[Message | list[msgspec.Raw] | _Scalar] | _Object | _Scalar
 _Conversations = list[Message | list[Message | list[msgspec.Raw] | _Scalar] | _Scalar] | _Object | _Scalar
 
 
-#: The members of a part that has nothing in which media can be: a part of text.
+#: These members have their defaults in a part that cannot contain media, such as text.
 _NUM_HOLDERS = Part.__struct_fields__.index("content") + 1
 _HOLDS_NOTHING = astuple(Part())[:_NUM_HOLDERS]
 
 
 class RequestBody(msgspec.Struct):
-    """A chat completion has messages (a batch of them: lists of messages), a response has input.
+    """Chat completions have `messages` (batches: lists of messages), responses have `input`.
 
-    Prompts of token ids: a completion's `prompt`, what is detokenized (`tokens`), what is generated from (`token_ids`).
+    Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate).
     """
 
     messages: _Conversations = None
@@ -73,29 +73,29 @@ class RequestBody(msgspec.Struct):
     medialane: msgspec.Raw = ABSENT
 
 
-#: These raise what is in UNREADABLE.
+#: These raise the exceptions in UNREADABLE.
 decode_body = msgspec.json.Decoder(RequestBody).decode
 decode_string = msgspec.json.Decoder(str).decode
 decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
-    """Raise InvalidBody for more messages and parts than a conversation has, in JSON with so many values."""
+    """Raise InvalidBody if there are more than `max_parts` messages and parts. `num_values` are the JSON's values."""
     if num_values <= max_parts:
         return
-    todo: list[object] = [body.messages, body.input]
+    pending: list[object] = [body.messages, body.input]
     num_parts = 0
-    for value in todo:
+    for value in pending:
         found = value.content if isinstance(value, (Message, Part)) else value
         if isinstance(found, list):
             num_parts += len(found)
             if num_parts > max_parts:
                 raise InvalidBody(f"the request has more than {max_parts} messages and parts")
-            todo += found
+            pending += found
 
 
 def parts_with_media(content: object) -> list[tuple[int, Part]]:
-    """The parts of a message's content in which media can be, by their number. Parts of text are passed over."""
+    """Return the indexed parts of a message's content that can contain media. Text parts are skipped."""
     if not isinstance(content, list):
         return []
     return [
@@ -110,7 +110,7 @@ def first_byte(value: msgspec.Raw) -> int | None:
 
 
 def is_filled(value: msgspec.Raw) -> bool:
-    """Whether the value is a string, and not the empty one."""
+    """Return whether the value is a non-empty string."""
     view = memoryview(value)
     return len(view) > 2 and view[0] == QUOTE
 

@@ -1,4 +1,4 @@
-"""A body without the payloads that are in its strings, and the way back from a string of it to the body."""
+"""A body without the base64 payloads in its strings, and the mapping of its positions to those of the body."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from medialane.gateway.intake.request_body import UNREADABLE, decode_string
 
 NOT_TEXT = "the media URL is not valid text"
 
-_MARK = b";base64,"
-#: Shorter payloads are not worth a cut. No more than so many strings are looked at, whatever a body is made of.
+_MARKER = b";base64,"
+#: Shorter payloads are not worth cutting.
 _MIN_CUT_BYTES = 1024
-_MAX_LOOKS = 256
+#: Most markers that are examined in a body, to bound the time for malicious ones.
+_MAX_MARKERS = 256
 
 
 class Located(msgspec.Struct, frozen=True, gc=False):
-    """A JSON value: where it stands in the body, quotes included, and itself.
-
-    Of a string, `payload` is what was cut off.
-    """
+    """A JSON value and its range [start, end) in the body, quotes included. `payload` is what was cut from a string."""
 
     start: int
     end: int
@@ -33,7 +31,7 @@ class Located(msgspec.Struct, frozen=True, gc=False):
     escaped: bool
 
     def head(self) -> bytes | memoryview:
-        """The string's UTF-8, payload aside. Raises InvalidMediaUrl."""
+        """Return the string's UTF-8 without the payload. Raises InvalidMediaUrl."""
         if not self.escaped:
             return self.raw[1:-1]
         try:
@@ -42,12 +40,12 @@ class Located(msgspec.Struct, frozen=True, gc=False):
             raise InvalidMediaUrl(NOT_TEXT) from error
 
     def text(self) -> bytes | memoryview:
-        """The whole string's UTF-8. Raises InvalidMediaUrl."""
+        """Return the whole string's UTF-8. Raises InvalidMediaUrl."""
         return bytes(self.head()) + bytes(self.payload) if self.payload else self.head()
 
 
 class Skeleton:
-    """A body without its payloads, and where they were. The body is the first `size` bytes of `buffer`."""
+    """A body without its payloads, and their positions. The body is the first `size` bytes of `buffer`."""
 
     def __init__(self, buffer: Buffer, size: int) -> None:
         self.body = memoryview(buffer)[:size]
@@ -65,7 +63,7 @@ class Skeleton:
         self._address: int | None = None
 
     def locate(self, value: msgspec.Raw) -> Located:
-        """Where in the body a value of the skeleton stands, and the payload that was cut from it, if any."""
+        """Return the range in the body of a value of the skeleton, and the payload that was cut from it, if any."""
         if self._address is None:
             self._address = _address(self.data)
         raw = memoryview(value)
@@ -78,13 +76,13 @@ class Skeleton:
 
 
 def _find_payloads(body: Buffer, size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the body to leave out: at most one in any string. Every byte is looked at once."""
+    """Yield the ranges of the body to cut, at most one per string. Reads every byte once."""
     at = 0
-    for _ in range(_MAX_LOOKS):
-        mark = body.find(_MARK, at, size)
-        if mark < 0:
+    for _ in range(_MAX_MARKERS):
+        marker = body.find(_MARKER, at, size)
+        if marker < 0:
             return
-        start = mark + len(_MARK)
+        start = marker + len(_MARKER)
         end = body.find(b'"', start, size)
         if end < 0:
             return
@@ -94,6 +92,6 @@ def _find_payloads(body: Buffer, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _address(data: bytearray | msgspec.Raw) -> int:
-    """Where in memory the bytes lie: msgspec.Raw is a view, and this is how it tells of what."""
+    """Return the memory address of the bytes. This is the only way to get the position of a msgspec.Raw, a view."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address

@@ -1,19 +1,19 @@
-"""Bodies in the encodings that Python's JSON parser takes, and so vLLM's app: UTF-8 with a byte order mark, UTF-16,
-UTF-32. Behind us all is UTF-8."""
+"""Bodies in the other encodings that Python's JSON parser, and so vLLM's app, accepts: UTF-8 with a byte order mark,
+UTF-16, UTF-32. They are converted to UTF-8."""
 
 from __future__ import annotations
 
 import codecs
 import json
 
-#: Decoded at a time: some milliseconds, between which other threads run.
+#: Bytes decoded at a time, a few milliseconds, so that other threads get the GIL in between.
 _PIECE_BYTES = 1 << 20
 
 
 def as_utf8(body: bytes | bytearray | memoryview) -> bytes | None:
-    """The body in UTF-8 without a mark; None if it is that already, or not in the encoding that it seems to be in.
+    """Return the body in UTF-8 without a byte order mark; None if it is UTF-8 already or invalid in its encoding.
 
-    Lone surrogates stay what they are, as `json.loads` leaves them.
+    Lone surrogates are preserved, like in `json.loads`.
     """
     encoding = json.detect_encoding(bytes(body[:4]))
     if encoding == "utf-8":

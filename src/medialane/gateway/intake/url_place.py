@@ -1,4 +1,4 @@
-"""Media by their URL, which holds them itself (`data:`) or says where they are."""
+"""Media given by URL, either a `data:` URL or one to fetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_
 
 
 class UrlPlace(msgspec.Struct, frozen=True, gc=False):
-    """`string` is the URL, and `options` are what stands beside it."""
+    """`string` is the URL, `options` are the members next to it."""
 
     modality: Modality
     param: str
@@ -42,7 +42,7 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 def _data(located: Located, modality: Modality, max_bytes: int) -> DataUrl | None:
-    """The media that the URL holds itself; None if it holds none."""
+    """Return the media in a data: URL; None for other URLs."""
     head = located.head()
     if bytes(head[:5]).lower() != b"data:":
         return None
@@ -54,7 +54,7 @@ def _data(located: Located, modality: Modality, max_bytes: int) -> DataUrl | Non
 
 
 def _split(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
-    """Header and payload of a data: URL, the payload straight from the body where it was cut from there."""
+    """Return header and payload of a data: URL, without a copy if the payload was cut."""
     if located.payload and bytes(head).find(b",") == len(head) - 1:
         return bytes(head[:-1]), located.payload
     return split_data_url(located.text())

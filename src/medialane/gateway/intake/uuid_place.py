@@ -1,7 +1,6 @@
-"""Media by their uuid alone.
+"""Media given only by their uuid.
 
-vLLM's app takes them for no media that its connector fetches: it hands on their uuid, so that is where the reference
-stands.
+vLLM's app does not pass them to its media connector but forwards their uuid, so the reference is placed in the uuid.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from medialane.media import MediaConfig
 
 
 class UuidPlace(msgspec.Struct, frozen=True, gc=False):
-    """`uuid` is the string that `uuid_value` is; `options` stand where the URL would be."""
+    """`uuid` is the string in `uuid_value`; `options` are the members of the object that has no URL."""
 
     modality: Modality
     param: str
