@@ -89,7 +89,7 @@ def test_seams_that_are_as_the_table_says_are_not_broken(table):
         ("priority=0", "priority", "Engine.add requires priority"),
         ("def _decode(self, data)", "def _decode(self, data, more=0)", "Engine._decode has the parameters"),
         ("self._decode(request)", "request", "Engine._decode is no longer used in strange_library:Engine.add"),
-        ("helper()\n        return", "None\n        return", "helper is not used in strange_library:Engine.run"),
+        ("helper()\n        return", "None\n        return", "helper is no longer used in strange_library:Engine.run"),
         ("self.encoder", "self.codec", "strange_library:Engine has no attribute encoder"),
         ("limit: int", "", "strange_library:Engine has no attribute limit"),
         ("def helper", "def helped", "strange_library has no attribute helper"),
