@@ -1,7 +1,7 @@
 """Determines the size to which a model's processor resizes images, by processing images without content.
 
 Theory of operation. This does not depend on the family's name. A black image of the true size is processed, and the
-shapes of the results reveal the size it was resized to in two cases: there is a grid of patches (`*_grid_thw`; the
+shapes of the results reveal its target size in two cases: there is a grid of patches (`*_grid_thw`; the
 processor declares the patch size), or there is one image tensor that was not cropped. Tiles reveal nothing (only the
 family knows how they were cut), nor do several image tensors. An image may be decoded at a smaller size only if a black
 one of that size gives the same shapes and the same small fields: the same number of tokens, and no trace of the true

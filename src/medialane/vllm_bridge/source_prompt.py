@@ -105,7 +105,7 @@ class SourceRenderer:
         except UNFIT as error:
             # Too many items, options unsupported by the processor, or a prompt without the items' placeholders. For
             # embeddings the original message is not helpful: most families' processors do not expect them.
-            message = public_text(error) if not embedded else "this model cannot take these embeddings"
+            message = public_text(error) if not embedded else "this model does not support these embeddings"
             raise PromptRejected(message) from error
         for modality, items in embedded.items():
             self._reader().check(modality, rendered, len(items))

@@ -89,11 +89,11 @@ class FeatureChecker:
         def confirm(layout: PlaceholderLayout) -> None:
             if prompt.options == NO_OPTIONS:
                 return
-            own = self._layouts.find(prompt.features, NO_OPTIONS).updates
+            defaults = self._layouts.find(prompt.features, NO_OPTIONS).updates
             for modality, found in layout.kwargs.items():
-                for item, ours, theirs in zip(found, own[modality], layout.updates[modality], strict=True):
-                    for update in theirs:
-                        self._check_embeds(modality, item, num_embeds(update.content), ours)
+                for item, default, updates in zip(found, defaults[modality], layout.updates[modality], strict=True):
+                    for update in updates:
+                        self._check_embeds(modality, item, num_embeds(update.content), default)
 
         try:
             return self._layouts.find(prompt.features, prompt.options, check=check_items, confirm=confirm)
@@ -126,12 +126,12 @@ class FeatureChecker:
     ) -> None:
         try:
             data = self._processor.info.parse_mm_data(media)
-            own = prompt_updates(self._processor, data, {}, MultiModalKwargsItems(kwargs))
+            defaults = prompt_updates(self._processor, data, {}, MultiModalKwargsItems(kwargs))
         except UNFIT as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these media") from error
         for modality, items in kwargs.items():
-            for item, place, ours in zip(items, places[modality], own[modality], strict=True):
-                self._check_embeds(modality, item, place.num_embeds, ours)
+            for item, place, default in zip(items, places[modality], defaults[modality], strict=True):
+                self._check_embeds(modality, item, place.num_embeds, default)
 
     def _check_item(self, modality: str, item: MultiModalKwargsItem, options: bytes) -> None:
         shape = self._shapes.get(modality)
@@ -143,11 +143,11 @@ class FeatureChecker:
                 _check_grid(f"{modality} {name}", elem.data, self._merge)
         self._check_rows(modality, item, decode_options(options))
 
-    def _check_embeds(self, modality: str, item: MultiModalKwargsItem, count: int, own: Sequence[Any]) -> None:
-        """`own` are the processor's prompt updates without the request's options."""
+    def _check_embeds(self, modality: str, item: MultiModalKwargsItem, count: int, default: Sequence[Any]) -> None:
+        """`default` are the processor's prompt updates without the request's options."""
         matches = self._shapes[modality].accepts(item, count)
         if matches is None:
-            matches = count in [num_embeds(update.content) for update in own]
+            matches = count in [num_embeds(update.content) for update in default]
         if not matches:
             raise InvalidFeature(f"{modality}: {count} placeholder tokens do not match the number of embeddings")
 
