@@ -5,7 +5,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.instrumentator.health import router
 
-from medialane.vllm_bridge.app import _answer_health
+from medialane.vllm_bridge.app import _add_health
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def app():
 def test_health_is_ours_and_everything_else_of_it_vllms(app, answer):
     schema = FastAPI.openapi(app)
     app.openapi_schema = None
-    _answer_health(app, lambda: answer)
+    _add_health(app, lambda: answer)
     client = TestClient(app)
     response = client.get("/health")
     assert (response.status_code, response.content) == answer

@@ -87,7 +87,11 @@ def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembl
 def test_pixels_given_as_a_tensor_have_the_tensors_of_the_whole_request(renderer, size):
     processor = VllmProcessor(renderer.get_mm_processor())
     processor.warm_up()
+<<<<<<< HEAD
     assert processor._takes_tensors  # this model's image processor is torch-based: the fast path is used
+=======
+    assert processor._accepts_tensors  # this model's image processor is torch-based: the fast path is used
+
     array = pixels(*size)
     assert_same(
         processor.process(Image(array), b"{}"), whole(renderer, prompt(renderer, 1), [array])["mm_kwargs"]["image"][0]
@@ -110,7 +114,7 @@ def test_processor_that_gives_something_else_for_tensors_gets_pillow_images(rend
     for kind in (Different, Failing):
         processor = kind(renderer.get_mm_processor())
         processor.warm_up()
-        assert not processor._takes_tensors
+        assert not processor._accepts_tensors
         array = pixels(200, 100)
         expected = whole(renderer, prompt(renderer, 1), [array])
         assert_same(processor.process(Image(array), b"{}"), expected["mm_kwargs"]["image"][0])

@@ -1,4 +1,4 @@
-"""Administrative calls, done by vLLM's AsyncLLM."""
+"""Administrative calls, executed by vLLM's AsyncLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _add_lora(llm: AsyncLLM, call: admin.AddLora) -> Awaitable[bool]:
     return found
 
 
-#: How each call is done. What is not here is not done.
+#: The implementation of each call.
 ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]] = {
     admin.ResetPrefixCache: _reset_prefix_cache,
     admin.ResetMmCache: lambda llm, _: llm.reset_mm_cache(),
@@ -54,5 +54,6 @@ ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]
 
 
 def begin(llm: AsyncLLM, call: AdminCall) -> Awaitable[bool | None]:
-    """Have the engine do `call`. The result fails with whatever vLLM raises; PromptRejected for what cannot be read."""
+    """Make the engine execute `call`. Awaiting the result raises what vLLM raises. Raises PromptRejected if a LoRA
+    request cannot be decoded."""
     return ACTIONS[type(call)](llm, call)

@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 
 TASKS = ("generate",)
 
-#: Answers a GET of an operator with JSON, from the query's parameters. Raises MedialaneError.
+#: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
-#: How the server is: the HTTP status and the body that `/health` answers.
+#: Returns HTTP status and body of `/health`.
 Probe = Callable[[], tuple[int, bytes]]
 
 
 class Frontend:
-    """Everything of vLLM that the gateway's process holds: configuration, renderer, and the app made of them."""
+    """vLLM's objects in the gateway process: configuration, renderer, and the app built from them."""
 
     def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
-        """Load configuration and processors; no weights. Takes seconds and blocks: call it before serving.
+        """Load configuration and processors, no weights. Blocks for seconds: call it before serving.
 
         Raises StartupFailed.
         """
@@ -73,25 +73,25 @@ class Frontend:
 
     @property
     def supports_split(self) -> bool:
-        """Whether items of this model may be processed one by one; else workers must do it."""
+        """Whether items of this model may be processed one by one; otherwise workers must process them."""
         return self.takes_media and supports_split(self.renderer.get_mm_processor())
 
     @property
     def max_headers(self) -> int:
-        """Header lines of a request, from vLLM's flags."""
+        """Maximum number of header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
 
     def has_resize_target(self) -> bool:
-        """Whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`). Processes an
-        image to find out."""
+        """Return whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`).
+        Processes an image to find out."""
         return self.supports_split and VllmProcessor(self.renderer.get_mm_processor()).has_resize_target()
 
     def check_media_options(self) -> None:
-        """Raise StartupFailed for a decode option of the operator that our decoders do not honour."""
+        """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
         check_model_io(self.config.model_config)
 
     def assembler(self) -> Assembler:
-        """What expands prompts; one that refuses to, where `supports_split` is false."""
+        """Return the prompt assembler; one that always raises if `supports_split` is false."""
         return VllmAssembler(self.renderer.get_mm_processor()) if self.supports_split else _NoAssembler()
 
     async def app(
@@ -103,9 +103,9 @@ class Frontend:
         pages: Mapping[str, Page] | None = None,
         health: Probe | None = None,
     ) -> Any:
-        """The ASGI app. `outer` stands around everything, even the answer to an unforeseen exception; `inner` behind
-        vLLM's own middleware: it answers requests that fail by an error that `request_backend` remembers. `pages` are
-        ours, by path; `health` answers in place of vLLM's `/health`, which knows one engine."""
+        """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `inner` runs
+        inside vLLM's own middleware and responds to requests that fail by an error recorded in `backend`. `pages` are
+        medialane's, by path; `health` replaces vLLM's `/health`, which assumes one engine."""
         if self.takes_media:
             renderer_hook.install(self.renderer, backend)
         client = RoutedEngineClient(self.config, self.renderer, backend, TASKS)
@@ -113,15 +113,15 @@ class Frontend:
             app = build_app(self.args, TASKS, self.config.model_config)
         app.user_middleware.extend(inner)
 
-        async def answer_ours(_request: Request, error: MedialaneError) -> Response:
+        async def record_error(_request: Request, error: MedialaneError) -> Response:
             backend.fail(error)
             return Response(status_code=error.status)  # `inner` gives it the form of its API
 
-        app.add_exception_handler(MedialaneError, answer_ours)
+        app.add_exception_handler(MedialaneError, record_error)
         for path, page in (pages or {}).items():
             app.add_api_route(path, _guarded(self.args, page), **_described(page))
         if health is not None:
-            _answer_health(app, health)
+            _add_health(app, health)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
         client.is_serving = True
@@ -130,13 +130,13 @@ class Frontend:
     async def serve(
         self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float, *, http: Any
     ) -> None:
-        """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `http` is
+        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. `http` is
         uvicorn's setting of that name."""
         await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, http=http)
 
 
 class _NoAssembler:
-    """Stands where no prompt is ever assembled: stages `decoded` and `url`, or a model without media."""
+    """Used where no prompt is assembled: stages `decoded` and `url`, or a model without media."""
 
     accepts_item_options = False
 
@@ -145,7 +145,8 @@ class _NoAssembler:
 
 
 def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Response]]:
-    """A page for who has the API key, where there is one: vLLM's own middleware guards vLLM's own paths alone."""
+    """Return the page's handler, which requires the API key if there is one: vLLM's own middleware only guards vLLM's
+    paths."""
     tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
     guard = AuthenticationMiddleware(None, tokens) if tokens else None
 
@@ -157,8 +158,8 @@ def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Respo
     return answer
 
 
-def _answer_health(app: Any, probe: Probe) -> None:
-    """Put our `/health` before vLLM's, of which the schema and what else it answers to stay."""
+def _add_health(app: Any, probe: Probe) -> None:
+    """Route GET /health to `probe` ahead of vLLM's route, which stays in the schema and for other methods."""
 
     async def answer() -> Response:
         status, body = probe()
@@ -169,7 +170,7 @@ def _answer_health(app: Any, probe: Probe) -> None:
 
 
 def _described(page: Page) -> dict[str, Any]:
-    """A page in the app's OpenAPI document."""
+    """Return the page's entry in the app's OpenAPI document."""
     return {
         "methods": ["GET"],
         "summary": (page.__doc__ or "").partition("\n")[0],
@@ -190,7 +191,8 @@ def _described(page: Page) -> dict[str, Any]:
 
 
 def _import_plugins(args: Namespace) -> None:
-    """As vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for a parser that nobody knows."""
+    """Import parser plugins like vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for an
+    unknown parser."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:

@@ -1,17 +1,17 @@
-"""EngineCore's end of the zero-copy hand-over: tensors that arrive as descriptors become views of a mapped arena.
+"""EngineCore's side of the zero-copy hand-over: tensors received as descriptors become views of a mapped arena.
 
-Theory of operation. A worker's front end sends requests to its EngineCore as msgpack; an item whose tensors lie in
+Theory of operation. A worker's front end sends requests to its EngineCore as msgpack. An item whose tensors are in
 arenas that EngineCore has mapped is sent by `arena_encoder` as `{"medialane": bytes}`, the bytes being a `WireItem`:
-the item's header, and where its tensors lie. EngineCore's input thread decodes requests with `MsgpackDecoder`, a name
-that it looks up in its module when it starts: `seams.engine_core` puts a subclass there, which makes such an item over
-views.
+the item's header and the locations of its tensors. EngineCore's input thread decodes requests with `MsgpackDecoder`, a
+name that it looks up in its module when it starts: `seams.engine_core` replaces it by a subclass that builds such
+items over views.
 
 An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
-what it cannot resolve becomes an empty item, and the request is marked. A marked request is refused one step
-later, in `preprocess_add_request`, whose exceptions vLLM does catch: it fails alone, before it is scheduled, and
-nothing is computed or cached from what is not there.
+an item that it cannot resolve becomes an empty item, and the request is marked. A marked request is rejected one step
+later, in `preprocess_add_request`, whose exceptions vLLM does catch: only this request fails, before it is scheduled,
+and nothing is computed or cached from missing data.
 
-Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; `engine_core` puts us there.
+Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; `engine_core` installs them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
 logger = logging.getLogger(__name__)
 
-#: The one key of an item that is sent as a `WireItem`. No field of a model is called so.
+#: The only key of an item that is sent as a `WireItem`. No model has a field of this name.
 KEY = "medialane"
 
-#: Refused requests that are remembered: the front end asks as soon as it sees the error.
+#: Rejected requests that are remembered: the front end queries them as soon as it sees the error.
 MAX_REFUSED = 4096
 
 
 class WireItem(msgspec.Struct, frozen=True, array_like=True):
-    """An item on its way to EngineCore: its header (`features`) and the tensors that it names, in its order."""
+    """An item as sent to EngineCore: its header (`features`) and the tensors that it names, in its order."""
 
     header: bytes
     tensors: tuple[TensorDescriptor, ...]
@@ -49,10 +49,10 @@ _DECODER = msgspec.msgpack.Decoder(WireItem)
 
 
 class ArenaResolver:
-    """The arenas that this process has mapped, and the requests that it refused.
+    """The arenas that this process has mapped, and the requests that it rejected.
 
-    EngineCore's main thread attaches and asks, its input thread resolves and refuses; no call needs two steps of the
-    other to see one state.
+    EngineCore's main thread attaches, detaches and queries; its input thread resolves and refuses. No lock: each
+    update is a single dict operation.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ArenaResolver:
         try:
             view = ArenaView.open(arena, directory)
         except HandoverFailed as error:
-            logger.warning("EngineCore does not map the arena: %s", error.message)
+            logger.warning("EngineCore cannot map the arena: %s", error.message)
             return False
         if view.nonce.hex() != nonce:
             view.close()
@@ -75,26 +75,26 @@ class ArenaResolver:
         return True
 
     def detach(self, arena: str) -> None:
-        """Unmap an arena of which no request reads any more. Idempotent.
+        """Unmap an arena that no request reads any more. Idempotent.
 
-        vLLM's requests refer to themselves (their block hasher): those that have ended still hold their items, and so
-        the mapping, until they are collected.
+        vLLM's requests are reference cycles (their block hasher): finished ones still hold their items, and so the
+        mapping, until they are garbage-collected.
         """
         if (view := self._views.pop(arena, None)) is not None:
             view.close()
             gc.collect()
 
     def resolve(self, wire: bytes) -> MultiModalKwargsItem | None:
-        """The item over views of the arenas; None for whatever is not one. Never raises."""
+        """Return the item over views of the arenas; None if it cannot be read. Never raises."""
         try:
             found = _DECODER.decode(wire)
             return decode_item(found.header, [self._views[t.range.arena].tensor(t) for t in found.tensors])
-        except Exception:  # see the theory of operation: whatever it is, it must not leave this thread
-            logger.exception("an item cannot be read from its arena; its request is refused")
+        except Exception:  # see the theory of operation: no exception may reach vLLM's thread
+            logger.exception("an item cannot be read from its arena; its request is rejected")
             return None
 
     def refuse(self, request_id: str) -> None:
-        """Remember a request that could not be read; the oldest are forgotten."""
+        """Remember a request that could not be read; beyond MAX_REFUSED the oldest is dropped."""
         self._refused[request_id] = None
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
@@ -103,12 +103,12 @@ class ArenaResolver:
         return request_id in self._refused
 
 
-#: One per process: decoders are made by vLLM, which has no place for an argument of ours.
+#: One per process: vLLM creates the decoders and passes no arguments of ours.
 RESOLVER = ArenaResolver()
 
 
 class ArenaDecoder(ItemDecoder):
-    """vLLM's decoder, which makes items of ours, too."""
+    """vLLM's decoder, extended by items sent as a `WireItem`."""
 
     _faulted = False
 
@@ -128,4 +128,4 @@ class ArenaDecoder(ItemDecoder):
 
 
 class Unreadable:
-    """Stands in `EngineCoreRequest.mm_features` for features that could not be read."""
+    """Value of `EngineCoreRequest.mm_features` if the features could not be read."""

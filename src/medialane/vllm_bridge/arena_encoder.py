@@ -1,4 +1,4 @@
-"""The front end's end of the zero-copy hand-over: items whose tensors EngineCore maps itself (see `arena_decoder`)."""
+"""The front end's side of the zero-copy hand-over: items whose tensors EngineCore maps itself (see `arena_decoder`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not typed
-    """An item of which EngineCore is told where its tensors lie. This process decodes it only if somebody looks at its
-    fields: in the way of a request there is nobody.
+    """An item sent to EngineCore as the locations of its tensors. Decoded in this process only if its fields are
+    accessed, which does not happen on the request path.
 
-    `tensors` and their bytes are those that the header names, in its order; raises InvalidFeature if they do not fit.
+    `tensors` and their bytes are those that the header names, in its order; raises InvalidFeature if they do not match.
     """
 
     def __init__(self, header: bytes, tensors: Sequence[TensorDescriptor], datas: Sequence[memoryview]) -> None:
-        # vLLM's own __init__ would fill `data`, which is made on demand here.
+        # vLLM's own __init__ would fill `data`, which is lazy here.
         check_tensors(header, datas)
         self.wire = WireItem(header, tuple(tensors))
         self._datas = datas
@@ -36,12 +36,12 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
         return found
 
     def __copy__(self) -> MultiModalKwargsItem:
-        # UserDict's own looks for `data` where it is not before it is made.
+        # UserDict's own accesses `__dict__["data"]`, which does not exist before first use.
         return MultiModalKwargsItem(self.data)
 
 
 class ArenaEncoder(ItemEncoder):
-    """vLLM's encoder; an `ArenaItem` travels as its `WireItem`."""
+    """vLLM's encoder; an `ArenaItem` is sent as its `WireItem`."""
 
     def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
         if isinstance(item, ArenaItem):

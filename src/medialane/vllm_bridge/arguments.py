@@ -1,4 +1,4 @@
-"""vLLM's own command line: parsed by vLLM's own parser, for gateway, preparers and workers alike."""
+"""vLLM's command line, parsed by vLLM's own parser for gateway, preparers and workers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from medialane.vllm_bridge.server_flags import check_server_flags
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vllm is not typed
-    """argparse ends the process on a bad flag; we raise, so that the caller says it in one line."""
+    """Raises for an invalid flag, where argparse exits: the caller reports it in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise StartupFailed(f"vLLM flags after `--`: {message}")
 
 
 def parse_vllm_args(model: str, vllm_args: Sequence[str]) -> Namespace:
-    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message, and for flags of its server that have
-    no meaning here."""
+    """Parse the flags after `--`. Raises StartupFailed with vLLM's own message, or for flags of its server that a
+    gateway does not support."""
     parser = make_arg_parser(_Parser(prog="medialane serve MODEL -- [vLLM flags]"))
     try:
         args: Namespace = parser.parse_args(["--model", model, *vllm_args])
         validate_parsed_serve_args(args)
-    except (OSError, TypeError, ValueError) as error:  # --config names no file, or one with other things in it
+    except (OSError, TypeError, ValueError) as error:  # --config names no file, or an invalid one
         raise StartupFailed(f"vLLM flags after `--`: {error}") from error
     if args.model != model:
         raise StartupFailed("--model is not for vLLM here: give the model before `--`, right after the command")
@@ -37,14 +37,14 @@ def parse_vllm_args(model: str, vllm_args: Sequence[str]) -> Namespace:
 
 
 def create_model_config(args: Namespace) -> ModelConfig:
-    """vLLM's model configuration, without weights and without a device."""
+    """Return vLLM's model configuration, without loading weights or using a device."""
     config = AsyncEngineArgs.from_cli_args(args).create_model_config()
-    # As vLLM's own renderer-only server does (entrypoints/launchers/render/entry.py:run_launch_fastapi): a process
-    # without weights must not ask the device what quantisation it supports.
+    # Like vLLM's own renderer-only server (entrypoints/launchers/render/entry.py:run_launch_fastapi): a process
+    # without weights must not query the device for supported quantisation methods.
     config.quantization = None
     return config
 
 
 def create_frontend_config(args: Namespace) -> VllmConfig:
-    """A VllmConfig for a process that renders but has no engine."""
+    """Return a VllmConfig for a process that renders but has no engine."""
     return VllmConfig(model_config=create_model_config(args))

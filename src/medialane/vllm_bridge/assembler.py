@@ -1,9 +1,9 @@
-"""The light half of vLLM's multimodal processor: prompts are expanded (fills `prepare.Assembler`).
+"""The light half of vLLM's multimodal processor: prompt expansion (implements `prepare.Assembler`).
 
-Theory of operation. The expansion of placeholders reads no pixels. So the gateway runs it over items whose large
-tensors are stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`) replaced:
-families that override `apply` stay right. Stand-ins carry the media's true size, on which several families' token
-counts depend. Private methods of vLLM 0.32 are used; `tests/contract/test_preparation.py` pins them.
+Theory of operation. Placeholder expansion reads no pixels. So the gateway runs it over items whose large tensors are
+stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`) replaced, which also
+works for families that override `apply`. Stand-ins have the media's true size, on which the token counts of several
+families depend. Private methods of vLLM 0.32 are used; `tests/contract/test_preparation.py` pins them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from medialane.vllm_bridge.error_text import public_text
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.seams.multimodal import expand_prompt, processes_items_apart
 
-#: Families whose prompt updates count an item's tokens by the grid in its feature, not by its size and the options
-#: (facts of vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL has a grid, too, and counts by size.
+#: Families whose prompt updates derive an item's token count from the grid in its feature, not from its size and the
+#: options (vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL also has a grid, but counts by size.
 #: By name, since importing the models of other families takes seconds.
 _TOKENS_BY_GRID = frozenset(
     ("Qwen2VLMultiModalProcessor", "Qwen3VLMultiModalProcessor", "Qwen2_5OmniThinkerMultiModalProcessor")
@@ -29,7 +29,7 @@ _TOKENS_BY_GRID = frozenset(
 
 
 class VllmAssembler:
-    """Placeholders from headers and sizes. Not thread-safe: one thread at a time calls it."""
+    """Expands prompts from headers and sizes. Not thread-safe."""
 
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
@@ -43,12 +43,12 @@ class VllmAssembler:
         try:
             applied = self._apply(token_ids, features, options)
         except (ValueError, AssertionError, RuntimeError) as error:
-            # How vLLM says that an item does not have its placeholder in the prompt.
+            # vLLM raises these if an item has no placeholder in the prompt.
             raise PromptRejected(public_text(error)) from error
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
             if options == b"{}":
                 raise
-            raise PromptRejected("the model's processor cannot count with these mm_processor_kwargs") from error
+            raise PromptRejected("the model's processor does not support these mm_processor_kwargs") from error
         ranges = {
             modality: iter([_range(found) for found in places])
             for modality, places in applied["mm_placeholders"].items()
@@ -74,16 +74,16 @@ class VllmAssembler:
 
 
 def supports_split(processor: BaseMultiModalProcessor) -> bool:
-    """Whether items of this model may be processed one by one.
+    """Return whether items of this model may be processed one by one.
 
-    Not where the family overrides the step that we replace: its results depend on the number of items in the request
-    (DeepSeek-VL2, H2OVL). Such models are served by stages `decoded` and `url`.
+    False if the family overrides the step that we replace: its results depend on the number of items in the request
+    (DeepSeek-VL2, H2OVL). Such models are served in stages `decoded` and `url`.
     """
     return processes_items_apart(processor)
 
 
 def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:
-    """Lists that a family may change (Qwen-Omni does, where a video is heard); the updates themselves are frozen."""
+    """Return new lists, which a family may modify (Qwen-Omni does for the audio of a video); updates are frozen."""
     return {modality: [list(updates) for updates in items] for modality, items in layout.updates.items()}
 
 

@@ -1,12 +1,12 @@
-"""Embeddings that clients send (`image_embeds`), as vLLM's chat parser would hand them to its renderer.
+"""Embeddings sent by clients (`image_embeds`), in the form in which vLLM's chat parser passes them to its renderer.
 
-Theory of operation. What arrives is typed (`core.embeds`); vLLM's own loader, which unpickles, is not used. vLLM then
-believes shapes: a grid sizes the placeholder, of which the prompt has as many tokens as it says, and rows that do not
-match it end EngineCore with all its requests. So embeddings are checked twice: each item before vLLM sees it, and what
-the renderer made of them against the placeholders.
+Theory of operation. The input is typed (`core.embeds`); vLLM's own loader, which unpickles, is not used. vLLM then
+trusts shapes: a grid determines the number of placeholder tokens, and embeddings whose rows do not match it crash
+EngineCore with all its requests. So embeddings are checked twice: each item before vLLM gets it, and the renderer's
+result against the placeholders.
 
-Whether a model's forward pass takes embeddings only its code tells: Gemma-3 asserts that it is given none, Pixtral-HF
-declares the field and raises. Only families that were tried are let through, by the very class of their processor.
+Whether a model's forward pass accepts embeddings is only visible in its code: Gemma-3 asserts that there are none,
+Pixtral-HF declares the field and raises. Only tested families are accepted, by the exact class of their processor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from medialane.vllm_bridge.features import tensor_over
 from medialane.vllm_bridge.seams.multimodal import embeds_data
 from medialane.vllm_bridge.validation import merge_size
 
-#: An object of `image_embeds` and `image_grid_thw`.
+#: Families that need an object of `image_embeds` and `image_grid_thw`.
 BY_GRID = frozenset(("Qwen2VLMultiModalProcessor", "Qwen2_5_VLMultiModalProcessor"))
 
-#: One tensor, which has as many rows as the prompt gets tokens.
+#: Families that need one tensor, with one row per placeholder token.
 BY_ROWS = frozenset(("LlavaMultiModalProcessor", "LlavaNextMultiModalProcessor"))
 
 VALUES, GRID = "image_embeds", "image_grid_thw"
@@ -49,7 +49,7 @@ class EmbedsReader:
         self._fields = {VALUES, GRID} if family in BY_GRID else {UNNAMED} if family in BY_ROWS else set()
 
     def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
-        """One item's tensors, each over the bytes that came. Raises InvalidEmbeds."""
+        """Return one item's tensors, over the received bytes without a copy. Raises InvalidEmbeds."""
         if not self._is_on:
             raise InvalidEmbeds(f"this server does not support {modality}_embeds (--enable-mm-embeds)")
         if modality != "image" or not self._fields:
@@ -64,23 +64,23 @@ class EmbedsReader:
         return {VALUES: rows, GRID: self._grid(tensors[GRID], num_rows=len(rows))}
 
     def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
-        """What vLLM's renderer wants of all items of one modality."""
+        """Return all items of one modality as vLLM's renderer expects them."""
         found = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
         return embeds_data(modality, found, self._processor)
 
     def check(self, modality: Modality, engine_input: Mapping[str, Any], num_items: int) -> None:
-        """Raise InvalidEmbeds unless each item has as many embeddings as its placeholder takes."""
+        """Raise InvalidEmbeds unless each item has one embedding per token of its placeholder that needs one."""
         items, places = engine_input["mm_kwargs"][modality], engine_input["mm_placeholders"][modality]
         if not len(items) == len(places) == num_items:
             raise InvalidEmbeds(f"{len(items)} items and {len(places)} placeholders of {num_items} embeddings")
         for item, place in zip(items, places, strict=True):
-            wanted = (place.get_num_embeds(), self._hidden_size)
+            expected = (place.get_num_embeds(), self._hidden_size)
             found = item[VALUES].data if VALUES in item else None
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) != wanted:
-                raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {wanted} of their placeholder")
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) != expected:
+                raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {expected} of their placeholder")
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of the language model's size. A batch of one, a form that vLLM takes still, is its rows."""
+        """Return the embeddings as (tokens, hidden size). Also accepts a batch of one, like vLLM."""
         if not values.is_floating_point():
             raise InvalidEmbeds("embeddings must be floating-point numbers")
         shape = tuple(values.shape)
@@ -89,12 +89,12 @@ class EmbedsReader:
         return values.view(shape[-2:])
 
     def _grid(self, grid: torch.Tensor, *, num_rows: int) -> torch.Tensor:
-        """(frames, rows, columns) of patches, as one vector, whatever shape they came in."""
+        """Return (frames, rows, columns) of patches as a vector, for any input shape."""
         if grid.dtype != torch.int64 or grid.numel() != _GRID_NUMBERS:
-            raise InvalidEmbeds(f"{GRID} must be three whole numbers (int64)")
+            raise InvalidEmbeds(f"{GRID} must be three integers (int64)")
         numbers = grid.view(-1).tolist()
         if min(numbers) < 1 or any(n % self._merge for n in numbers[1:]):
             raise InvalidEmbeds(f"{GRID} must be positive, rows and columns multiples of {self._merge}")
         if prod(numbers) != num_rows * self._merge**2:
-            raise InvalidEmbeds(f"{GRID} does not say as many tokens as there are embeddings")
+            raise InvalidEmbeds(f"{GRID} does not match the number of embeddings")
         return grid.view(-1)

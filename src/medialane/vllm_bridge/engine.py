@@ -1,15 +1,16 @@
-"""vLLM's AsyncLLM as a worker's engine (fills `worker.Engine`).
+"""vLLM's AsyncLLM as a worker's engine (implements `worker.Engine`).
 
-Theory of operation. A request's features arrive as views of an arena or of the message, and everything about them is
-checked before vLLM sees them (`validation`). vLLM's front end, in this process, sends the request to its EngineCore
-process; an item whose tensors lie in arenas that EngineCore has mapped goes as a descriptor (`arena_encoder`,
+Theory of operation. A request's features arrive as views of an arena or of the message, and are fully validated before
+they are passed to vLLM (`validation`). vLLM's front end, in this process, sends the request to its EngineCore process;
+an item whose tensors are in arenas that EngineCore has mapped is sent as a descriptor (`arena_encoder`,
 `arena_decoder`).
 
-*Letting go.* The caller may reuse a request's bytes when `generate` has ended, so it must not end while EngineCore may
-read them. After a finish that EngineCore decided, it does not. After an abort, or a stop string, which only the front
-end sees, EngineCore still runs: we send utility calls through the same queue, each answered between two steps, until
-every step that was under way is over. Where the answers do not come within `release_timeout_s`, nothing is known:
-`generate` does not end then, `ping` reports the engine as lost, and the process's end lets go of everything.
+*Release.* The caller may reuse a request's bytes once `generate` has returned, so it must not return while EngineCore
+may read them. If EngineCore itself finished the request, it no longer does. After an abort or a stop string, which only
+the front end detects, EngineCore still runs the request: we send utility calls through the same queue, each executed
+between two steps, until every step that was in progress has completed. If they do not return within
+`release_timeout_s`, the state is unknown: `generate` does not return, `ping` reports the engine as lost, and the exit
+of the process releases everything.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ from medialane.vllm_bridge.settings import processor_settings
 
 logger = logging.getLogger(__name__)
 
-#: How often a wait for EngineCore looks whether it still lives: a dead one never answers.
+#: Interval at which a wait for EngineCore checks that it is alive: a dead one never replies.
 ALIVE_CHECK_S = 0.2
 
-#: Less than a gateway waits for its registration; an engine that is busy for longer maps the arena next time.
+#: Less than a gateway's registration timeout; an engine that is busy for longer maps the arena at the next attempt.
 ATTACH_TIMEOUT_S = 20.0
 
-#: For an adapter that an engine reads from disk, or downloads.
+#: Covers an adapter that is read from disk or downloaded.
 ADAPTER_TIMEOUT_S = 120.0
 
 
@@ -83,7 +84,7 @@ def build_engine(
 ) -> VllmEngine:
     """Start vLLM in this process and its children. Blocks for tens of seconds; call it before serving.
 
-    `vllm_args` are vLLM's own flags. `release_timeout_s` bounds the wait until EngineCore has let go of an aborted
+    `vllm_args` are vLLM's own flags. `release_timeout_s` limits the wait until EngineCore has released an aborted
     request. Raises StartupFailed. The caller owns the engine and closes it.
     """
     folder = PrivateFolder()
@@ -99,7 +100,7 @@ def build_engine(
     except BaseException as error:
         folder.remove()
         if isinstance(error, OSError | RuntimeError | ValueError):
-            raise StartupFailed(f"vLLM does not start: {error}") from error
+            raise StartupFailed(f"vLLM failed to start: {error}") from error
         raise
     return VllmEngine(
         llm, recorder, events, folder, arena_directory=arena_directory, release_timeout_s=release_timeout_s
@@ -107,30 +108,30 @@ def build_engine(
 
 
 class LoadRecorder:
-    """The latest numbers of each rank's scheduler, which vLLM gives to its stat loggers after every step."""
+    """The latest statistics of each rank's scheduler, which vLLM passes to its stat loggers after every step."""
 
     def __init__(self) -> None:
         self._stats: dict[int, SchedulerStats] = {}
 
     @property
     def stats(self) -> list[SchedulerStats]:
-        """Of each data-parallel rank, in their order."""
+        """Statistics of the data-parallel ranks, by rank."""
         return [self._stats[engine_index] for engine_index in sorted(self._stats)]
 
     def factory(self, _config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """vLLM makes one logger for each rank."""
+        """Create the logger of one rank; vLLM calls this once per rank."""
         latest = self._stats
         latest[engine_index] = SchedulerStats()
 
         class Logger(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
             def __init__(self) -> None:
-                """Everything is kept by the recorder."""
+                """Stateless: the recorder holds the statistics."""
 
             def record(self, scheduler_stats: SchedulerStats | None, *_args: Any, **_kwargs: Any) -> None:
                 latest[engine_index] = scheduler_stats or latest[engine_index]
 
             def log_engine_initialized(self) -> None:
-                """vLLM's own loggers say it."""
+                """vLLM's own loggers log it."""
 
         return Logger()
 
@@ -157,7 +158,7 @@ class VllmEngine:
         self._num_releases_unknown = 0
         self._logged_at = time.monotonic()
         self._closed = False
-        self._dies_with_us = False
+        self._lifetime_bound = False
         self._arenas: set[str] = set()
         encode_with(llm, ArenaEncoder)
         self._reader = RequestReader(llm, self._arenas)
@@ -165,7 +166,8 @@ class VllmEngine:
         self.card = _card(llm)
 
     def loads(self) -> list[WorkerLoad]:
-        """Requests are counted now, how many of them run as of the last step: an idle engine takes no steps."""
+        """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
+        runs no steps)."""
         counts = self._num_unfinished()
         latest = self._recorder.stats or [SchedulerStats()] * len(counts)  # none with --disable-log-stats
         return [_load(total, stats) for total, stats in zip(counts, latest, strict=True)]
@@ -179,7 +181,7 @@ class VllmEngine:
                 "medialane_attach", arena, self._arena_directory, nonce.hex(), timeout_s=ATTACH_TIMEOUT_S
             )
         except GenerationFailed as error:
-            logger.warning("EngineCore does not map arenas (VLLM_PLUGINS?), features are copied: %s", error.message)
+            logger.warning("EngineCore cannot map arenas (VLLM_PLUGINS?), features are copied: %s", error.message)
             return False
         if all(found):
             self._arenas.add(arena)
@@ -211,13 +213,13 @@ class VllmEngine:
 
     async def administer(self, call: AdminCall) -> AdminResult:
         with mapped_errors():
-            doing = asyncio.ensure_future(administration.begin(self._llm, call))
+            call_task = asyncio.ensure_future(administration.begin(self._llm, call))
             try:
-                await self._result_or_death(doing)
+                await self._result_or_death(call_task)
             finally:
-                doing.cancel()
+                call_task.cancel()
             try:
-                result = doing.result()
+                result = call_task.result()
             except (*REFUSED, EngineDeadError, MedialaneError):
                 raise
             except Exception as error:  # vLLM has no narrower type for a failed utility
@@ -229,8 +231,8 @@ class VllmEngine:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
         await self._log_stats()
-        if not self._dies_with_us:
-            self._dies_with_us = True
+        if not self._lifetime_bound:
+            self._lifetime_bound = True
             await self._bind_lifetime(timeout_s)
 
     async def close(self) -> None:
@@ -244,13 +246,13 @@ class VllmEngine:
             self._folder.remove()
 
     def _num_unfinished(self) -> list[int]:
-        """Of each rank."""
+        """Return the number of unfinished requests of each rank."""
         if self.card.data_parallel_size == 1:
             return [self._llm.get_num_unfinished_requests()]
         return num_unfinished_by_rank(self._llm)
 
     async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's outputs. It ends only when EngineCore has let go of the request."""
+        """Yield vLLM's outputs. Returns only after EngineCore has released the request."""
         params = self._reader.params(request)
         clamp(params, engine_input, self.card.max_model_len)
         arguments = self._reader.arguments(request)
@@ -271,9 +273,9 @@ class VllmEngine:
                 await self._wait_released(request.request_id)
 
     async def _wait_released(self, request_id: str) -> None:
-        """Return when EngineCore reads nothing of an aborted request any more; see the theory of operation."""
-        # A step may be under way for each pipeline stage, one more with asynchronous scheduling; and the abort after a
-        # stop string may leave this process after the first call.
+        """Return when EngineCore no longer reads an aborted request's data; see the theory of operation."""
+        # A step may be running for each pipeline stage, one more with asynchronous scheduling; and the abort after a
+        # stop string may be sent after the first call.
         num_calls = 2 + self._llm.vllm_config.parallel_config.pipeline_parallel_size
         try:
             for _ in range(num_calls):
@@ -283,17 +285,17 @@ class VllmEngine:
                 return  # a dead process reads nothing
             self._num_releases_unknown += 1
             logger.critical("request %s: the engine has not confirmed its release", request_id)
-            await asyncio.Event().wait()  # the end of the process, which `ping` asks for
+            await asyncio.Event().wait()  # until the process exits, which `ping` brings about
 
     async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a utility of every EngineCore. Raises WorkerLost when it dies meanwhile, GenerationFailed when it does
-        not answer in time or the utility fails."""
+        """Call a utility of every EngineCore and return the results. Raises WorkerLost if EngineCore dies,
+        GenerationFailed if the timeout expires or the utility fails."""
         call = asyncio.ensure_future(call_every_engine(self._llm, method, *args))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._result_or_death(call)
         except TimeoutError as error:
-            raise GenerationFailed(f"the engine has not answered for {timeout_s:g} s") from error
+            raise GenerationFailed(f"the engine did not respond within {timeout_s:g} s") from error
         finally:
             call.cancel()
         try:
@@ -310,28 +312,28 @@ class VllmEngine:
             await asyncio.wait({call}, timeout=ALIVE_CHECK_S)
 
     async def _log_stats(self) -> None:
-        """As often as vLLM's own server does: some of its loggers keep every step until they have logged it."""
+        """Log at the interval of vLLM's own server: some of its loggers accumulate every step until they log."""
         now = time.monotonic()
         if now - self._logged_at >= envs.VLLM_LOG_STATS_INTERVAL:
             self._logged_at = now
             await self._llm.do_log_stats()
 
     async def _load_adapter(self, lora: LoRARequest) -> None:
-        if self._llm.vllm_config.lora_config is not None:  # else vLLM says what is wrong
+        if self._llm.vllm_config.lora_config is not None:  # otherwise vLLM raises a descriptive error
             await self._ask("add_lora", lora, timeout_s=ADAPTER_TIMEOUT_S)
 
     async def _bind_lifetime(self, timeout_s: float) -> None:
-        """Have every EngineCore end when this process does, however it does."""
+        """Make every EngineCore exit when this process does, even if it is killed."""
         try:
-            tied = all(await self._ask("medialane_die_with", os.getpid(), timeout_s=timeout_s))
+            bound = all(await self._ask("medialane_die_with", os.getpid(), timeout_s=timeout_s))
         except GenerationFailed:
-            tied = False
-        if not tied:
+            bound = False
+        if not bound:
             logger.warning("the engine's processes may survive if this process is killed")
 
     async def _check_refused(self, request_id: str) -> None:
-        """A request with media ended in an error: raise HandoverFailed if EngineCore, which maps arenas, could not read
-        the items."""
+        """Raise HandoverFailed if a request with media failed because EngineCore could not read its items from the
+        arenas."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
 
@@ -347,12 +349,12 @@ def _card(llm: AsyncLLM) -> ModelCard:
     return ModelCard(
         model=llm.model_config.model,
         max_model_len=llm.model_config.max_model_len,
-        # In hybrid models full attention may have larger blocks than the rest, and its blocks are those that count.
+        # In hybrid models full attention may have larger blocks than the rest; its blocks count for the prefix cache.
         block_size=cache.effective_attention_block_size or cache.block_size,
         mm_limits=_media_limits(llm),
         processor=processor_settings(llm.model_config, llm.renderer),
         encoder_cache_tokens=encoder_cache_tokens(llm),
-        num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM adds up its ranks' blocks
+        num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM reports the sum over its ranks
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         data_parallel_size=num_ranks,
@@ -370,5 +372,5 @@ def _has_error(output: RequestOutput) -> bool:
 
 
 def _ended_by_front_end(output: RequestOutput) -> bool:
-    """A stop string or an abort: EngineCore is told, but has not answered yet."""
+    """Return whether a stop string or an abort ended it: EngineCore was notified but has not confirmed yet."""
     return any(isinstance(c.stop_reason, str) or c.finish_reason == "abort" for c in output.outputs)

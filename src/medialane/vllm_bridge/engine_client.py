@@ -1,4 +1,4 @@
-"""vLLM's `EngineClient` whose engine is whichever worker the gateway chooses."""
+"""vLLM's `EngineClient` over the workers: the gateway chooses one for each request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
 
 
 class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
-    """An error of ours on its way through vLLM's app, which ends running streams with it. What the client gets is the
-    error that the story remembers."""
+    """Carries a MedialaneError through vLLM's app, which ends running streams with it. The client receives the error
+    recorded in the request's scope."""
 
     def __init__(self, error: MedialaneError) -> None:
         super().__init__(error.message)
@@ -37,7 +37,8 @@ class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
 
 
 class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not typed
-    """What a worker's vLLM refused: the app answers as if its own vLLM had. The message is complete as it came."""
+    """A request rejected by a worker's vLLM: the app responds as if its own vLLM had rejected it. The message is
+    complete, so vLLM's suffixes are not added."""
 
     def __init__(self, error: PromptRejected) -> None:
         super().__init__(error.message, parameter=error.param)
@@ -56,7 +57,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         self.model_config = vllm_config.model_config
         self.renderer = renderer
         self.input_processor = FrontEndInputs(vllm_config)
-        #: Set once the app is made.
+        #: Set once the app has been built.
         self.is_serving = False
         self._backend = backend
         self._tasks = tasks
@@ -72,7 +73,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     @property
     def errored(self) -> bool:
-        return False  # a lost worker is one worker's matter: vLLM's app would end the whole server
+        return False  # losing a worker must not make vLLM's app shut down the server
 
     @property
     def dead_error(self) -> BaseException:
@@ -80,7 +81,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return error
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse before a stream has begun: afterwards an error has no status of its own. Raises BridgedError."""
+        """Raise BridgedError if no worker is ready: once a stream has started, an error has no HTTP status."""
         if not self._backend.ready:
             with self._bridged():
                 raise NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
@@ -132,8 +133,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     @contextmanager
     def _bridged(self) -> Iterator[None]:
-        """Raise vLLM's exceptions in place of ours, which the story remembers. A refusal by a worker's vLLM is none of
-        ours: the app answers it as if its own vLLM had refused."""
+        """Convert our exceptions, which the request's scope records, to vLLM's. A rejection by a worker's vLLM becomes
+        the corresponding exception of the app's own vLLM."""
         try:
             with remembered_errors(self._backend):
                 yield
@@ -154,8 +155,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         yield
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Closing a request's generator aborts it, and that is how vLLM's app aborts its own; others it would name."""
-        _unsupported("aborting requests by their names")
+        """Unsupported: a request is aborted by closing its generator, as vLLM's app does with its own."""
+        _unsupported("aborting requests by id")
 
     async def check_health(self) -> None:
         if not self._backend.ready:
@@ -168,7 +169,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return self.vllm_config.observability_config.otlp_traces_endpoint is not None
 
     async def do_log_stats(self) -> None:
-        """Workers log their own."""
+        """Workers log their own statistics."""
 
     async def start_profile(
         self,
@@ -201,14 +202,14 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return all(await self._all(admin.WakeUp(None if tags is None else tuple(tags))))
 
     async def is_sleeping(self) -> bool:
-        return await self._agreed(admin.IsSleeping(), "sleep")
+        return await self._agreed(admin.IsSleeping(), "are asleep")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Have all workers that are ready load an adapter; others do with the first request that names it. So do all
-        for adapters of the command line: they are loaded when the app is made, before any worker is ready."""
+        """Make all ready workers load an adapter; others load it with the first request that names it, as do all
+        workers for adapters of the command line, which vLLM adds while the app is built, before any worker is ready."""
         if not self.is_serving:
             return True
-        try:  # vLLM's app words the answer: 404 for an adapter that is not there
+        try:  # vLLM's app maps the error to a response: 404 for an adapter that does not exist
             await self._backend.administer(admin.AddLora(self._encode(with_own_id(lora_request))))
         except MedialaneError as error:
             raise BridgedError(error) from error
@@ -224,21 +225,21 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return await self._agreed(admin.IsPaused(), "are paused")
 
     async def _all(self, call: admin.AdminCall) -> list[admin.AdminResult]:
-        """The answers of all workers. Raises BridgedError, which says who has not done it."""
+        """Return the results of all workers. Raises BridgedError, which names the workers that failed."""
         with self._bridged():
             return await self._backend.administer(call)
 
     async def _agreed(self, call: admin.AdminCall, what: str) -> bool:
-        """What all workers say of themselves. Raises BridgedError where they differ."""
+        """Return the state that all workers report. Raises BridgedError if they differ."""
         with self._bridged():
-            answers = await self._backend.administer(call)
-            if len(set(answers)) > 1:
-                num_true = sum(map(bool, answers))
-                raise AdminCallIncomplete(f"{num_true} of {len(answers)} workers {what}, the others do not")
-            return all(answers)
+            states = await self._backend.administer(call)
+            if len(set(states)) > 1:
+                num_true = sum(map(bool, states))
+                raise AdminCallIncomplete(f"{num_true} of {len(states)} workers {what}, the others are not")
+            return all(states)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The gateway's own shutdown closes what it opened."""
+        """No-op: the gateway closes its resources itself."""
 
 
 def _unsupported(what: str) -> NoReturn:

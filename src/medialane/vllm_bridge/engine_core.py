@@ -1,7 +1,7 @@
-"""What we change in an EngineCore process: its decoder, and utilities that the front end calls by name.
+"""Our changes to an EngineCore process: its decoder, and utilities that the front end calls by name.
 
-Utilities run between two steps, in EngineCore's main thread. Where they are missing (VLLM_PLUGINS excludes us, or vLLM
-was changed), calling them fails, and features travel inside the message instead.
+Utilities run between two steps, in EngineCore's main thread. If they are missing (VLLM_PLUGINS excludes us, or vLLM has
+changed), calling them fails, and features are sent in the message instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from medialane.vllm_bridge.seams.engine import EngineCoreRequest
 
 
 def install() -> None:
-    """Change this process's EngineCore, or the one that it will fork. Idempotent."""
+    """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
     engine_core.change(
         ArenaDecoder,
         before_add=_refuse_unreadable,
@@ -50,5 +50,5 @@ def _refused(_engine: Any, request_id: str) -> bool:
 
 
 def _die_with(_engine: Any, pid: int) -> bool:
-    """End when the front end does. vLLM's own engine survives the kill -9 of its parent, and keeps the device."""
+    """Exit when the front end does. vLLM's own EngineCore survives a SIGKILL of its parent and keeps the device."""
     return os.getppid() == pid and signal_on_parent_death(signal.SIGKILL, parent_pid=pid)

@@ -1,4 +1,4 @@
-"""vLLM's exceptions -> our tree, in the worker. Messages for clients pass; tracebacks go to the worker's log only."""
+"""Maps vLLM's exceptions to MedialaneError in the worker. Client messages are kept; tracebacks are only logged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from medialane.vllm_bridge.error_text import public_text
 
 logger = logging.getLogger(__name__)
 
-#: Refused by vLLM's front end: nothing of the request has reached the engine core.
+#: Raised by vLLM's front end, before anything of the request has reached EngineCore.
 REFUSED = (VLLMClientError, GracefulHTTPError)
 
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """Raise PromptRejected, Unavailable, WorkerLost or GenerationFailed in place of what vLLM raises."""
+    """Convert vLLM's exceptions to PromptRejected, Unavailable, WorkerLost or GenerationFailed."""
     try:
         yield
     except VLLMClientError as error:

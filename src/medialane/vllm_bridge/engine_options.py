@@ -1,4 +1,4 @@
-"""vLLM's engine arguments for a worker: what the user asked for, and what we depend on."""
+"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HASH_ALGORITHM = "sha256_cbor"
 
 
 def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None) -> AsyncEngineArgs:
-    """Raises StartupFailed for flags that vLLM does not know, or that ask for what a worker cannot do."""
+    """Return the engine arguments. Raises StartupFailed for flags unknown to vLLM or unsupported in a worker."""
     if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
-        raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers take no pickles, unset it")
+        raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers do not accept pickles, unset it")
     parsed = parse_vllm_args(model, vllm_args)
     found = AsyncEngineArgs.from_cli_args(parsed)
     if _is_given(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
@@ -29,7 +29,7 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
     if parsed.enable_prefix_caching is False:
         raise StartupFailed("--no-enable-prefix-caching is not supported: without it, media have no identity in vLLM")
     if _is_given(vllm_args, "--kv-events-config"):
-        # vLLM has one publisher an engine, and whoever hears it reads every prompt: it is not shared.
+        # vLLM has one publisher per engine, whose events contain every prompt: it is not shared.
         raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
     _check_hash_algorithm(vllm_args, parsed)
     found.mm_processor_cache_gb = 0
@@ -42,7 +42,7 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
 
 
 def _is_single(args: AsyncEngineArgs) -> bool:
-    """One process computes the model."""
+    """Return whether a single process runs the model."""
     return (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
 
 
@@ -52,5 +52,5 @@ def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
 
 
 def _is_given(vllm_args: Sequence[str], flag: str) -> bool:
-    """Whether the user wrote the flag, in either of the spellings that vLLM takes."""
+    """Return whether the user gave the flag, in either spelling that vLLM accepts."""
     return any(arg.partition("=")[0].replace("_", "-") == flag for arg in vllm_args)

@@ -1,4 +1,4 @@
-"""Our `EngineRequest` in vLLM's terms: sampling parameters, LoRA, reasoning arguments, engine input."""
+"""Converts `EngineRequest` to vLLM's types: sampling parameters, LoRA, reasoning arguments, engine input."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
 
-#: What the typed decoders raise for bytes that are not what they should be; an extension type is NotImplementedError.
+#: Raised by the typed decoders for malformed bytes; NotImplementedError is for msgpack extension types.
 _UNREADABLE = (msgspec.DecodeError, NotImplementedError, TypeError, ValueError, RecursionError)
 
 
 class RequestReader:
-    """Reads requests for one engine, and checks what vLLM would believe. The owner calls `close`."""
+    """Reads requests for one engine, and validates what vLLM would trust. The owner calls `close`."""
 
     def __init__(self, llm: AsyncLLM, arenas: Container[str]) -> None:
-        """`arenas` are those that EngineCore has mapped, at any time."""
+        """`arenas` is the live set of arenas that EngineCore has mapped."""
         self._arenas = arenas
         takes_media = llm.model_config.supports_multimodal_inputs
         self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
@@ -41,7 +41,7 @@ class RequestReader:
         self._lora = MsgpackDecoder(LoRARequest)
 
     def arguments(self, request: EngineRequest) -> dict[str, Any]:
-        """Keyword arguments of `AsyncLLM.generate`. Raises PromptRejected."""
+        """Return keyword arguments of `AsyncLLM.generate`. Raises PromptRejected."""
         with readable("LoRA request"):
             lora = None if request.lora is None else self._lora.decode(request.lora)
         with readable("reasoning arguments"):
@@ -57,18 +57,18 @@ class RequestReader:
         }
 
     def params(self, request: EngineRequest) -> SamplingParams:
-        """Raises PromptRejected. Typed: nothing of it is ever unpickled."""
+        """Return the sampling parameters, decoded by type without pickle. Raises PromptRejected."""
         with readable("sampling parameters"):
             params = self._params.decode(request.sampling_params)
         if params.extra_args:
-            # "full" has the engine tell of blocks again that it holds already, as if they were copies.
+            # "full" makes the engine report blocks again that it already holds, as if they were copies.
             params.extra_args.pop("kv_cache_report_mode", None)
         return params
 
     async def engine_input(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> Any:
-        """vLLM's engine input; features are views of `tensors`, and were checked.
+        """Return vLLM's engine input; its features are views of `tensors` and have been validated.
 
-        Raises InvalidFeature, PromptRejected, or as `SourceRenderer.render`.
+        Raises InvalidFeature, PromptRejected, and what `SourceRenderer.render` raises.
         """
         prompt = request.prompt
         if isinstance(prompt, SourcePrompt):
@@ -101,9 +101,9 @@ class RequestReader:
         )
 
     def _item(self, feature: MediaPayload, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
-        """The item as EngineCore will have it. Raises InvalidFeature."""
+        """Return the item as it will be sent to EngineCore. Raises InvalidFeature."""
         if len(feature.tensors) != len(datas):
-            raise InvalidFeature("a feature's tensors are not all there")
+            raise InvalidFeature("a feature's tensors are incomplete")
         mapped = [t for t in feature.tensors if isinstance(t, TensorDescriptor) and t.range.arena in self._arenas]
         if mapped and len(mapped) == len(datas):
             return ArenaItem(feature.header, mapped, datas)
@@ -114,7 +114,7 @@ class RequestReader:
 
 
 def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
-    """Where vLLM's renderer has put the items of a prompt, in the prompt's order."""
+    """Return where vLLM's renderer has placed the items of a prompt, in prompt order."""
     hashes = engine_input.get("mm_hashes") or {}
     found = [
         MediaSpan(mm_hash, place.offset, place.length, modality, place.get_num_embeds())
@@ -125,7 +125,8 @@ def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
 
 
 def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len: int) -> None:
-    """The gateway counted an unexpanded prompt in stage `url`. A prompt that leaves no room is vLLM's to refuse."""
+    """Limit `max_tokens` to the tokens left: in stage `url` the gateway has computed it from the unexpanded prompt. If
+    the prompt leaves none, vLLM rejects it."""
     left = max_model_len - len(engine_input["prompt_token_ids"])
     if params.max_tokens is not None and 0 < left < params.max_tokens:
         params.max_tokens = left
@@ -134,7 +135,7 @@ def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Raise PromptRejected where a typed decoder raises."""
+    """Convert exceptions of the typed decoders to PromptRejected."""
     try:
         yield
     except _UNREADABLE as error:

@@ -1,21 +1,21 @@
-"""What a client may read of an exception that is not ours.
+"""Sanitises messages of third-party exceptions for clients.
 
-vLLM's own messages for clients are short sentences. Others put what they were working on into their message (`Failed to
-apply ... on data={'audio': [array([...` is 640 characters of samples), or addresses and paths.
+vLLM's own messages for clients are short sentences. Others include the data being processed (`Failed to apply ... on
+data={'audio': [array([...` is 640 characters of samples), or addresses and paths.
 """
 
 from __future__ import annotations
 
 import re
 
-#: vLLM's longest message for clients has some 500 characters.
+#: vLLM's longest message for clients has about 500 characters.
 MAX_CHARS = 1000
 
 _FLOAT = r"(?: -? \d+ \. \d* (?: e [-+]? \d+ )? | -? nan | -? inf )"
 _INTEGER = r"-? \d+"
 
-#: Where contents begin: `data=`, the `repr` of an array, of a tensor or with an address, and nested or long lists of
-#: numbers. A shape or a range of values is none.
+#: Start of dumped data: `data=`, the `repr` of an array, of a tensor or with an address, and nested or long lists of
+#: numbers. Shapes and ranges of values do not match.
 _CONTENTS = re.compile(
     rf"""
     \b data=
@@ -31,7 +31,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 
 
 def public_text(error: BaseException) -> str:
-    """The message of `error` up to the first thing in it that a client must not read, within MAX_CHARS."""
+    """Return the message of `error` up to the first content that a client must not see, at most MAX_CHARS of it."""
     text = str(error)[: 2 * MAX_CHARS]
     contents = _CONTENTS.search(text)
     whole = contents is None and len(text) <= MAX_CHARS

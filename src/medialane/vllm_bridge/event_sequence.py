@@ -1,4 +1,4 @@
-"""Numbered batches of one publisher, some of them lost, some told twice: which of them count. Pure."""
+"""Gap and duplicate detection for the numbered batches of one publisher. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What a batch is to its reader."""
+    """What to do with a batch."""
 
     TAKE = "the next one"
-    SEEN = "known already"
-    GAP = "others before it are missing"
-    RESTARTED = "the publisher counts from the start again"
+    SEEN = "duplicate"
+    GAP = "earlier batches are missing"
+    RESTARTED = "the publisher has restarted its numbering"
 
 
 class EventSequence:
-    """`next` is the number of the batch that is wanted.
+    """`next` is the number of the next expected batch.
 
-    Batches come live, each once and in order though some may be missing, and out of the publisher's buffer, which is
+    Batches arrive live, each once and in order though some may be missing, and from the publisher's buffer, which is
     read from `next` on.
     """
 
@@ -26,7 +26,7 @@ class EventSequence:
         self._last_live = -1
 
     def live(self, number: int) -> Verdict:
-        """Judge a live batch; what is taken counts as taken. A restarted publisher's is to be judged again."""
+        """Classify a live batch, and advance past it on TAKE. On RESTARTED, call again with the same batch."""
         if number <= self._last_live:
             self.next, self._last_live = 0, -1
             return Verdict.RESTARTED
@@ -34,12 +34,12 @@ class EventSequence:
         return self.buffered(number)
 
     def buffered(self, number: int) -> Verdict:
-        """Judge a batch out of the buffer."""
+        """Classify a batch from the buffer, and advance past it on TAKE."""
         if number == self.next:
             self.next += 1
             return Verdict.TAKE
         return Verdict.SEEN if number < self.next else Verdict.GAP
 
     def skip_to(self, number: int) -> None:
-        """Give up what is missing before `number`."""
+        """Give up the missing batches before `number`."""
         self.next = max(self.next, number)

@@ -1,10 +1,10 @@
-"""vLLM's processed item <-> header bytes and large tensors.
+"""Serialises vLLM's processed items to a header and large tensors, and back.
 
-Theory of operation. A `MultiModalKwargsItem` maps field names to (nested) tensors and to a *field*, which says how
-items are batched for the model. The header is a typed msgpack document of all of that in which every tensor of up to
-`INLINE_BYTES` stands by value and every larger one as an index into the list of tensors that travel outside. Small
-tensors are what prompt assembly reads (grids, sizes, token counts, audio masks: vLLM 0.32, 36 families looked at),
-so a header alone is enough to expand a prompt. Nothing here is pickled; field kinds and dtypes are closed tables.
+Theory of operation. A `MultiModalKwargsItem` maps field names to (nested) tensors and to a *field*, which specifies how
+items are batched for the model. The header is a typed msgpack document of all of that in which tensors of up to
+`INLINE_BYTES` are inline and larger ones are indices into a list of tensors sent separately. Prompt assembly only reads
+small tensors (grids, sizes, token counts, audio masks: checked for 36 families of vLLM 0.32), so the header suffices
+to expand a prompt. Nothing is pickled; field kinds and dtypes are closed tables.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from medialane.core.errors import InvalidFeature, PreparationFailed
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.tensor import ITEM_BYTES, TensorSpec
 
-#: Tensors up to here travel in the header. An audio mask of 30 s is 12 kB.
+#: Largest tensor that is inline in the header. An audio mask of 30 s is 12 kB.
 INLINE_BYTES = 16 * 1024
 
-#: Headers up to here are decoded once while they come again and again.
-_KEPT_BYTES = 4096
+#: Largest header whose decoded form is cached.
+_CACHED_BYTES = 4096
 
-# torch has no read-only tensors and says so once per process, at the first buffer that is not writable. We hand out
-# read-only mappings on purpose: a write into an item is a bug, and SIGSEGV is better than another request's garbage.
+# torch has no read-only tensors and warns once per process, at the first buffer that is not writable. We use read-only
+# mappings on purpose: a write to an item is a bug, and SIGSEGV is better than corrupting another request.
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
     torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -101,8 +101,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 def encode_item(item: MultiModalKwargsItem) -> tuple[bytes, tuple[TensorSpec, ...], tuple[memoryview, ...]]:
     """Split one processed item into its header and its large tensors.
 
-    Returns the header, and per large tensor its spec and its bytes (C-contiguous, alive as long as the memoryview).
-    Raises PreparationFailed for a dtype or field kind that is not in our tables.
+    Returns the header, and per large tensor its spec and its bytes (C-contiguous, valid as long as the memoryview).
+    Raises PreparationFailed for an unsupported dtype or field kind.
     """
     large: list[torch.Tensor] = []
     fields = [Field(name, _kind(elem.field), _value(elem.data, large)) for name, elem in item.items()]
@@ -111,23 +111,23 @@ def encode_item(item: MultiModalKwargsItem) -> tuple[bytes, tuple[TensorSpec, ..
 
 
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:
-    """Rebuild an item over the bytes given, without a copy. Raises InvalidFeature when they do not fit the header."""
+    """Rebuild an item over these bytes, without a copy. Raises InvalidFeature if they do not match the header."""
     return _rebuild(header, lambda large: _large_over(large, tensors))
 
 
 def check_tensors(header: bytes, tensors: Sequence[memoryview]) -> None:
-    """Raise InvalidFeature where `decode_item` would, without making the item."""
+    """Raise InvalidFeature if `decode_item` would, without building the item."""
     for large in _template(header).large:
         _bytes_of(large, tensors)
 
 
 def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
-    """Rebuild an item for prompt assembly: large tensors are zero-stride stand-ins of the right dtype and shape."""
+    """Rebuild an item for prompt assembly: large tensors are zero-stride stand-ins of the same dtype and shape."""
     return _rebuild(header, lambda large: torch.zeros((), dtype=_DTYPES[large.spec.dtype]).expand(large.spec.shape))
 
 
 class _Field(NamedTuple):
-    """A field as all items of one header have it. `value` is complete, or what is built of large tensors."""
+    """A field of all items with one header. `value` is complete, or a tree that refers to large tensors."""
 
     name: str
     field: BaseMultiModalField
@@ -136,14 +136,14 @@ class _Field(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """A header that was read. `large` are the tensors that it does not hold."""
+    """A decoded header. `large` are the tensors that it does not contain."""
 
     fields: tuple[_Field, ...]
     large: tuple[LargeTensor, ...]
 
 
 def _template(header: bytes) -> _Template:
-    return _kept_template(header) if len(header) <= _KEPT_BYTES else _new_template(header)
+    return _cached_template(header) if len(header) <= _CACHED_BYTES else _new_template(header)
 
 
 def _new_template(header: bytes) -> _Template:
@@ -158,14 +158,14 @@ def _new_template(header: bytes) -> _Template:
 
 
 def _read_field(found: Field, large: list[LargeTensor]) -> _Field:
-    outside = list(_large(found.value))
-    large += outside
-    value = found.value if outside else _nested(found.value, _no_large)
-    return _Field(found.name, _field(found.kind), value, is_complete=not outside)
+    external = list(_large(found.value))
+    large += external
+    value = found.value if external else _nested(found.value, _no_large)
+    return _Field(found.name, _field(found.kind), value, is_complete=not external)
 
 
-# Images of one size have one header. Their items share its small tensors, as those in vLLM's own processor cache do.
-_kept_template = lru_cache(maxsize=512)(_new_template)
+# Images of equal size have equal headers. Their items share its small tensors, like those in vLLM's processor cache.
+_cached_template = lru_cache(maxsize=512)(_new_template)
 
 
 def _large(value: Value) -> Iterator[LargeTensor]:
@@ -207,8 +207,8 @@ def _bytes_of(large: LargeTensor, tensors: Sequence[memoryview]) -> memoryview:
     if not 0 <= large.index < len(tensors):
         raise InvalidFeature(f"a feature's header names tensor {large.index} of {len(tensors)}")
     if large.spec.nbytes <= INLINE_BYTES:
-        # Equal headers must mean equal small tensors: `placeholder_layout` and `validation` go by that.
-        raise InvalidFeature(f"a tensor of {large.spec.nbytes} bytes stands outside its feature's header")
+        # Equal headers must imply equal small tensors: `placeholder_layout` and `validation` rely on that.
+        raise InvalidFeature(f"a tensor of {large.spec.nbytes} bytes is outside its feature's header")
     data = tensors[large.index]
     _check_size(large.spec, data)
     return data

@@ -1,9 +1,9 @@
-"""vLLM's flags as a table, for processes that must check them before vLLM can be imported, which takes seconds.
+"""Generates the table of vLLM's flags, for processes that check them without importing vLLM, which takes seconds.
 
 `python -m medialane.vllm_bridge.flag_table > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails
-when it is out of date. Each spelling of a flag has the kind of its value: `flag` (none), `int`, `float`, `json`, `many`
-(one or more), `text` (what this table cannot judge), or the list of its choices. A `?` after a kind says that None and
-the empty string are values, too. `parsers` are those of vLLM itself, by their flag; plugins add others.
+if it is out of date. Each spelling of a flag maps to the kind of its value: `flag` (none), `int`, `float`, `json`,
+`many` (one or more), `text` (not checked), or the list of its choices. A `?` after a kind: None and the empty string
+are also accepted. `parsers` are vLLM's own, by flag; plugins add others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = str | list[str]
 
 
 def flag_table() -> dict[str, Any]:
-    """The installed vLLM's version and flags."""
+    """Return the installed vLLM's version, flags and parsers."""
     actions = parser_actions(make_arg_parser(FlexibleArgumentParser()))
     flags = {spelling: _kind(action) for action in actions for spelling in action.option_strings}
     parsers = {

@@ -1,10 +1,10 @@
-"""The frames that vLLM would take of a video (fills `media.FrameSampler`).
+"""Samples the same frames of a video as vLLM (implements `media.FrameSampler`).
 
-Theory of operation. Each family has its own sampler in vLLM, a loader class that computes frame numbers from what the
-decoder says of the file, has them read, and tells of them in metadata. So the loader that vLLM would choose does all of
-that here too, with one step replaced: the function that decodes, which every loader looks up for each call, is for that
-call one over our `Video`. Loaders that walk OpenCV's capture in a way of their own (GLM-5) keep vLLM's
-decoder, as do frames to be recovered from a damaged file. A preparer is one thread, so nobody else meets the
+Theory of operation. Each family has its own sampler in vLLM, a loader class that computes frame numbers from the
+decoder's metadata of the file, has them read, and describes them in its own metadata. The loader that vLLM would choose
+does all of that here too, with one step replaced: the decode function, which loaders look up at each call, is replaced
+for the duration of the call by one over our `Video`. Loaders that read OpenCV's capture themselves (GLM-5) keep
+vLLM's decoder, as do frames to be recovered from a damaged file. A preparer has one thread, so no other code sees the
 replacement; `tests/contract/test_video_exactness.py` pins it.
 """
 
@@ -34,20 +34,17 @@ from medialane.vllm_bridge.seams.multimodal import (
     vllm_decode,
 )
 
-#: What samplers raise for videos and numbers that they cannot do with.
+#: Raised by samplers for unsupported videos and numbers.
 _REFUSALS = (ValueError, AssertionError, ArithmeticError, LookupError, TypeError, NotImplementedError, OpenCVError)
-
-#: vLLM's samplers make lists of so many numbers before they cut them to what the video has.
-_MOST = 1_000_000
 
 _JPEG_LIST_START = b"/9j/"
 
 
 class VllmFrameSampler:
-    """Samples as the vLLM of `model_config` does. Not thread-safe.
+    """Samples like vLLM does for `model_config`. Not thread-safe.
 
-    What a client may ask for is judged before (`media_options`): options are taken here as they come.
-    `max_sampled_frames` bounds what vLLM's own decoder is asked for; a `Video` has its own bound.
+    Options are not validated here: `media_options` restricts those of clients. `max_sampled_frames` limits the frames
+    requested of vLLM's own decoder; a `Video` has its own limit.
     """
 
     def __init__(self, model_config: Any, *, max_sampled_frames: int = 768) -> None:
@@ -58,9 +55,9 @@ class VllmFrameSampler:
         self._max_sampled_frames = max_sampled_frames
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """As `FrameSampler.sample`. Raises InvalidRequest, InvalidVideo, and what `Video.read` raises."""
-        asked = msgspec.json.decode(io, type=dict[str, Any])
-        media_io = self._media_io(VideoMediaIO.merge_kwargs(self._own, asked))
+        """See `FrameSampler.sample`. Raises InvalidRequest, InvalidVideo, and what `Video.read` raises."""
+        requested = msgspec.json.decode(io, type=dict[str, Any])
+        media_io = self._media_io(VideoMediaIO.merge_kwargs(self._own, requested))
         try:
             frames, metadata = self._load(video, media_io)
         except _REFUSALS as error:
@@ -78,19 +75,19 @@ class VllmFrameSampler:
         return frames, metadata
 
     def _media_io(self, options: dict[str, Any]) -> Any:
-        """vLLM's reader of videos, as `MediaConnector.fetch_video_async` makes it."""
+        """Return vLLM's video reader, made as in `MediaConnector.fetch_video_async`."""
         if "video_backend" not in options and self._backend:
             options["video_backend"] = self._backend
         backend = options.get("backend", "opencv")
         if backend != "opencv" or decodes_on_gpu(options.get("video_backend", "")):
-            raise InvalidRequest("videos are decoded by OpenCV's rules here, not by another backend of vLLM")
+            raise InvalidRequest("only vLLM's video backend opencv is supported")
         return VideoMediaIO(ImageMediaIO(**({"image_mode": "RGB"} | self._image)), **options)
 
 
 def _encode_metadata(metadata: Mapping[str, Any]) -> bytes:
-    """JSON of what a processor needs to know; the encoded video itself, which Nemotron's loader adds, stays behind."""
-    told = {key: value for key, value in metadata.items() if key != "original_video_bytes"}
-    return msgspec.json.encode(told, enc_hook=_plain)
+    """Return the metadata for the processor as JSON, without the encoded video, which Nemotron's loader adds."""
+    kept = {key: value for key, value in metadata.items() if key != "original_video_bytes"}
+    return msgspec.json.encode(kept, enc_hook=_plain)
 
 
 def _plain(value: object) -> object:
@@ -102,8 +99,8 @@ def _plain(value: object) -> object:
 # vLLM's decoder, replaced
 
 
-def _decoding_with(video: Video, most: int) -> AbstractContextManager[None]:
-    """While this lasts, vLLM's loaders read `video`, whatever bytes they are given."""
+def _decoding_with(video: Video, max_frames: int) -> AbstractContextManager[None]:
+    """Make vLLM's loaders read `video` within this context, ignoring the bytes passed to them."""
 
     def decode(
         loader: type[VideoLoader],
@@ -113,11 +110,11 @@ def _decoding_with(video: Video, most: int) -> AbstractContextManager[None]:
         *,
         frame_recovery: bool = False,
     ) -> tuple[Any, VideoSourceMetadata, list[int], list[int]]:
-        told = video.source
-        source = source_for(loader, told.num_frames, told.fps, told.duration_s)
+        opened = video.source
+        source = source_for(loader, opened.num_frames, opened.fps, opened.duration_s)
         indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
-        if len(set(indices)) > most:
-            raise TooManyFrames(f"{len(set(indices))} frames of the video were asked for, more than {most}")
+        if len(set(indices)) > max_frames:
+            raise TooManyFrames(f"{len(set(indices))} frames of the video were requested, more than {max_frames}")
         if not has_own_reader(loader):
             frames, valid = video.read(indices)
             if len(valid) == len(set(indices)) or not frame_recovery:

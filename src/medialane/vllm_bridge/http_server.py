@@ -1,7 +1,7 @@
-"""The HTTP server as vLLM's own server start configures it, from vLLM's flags.
+"""The HTTP server, configured from vLLM's flags like vLLM's own server.
 
-vLLM's start (`entrypoints/launchers/api_server/entry.py:build_and_serve`, `launcher.py:serve_http`) also makes the
-socket, handles signals and watches the engine: those are the gateway's own here, so its pieces are used and not itself.
+vLLM's start (`entrypoints/launchers/api_server/entry.py:build_and_serve`, `launcher.py:serve_http`) also creates the
+socket, handles signals and watches the engine. The gateway does that itself, so only the components are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0, **more: Any) -> uvicorn.Config:
-    """uvicorn's configuration, loaded, and the process's logging, which is part of it. Raises StartupFailed."""
+    """Return uvicorn's loaded configuration, and configure the logging of this process. Raises StartupFailed."""
     if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
         raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
     try:
@@ -57,7 +57,7 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0, *
 
 
 def check_http(args: Namespace) -> None:
-    """Raise StartupFailed for flags of the HTTP server that would fail only when everything else is ready."""
+    """Raise StartupFailed for flags of the HTTP server that would otherwise fail only at the end of the start."""
 
     async def nothing(_scope: Scope, _receive: Any, _send: Any) -> None: ...
 
@@ -67,12 +67,12 @@ def check_http(args: Namespace) -> None:
 async def serve_http(
     app: Any, args: Namespace, sock: socket.socket, stop: Awaitable[object], *, drain_timeout_s: float, **more: Any
 ) -> None:
-    """Serve HTTP on `sock` until `stop` is done; running requests get `drain_timeout_s` to finish. `more` are settings
-    of uvicorn's: the limits of headers that flags name are for its `http` to hold, since its own protocols have none.
+    """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. `more` are uvicorn
+    settings; its `http` must enforce the header limits of vLLM's flags, since uvicorn's own protocols have none.
     """
     config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, **more)
     server = NoSignalServer(config)
-    app.state.server = server  # vLLM's error handlers look for it
+    app.state.server = server  # vLLM's error handlers use it
     refresher = _refresher(config, args)
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     stopping = asyncio.ensure_future(stop)

@@ -1,10 +1,9 @@
-"""How many tokens an image becomes, by its size alone: before it is decoded.
+"""Predicts an image's token count from its size, before it is decoded.
 
-Theory of operation. Most families of vLLM say it (`get_num_image_tokens` of their processing info), by arguments that
-differ from family to family; a family that needs one that is not known here says nothing. What is said is believed
-only after it was compared with what vLLM puts into a prompt for some processed images: a family may count an upper
-bound, or leave out the tokens between rows. Too few is safe, since the prompt is checked again when it is whole; too
-many is not.
+Theory of operation. Most of vLLM's families can compute it (`get_num_image_tokens` of their processing info), from
+arguments that differ between families; if a family needs one that is not known here, there is no prediction. It is used
+only after it has been compared with the placeholders of some processed images: a family may return an upper bound, or
+omit the tokens between rows. Too few is safe, since the complete prompt is checked again; too many is not.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from medialane.vllm_bridge.resize_target import Size
 
 logger = logging.getLogger(__name__)
 
-#: Options by which every family counts that has them. With others (`do_resize`), what is said may be of another image.
+#: Options that every family that has them takes into account. With others (`do_resize`) the count may be wrong.
 _COUNTED_BY = {"min_pixels", "max_pixels", "size"}
 
 
@@ -36,26 +35,26 @@ class _Trial(NamedTuple):
 
 
 class ImageTokens:
-    """Asks one processor. Believes nothing before `verify`."""
+    """Predictions of one processor. Unused until `verify` has confirmed them against processed images."""
 
     def __init__(self, processor: BaseMultiModalProcessor, max_model_len: int) -> None:
         self._processor = processor
         self._max_model_len = max_model_len
         self.is_trusted = False
         # Counting takes 0.2-0.4 ms, 4 % of an image, most of it in vLLM's and transformers' handling of options.
-        self._known = lru_cache(maxsize=512)(self.min_tokens)
+        self._cached = lru_cache(maxsize=512)(self.min_tokens)
 
     def verify(self, items: Iterable[ProcessedItem]) -> None:
-        """Compare what is said of the sizes of these images with what stands for them in a prompt."""
+        """Compare the predictions for these images with their placeholders in a prompt."""
         layouts = PlaceholderLayouts(self._processor)
         try:
-            self.is_trusted = all(self._is_true(item, layouts) for item in items)
-        except Exception:  # a family's own code: without its word images are decoded first, as ever
-            logger.warning("images are not refused by their size alone: their tokens cannot be counted", exc_info=True)
+            self.is_trusted = all(self._is_confirmed(item, layouts) for item in items)
+        except Exception:  # a family's own code; without a prediction, images are decoded first
+            logger.warning("images are not rejected by size: their token count cannot be predicted", exc_info=True)
 
     def check(self, size: Size, options: bytes) -> None:
-        """Raise PromptTooLong, in vLLM's words, if an image of this size alone has more tokens than a prompt."""
-        num_tokens = self._known(size, options) if self.is_trusted else None
+        """Raise PromptTooLong, with vLLM's message, if an image of this size alone exceeds the maximum model length."""
+        num_tokens = self._cached(size, options) if self.is_trusted else None
         if num_tokens is not None and num_tokens > self._max_model_len:
             raise PromptTooLong(
                 f"The decoder prompt (length at least {num_tokens}) is longer than the maximum model length of "
@@ -65,38 +64,38 @@ class ImageTokens:
             )
 
     def min_tokens(self, size: Size, options: bytes) -> int | None:
-        """Tokens of an image of this size or of its quarter turn (a header does not tell how it is turned), the fewer
-        of the two; None where the family does not say."""
+        """Return the tokens of an image of this size or rotated by 90 degrees (EXIF orientation is unknown here),
+        whichever is fewer; None if there is no prediction."""
         given = decode_options(options)
         if not _COUNTED_BY.issuperset(given):
             return None
         try:
             counts = [self._count(sides, given) for sides in (size, size[::-1])]
-        except Exception:  # a family's own code, with a stranger's size: its processor has the last word
-            logger.debug("the model's processor does not say the tokens of an image of %s", size, exc_info=True)
+        except Exception:  # a family's own code with an untrusted size: its processor decides
+            logger.debug("the model's processor cannot predict the tokens of an image of %s", size, exc_info=True)
             return None
         return min((count for count in counts if count is not None), default=None)
 
     def _count(self, size: Size, options: dict[str, object]) -> int | None:
         info = self._processor.info
-        count = getattr(info, "get_num_image_tokens", None)  # no part of what all families have
+        count = getattr(info, "get_num_image_tokens", None)  # not all families have it
         if count is None:
             return None
-        makers: dict[str, Callable[[], Any]] = {
+        arguments: dict[str, Callable[[], Any]] = {
             "image_width": lambda: size[0],
             "image_height": lambda: size[1],
             "mm_kwargs": lambda: options,
             "processor": lambda: info.get_hf_processor(**options),
             "image_processor": lambda: info.get_hf_processor(**options).image_processor,
         }
-        wanted = inspect.signature(count).parameters.values()
-        if any(p.name not in makers and p.default is p.empty for p in wanted):
+        parameters = inspect.signature(count).parameters.values()
+        if any(p.name not in arguments and p.default is p.empty for p in parameters):
             return None
-        return int(count(**{p.name: makers[p.name]() for p in wanted if p.name in makers}))
+        return int(count(**{p.name: arguments[p.name]() for p in parameters if p.name in arguments}))
 
-    def _is_true(self, item: ProcessedItem, layouts: PlaceholderLayouts) -> bool:
-        told = self.min_tokens((item.size.width, item.size.height), b"{}")
-        if told is None:
+    def _is_confirmed(self, item: ProcessedItem, layouts: PlaceholderLayouts) -> bool:
+        predicted = self.min_tokens((item.size.width, item.size.height), b"{}")
+        if predicted is None:
             return False
         (updates,) = layouts.find([_Trial("image", item.header, item.size)], b"{}").updates["image"]
-        return told <= min(len(update.content.full) for update in updates)
+        return predicted <= min(len(update.content.full) for update in updates)

@@ -1,12 +1,12 @@
-"""vLLM's KV events, from its EngineCore processes to this one.
+"""Reads vLLM's KV events, sent by its EngineCore processes.
 
 Each rank's scheduler publishes a numbered batch after every step that changed its cache, through ZeroMQ sockets in a
-private folder: a PUB that we subscribe to, and a ROUTER that repeats what we missed out of its buffer. We ask it at the
-start (a subscription takes effect some time after it was made), at a gap, and when a rank has fallen silent (the last
-batch before a silence is missed by nobody else). What is not in the buffer any more is lost: the rank counts as empty
-then, since a block that is believed held and is not sends requests astray, while the opposite only costs work.
+private folder: a PUB to which we subscribe, and a ROUTER that replays missed batches from its buffer. We request a
+replay at the start (a subscription takes effect with a delay), at a gap, and when a rank has sent nothing for a while
+(a loss of the last batch shows no gap). Batches no longer in the buffer are lost: the rank is then treated as empty,
+since assuming a block that is not cached misroutes requests, while the opposite only costs compute.
 
-The folder is mode 0700, since the events carry prompts.
+The folder's mode is 0700, since the events contain prompts.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ logger = logging.getLogger(__name__)
 
 Listener = Callable[[KvEventBatch], None]
 
-#: Batches that may wait in the sockets for a reader that is late; later ones are dropped, and found in the buffer.
+#: Batches queued in the sockets for a slow reader; later ones are dropped, and replayed from the buffer.
 MAX_WAITING_BATCHES = 10_000
 
-#: Batches that a publisher can repeat. A batch's tokens are those of one step: some 10 kB each under load.
+#: Batches that a publisher can replay. A batch has the tokens of one step: about 10 kB under load.
 BUFFER_STEPS = 10_000
 
-#: A batch is one step's tokens and removals; no lawful one comes near.
+#: A batch has one step's tokens and removals; no valid one comes near.
 MAX_BATCH_BYTES = 64 << 20
 
-#: After so much silence we ask whether the last batch was missed. Once per silence.
+#: Time without a batch after which we check, once, whether the last one was missed.
 SILENCE_S = 2.0
 
-#: A publisher looks at requests between two batches, at least every 0.1 s.
+#: A publisher polls for replay requests between two batches, at least every 0.1 s.
 REPLAY_TIMEOUT_S = 10.0
 
-#: Events that a listener gets at once; the loop is let go in between (about 1 us each there, and some more of tokens).
+#: Events passed to a listener at once, before yielding to the event loop (about 1 us each, plus time for tokens).
 MAX_EVENTS_AT_ONCE = 1024
 
-#: `ZmqEventPublisher.END_SEQ`: nothing more to repeat.
+#: `ZmqEventPublisher.END_SEQ`: end of the replay.
 END = b"\xff" * 8
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True):
-    """vLLM's KVEventBatch. Fields of events that we do not know are ignored."""
+    """vLLM's KVEventBatch. Unknown fields of events are ignored."""
 
     ts: float
     events: list[KvEvent]
@@ -60,11 +60,11 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
 
 
 def events_config(folder: Path) -> KVEventsConfig:
-    """Settings with which vLLM publishes in `folder`.
+    """Return the settings with which vLLM publishes in `folder`.
 
-    Data-parallel ranks publish each at an endpoint of its own, named by `ZmqEventPublisher.offset_endpoint_port`. It
-    takes endpoints for rank 1 and above that contain "inproc" (a name is appended) or "tcp" (the port is counted up),
-    so ours contain it: ports would be open to every user of the host.
+    Each data-parallel rank publishes at its own endpoint, named by `ZmqEventPublisher.offset_endpoint_port`. For rank 1
+    and above it accepts endpoints that contain "inproc" (a suffix is appended) or "tcp" (the port is incremented). Ours
+    contain "inproc", since ports would be open to every user of the host.
     """
     return KVEventsConfig(
         enable_kv_cache_events=True,
@@ -78,10 +78,10 @@ def events_config(folder: Path) -> KVEventsConfig:
 
 
 class KvEventReader:
-    """Reads all ranks of one engine. Made before the engine, so that nothing is told before somebody can listen.
+    """Reads all ranks of one engine. Created before the engine, which needs `config`, its publisher settings.
 
-    `folder` is private, and stays until the engine has ended. `config` is how vLLM publishes there. The owner calls
-    `start` once, on the loop, and `close`.
+    `folder` is private, and must exist until the engine has exited. The owner calls `start` once, on the event loop,
+    and `close`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,9 +91,9 @@ class KvEventReader:
         self._running: asyncio.Task[None] | None = None
 
     def start(self, sources: Mapping[int, KVEventsConfig], listener: Listener) -> None:
-        """Read from now on, and what was told before; `sources` are the engine's own words (`get_kv_event_sources`).
+        """Start reading, including events published earlier. `sources` are the engine's own (`get_kv_event_sources`).
 
-        Ranks are counted among these sources, from 0.
+        Ranks are numbered in the order of these sources, from 0.
         """
         self._context = zmq.asyncio.Context()
         ordered = [source for _, source in sorted(sources.items())]
@@ -124,7 +124,7 @@ class KvEventReader:
 
 
 class RankReader:
-    """One rank. `num_gaps` counts the times that batches were missing, `num_lost` those that could not be repeated."""
+    """One rank. `num_gaps` counts gaps in the batches, `num_lost` the losses that a replay could not repair."""
 
     def __init__(self, context: zmq.asyncio.Context, rank: int, source: KVEventsConfig, listener: Listener) -> None:
         self.rank = rank
@@ -146,39 +146,39 @@ class RankReader:
 
     async def run(self) -> None:
         """Read until cancelled."""
-        await self._repeat()
+        await self._request_replay()
         settled = False
         while True:
             if settled or await self._live.poll(int(SILENCE_S * 1000)):
                 frames = await self._live.recv_multipart()
                 settled = False
-                await self._take(frames)
+                await self._apply_live(frames)
             else:
-                settled = await self._repeat()
+                settled = await self._request_replay()
 
     def lose(self, why: str) -> None:
-        """Events are lost: the rank counts as empty."""
+        """Handle lost events: report the rank as empty."""
         self.num_lost += 1
-        logger.warning("KV events of rank %d are lost (%d times so far): %s", self.rank, self.num_lost, why)
+        logger.warning("KV events of rank %d were lost (%d times so far): %s", self.rank, self.num_lost, why)
         self._listener(KvEventBatch(self.rank, (AllBlocksCleared(),), time.time()))
 
     def close(self) -> None:
         for socket in (self._live, self._replay):
             socket.close(linger=0)
 
-    async def _take(self, frames: list[bytes]) -> None:
-        """A live batch."""
+    async def _apply_live(self, frames: list[bytes]) -> None:
+        """Process a live batch."""
         if len(frames) != 3:
             self.lose("a batch cannot be read")
             return
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
         verdict = self._sequence.live(number)
         if verdict is Verdict.RESTARTED:
-            self.lose("the publisher has started again")
+            self.lose("the publisher has restarted")
             verdict = self._sequence.live(number)
         if verdict is Verdict.GAP:
             self.num_gaps += 1
-            await self._repeat()
+            await self._request_replay()
             verdict = self._sequence.buffered(number)
         if verdict is Verdict.GAP:
             self._skip_to(number)
@@ -190,19 +190,19 @@ class RankReader:
         self.lose(f"batches {self._sequence.next} to {number - 1} are missing")
         self._sequence.skip_to(number)
 
-    async def _repeat(self) -> bool:
-        """Take what the publisher's buffer has of the batches that are wanted. False if it does not answer."""
+    async def _request_replay(self) -> bool:
+        """Process the missing batches that are in the publisher's buffer. Return False if it does not reply."""
         await self._replay.send_multipart([b"", self._sequence.next.to_bytes(8, "big")])
         self._num_unanswered += 1
         try:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 while self._num_unanswered:
-                    await self._take_repeated(await self._replay.recv_multipart())
+                    await self._apply_replayed(await self._replay.recv_multipart())
         except TimeoutError:
             logger.warning("rank %d does not replay its KV events", self.rank)
         return not self._num_unanswered
 
-    async def _take_repeated(self, frames: list[bytes]) -> None:
+    async def _apply_replayed(self, frames: list[bytes]) -> None:
         if len(frames) != 4 or frames[2] == END:
             self._num_unanswered -= 1
             return
@@ -220,4 +220,4 @@ class RankReader:
             return
         for start in range(0, len(batch.events), MAX_EVENTS_AT_ONCE):
             self._listener(KvEventBatch(self.rank, batch.events[start : start + MAX_EVENTS_AT_ONCE], batch.ts))
-            await asyncio.sleep(0)  # a socket that has more does not let the loop go by itself
+            await asyncio.sleep(0)  # receiving from a non-empty socket does not yield to the event loop

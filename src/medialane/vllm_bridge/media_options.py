@@ -1,9 +1,9 @@
-"""What vLLM calls `media_io_kwargs`, at three levels: the operator's (model), the request's, and the item's own.
+"""vLLM's `media_io_kwargs` at three levels: the operator's (model), the request's, and the item's own.
 
-An item's options beat the request's, which beat the model's, by vLLM's own rules of merging. The operator may set
-whatever vLLM's loaders take and our decoders can honour. A client may set how frames are sampled and nothing else: no
-decoder, no device, no option that this table does not name. vLLM ignores what it does not know; we refuse it, since an
-option that is part of no cache key must not be one that a later vLLM obeys.
+An item's options take precedence over the request's, and these over the model's, by vLLM's own merge rules. The
+operator may set what vLLM's loaders accept and our decoders support. A client may only set how frames are sampled: no
+decoder, no device, no option that is not in this table. vLLM ignores unknown options; we reject them, since a later
+vLLM might honour an option that is not part of the cache key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from medialane.vllm_bridge.option_limits import check_options
 
 IoOptions = Mapping[str, Mapping[str, object]]
 
-#: What vLLM's `VideoMediaIO` takes where nobody says how many frames.
+#: Default of vLLM's `VideoMediaIO`.
 DEFAULT_NUM_FRAMES = 32
 
-#: As in `gateway.item_options`: some samplers take time in proportion to it.
+#: As in `gateway.item_options`: the run time of some samplers is proportional to it.
 _MAX_FPS = 240
 _MAX_DURATION_S = 86_400
 _MAX_COUNT = 1 << 31
@@ -66,7 +66,7 @@ def _one_of(*words: str) -> _Check:
     return lambda value: isinstance(value, str) and value in words
 
 
-#: What a client may set of a video, in all of vLLM 0.32's loaders (`multimodal/video.py`, `multimodal/media/video.py`).
+#: Video options that clients may set, of all loaders of vLLM 0.32 (`multimodal/video.py`, `multimodal/media/video.py`).
 _VIDEO: dict[str, _Check] = {
     "num_frames": _is_count_or_all,
     "fps": _is_fps,
@@ -88,7 +88,7 @@ _VIDEO: dict[str, _Check] = {
     "do_sample_frames": _is_flag,
 }
 
-#: What our image decoder does. A client may say so, to no effect.
+#: The fixed behaviour of our image decoder. A client may set these values, without effect.
 _IMAGE: dict[str, _Check] = {
     "image_mode": lambda value: value == "RGB",
     "rgba_background_color": lambda value: isinstance(value, list | tuple) and list(value) == [255, 255, 255],
@@ -96,39 +96,39 @@ _IMAGE: dict[str, _Check] = {
 
 _ALLOWED: Mapping[str, Mapping[str, _Check]] = {"image": _IMAGE, "video": _VIDEO, "audio": {}}
 
-#: What the operator may set of images and sound: what our decoders do anyway.
-_HONOURED: Mapping[str, Mapping[str, _Check]] = {
+#: Image and audio options that the operator may set: the fixed behaviour of our decoders.
+_SUPPORTED: Mapping[str, Mapping[str, _Check]] = {
     "image": _IMAGE,
     "audio": {"audio_backend": lambda value: value in (None, "auto")},
 }
 
-#: Where vLLM would decode video by something else than what our decoder stands in for.
+#: Options of video decoders other than OpenCV's, which ours replaces.
 _DECODERS = ("hw_decoders", "pool_size", "timeout_sec", "device", "num_ffmpeg_threads", "seek_mode")
 
 
 def model_io(model_config: ModelConfig) -> IoOptions:
-    """The operator's options (`--media-io-kwargs`), by modality."""
+    """Return the operator's options (`--media-io-kwargs`), by modality."""
     config = model_config.multimodal_config
     return {} if config is None else config.media_io_kwargs
 
 
 def check_model_io(model_config: ModelConfig) -> None:
-    """Raise StartupFailed for an option of the operator that our decoders do not honour.
+    """Raise StartupFailed for an option of the operator that our decoders do not support.
 
-    Stage `url` leaves decoding to the worker's vLLM, which honours them all: there is nothing to check then.
+    Not needed for stage `url`, in which the worker's vLLM decodes: it supports all of them.
     """
     for modality, options in model_io(model_config).items():
         for key, value in options.items():
-            if not _is_honoured(modality, key, value):
+            if not _is_supported(modality, key, value):
                 name = f"{modality}.{key}"
                 raise StartupFailed(f"--media-io-kwargs: {name} is not supported by the gateway; use --stage url")
 
 
-def _is_honoured(modality: str, key: str, value: object) -> bool:
+def _is_supported(modality: str, key: str, value: object) -> bool:
     if modality != "video":
-        check = _HONOURED.get(modality, {}).get(key)
+        check = _SUPPORTED.get(modality, {}).get(key)
         return check is not None and check(value)
-    # Other names of `video_backend` are samplers; those that decode on a GPU are named as their decoder is.
+    # Other values of `video_backend` are samplers; those that decode on a GPU are named after their decoder.
     return key not in _DECODERS and (key not in ("backend", "video_backend") or value not in _OTHER_DECODERS)
 
 
@@ -136,13 +136,13 @@ _OTHER_DECODERS = ("torchcodec", "pynvvideocodec", "deepstream")
 
 
 def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, item: bytes) -> bytes:
-    """The options that one item is decoded with, canonical JSON, for `MediaRef.io`.
+    """Return the decode options of one item as canonical JSON, for `MediaRef.io`.
 
-    `request` is what the client sent, or what vLLM has merged with the model's already: what equals the model's passes.
-    `item` are the item's own (`MediaRef.io` as intake made it). An item's `max_frames` caps the number of frames,
-    however that was arrived at, and with `fps` alone it is that number; a request's is the sampler's to give a meaning,
-    as in vLLM. For images and sound there is nothing to choose. Raises InvalidRequest naming the option that a client
-    may not set, or not so.
+    `request` are the client's options, or already merged with the model's by vLLM: those equal to the model's are
+    accepted. `item` are the item's own (`MediaRef.io` from intake). An item's `max_frames` caps the number of frames,
+    however it was chosen, and with `fps` alone it is that number; a request's is left to the sampler, as in vLLM.
+    Images and audio have no options. Raises InvalidRequest naming an option that a client may not set, or not to this
+    value.
     """
     request = request or {}
     check_options(request, "media_io_kwargs")
@@ -157,9 +157,9 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
 
 
 def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:
-    """The options with no more than `max_frames` frames, for samplers that count and for those that have a cap.
+    """Return the options with at most `max_frames` frames, for samplers with a frame count and those with a cap.
 
-    The number is always said: where nobody chose one, vLLM's default is for videos without a rate of their own.
+    `num_frames` is always set: if not given, from vLLM's default, or from `max_frames` if `fps` is given.
     """
     chosen = options.get("num_frames", max_frames if "fps" in options else DEFAULT_NUM_FRAMES)
     return {**options, "num_frames": min(chosen, max_frames) if chosen > 0 else max_frames}
@@ -168,7 +168,7 @@ def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:
 def _check(modality: str, options: object, model: Mapping[str, object]) -> None:
     allowed = _ALLOWED.get(modality)
     if allowed is None:
-        message = f"media_io_kwargs has options of {', '.join(sorted(_ALLOWED))} only"
+        message = f"media_io_kwargs only supports {', '.join(sorted(_ALLOWED))}"
         raise InvalidRequest(message, param=f"media_io_kwargs.{modality[:64]}")
     if not isinstance(options, Mapping):
         raise InvalidRequest("the options must be an object", param=f"media_io_kwargs.{modality}")
@@ -177,6 +177,6 @@ def _check(modality: str, options: object, model: Mapping[str, object]) -> None:
             continue
         param = f"media_io_kwargs.{modality}.{key[:64]}"
         if key not in allowed:
-            raise InvalidRequest("the option cannot be set by a request", param=param)
+            raise InvalidRequest("this option cannot be set by a request", param=param)
         if not allowed[key](value):
-            raise InvalidRequest("the option cannot have this value", param=param)
+            raise InvalidRequest("invalid value of this option", param=param)

@@ -1,4 +1,4 @@
-"""Where the files of a model lie, which its processor may be loaded from again."""
+"""Locations of a model's files, from which its processor may be loaded again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from vllm.config import ModelConfig
 
 
 def model_files(config: ModelConfig) -> tuple[str, ...]:
-    """The model's own folders where it is local; the hub's cache, without the token that lies beside it, where not."""
+    """Return the model's folders if it is local, and the Hugging Face cache (which does not contain the token)."""
     named = (config.model, config.tokenizer, config.hf_config_path)
     local = tuple(os.path.abspath(path) for path in named if path and os.path.exists(path))
     return (*local, constants.HF_HUB_CACHE)
 
 
 def use_no_network() -> None:
-    """Have the hub's library take what is in its cache from now on, and not ask whether there is something newer."""
+    """Make huggingface_hub use its cache only from now on, without checking for updates."""
     constants.HF_HUB_OFFLINE = True

@@ -1,7 +1,7 @@
-"""How large the options of a request may be (`mm_processor_kwargs`, `media_io_kwargs`).
+"""Size limits of a request's options (`mm_processor_kwargs`, `media_io_kwargs`).
 
-They are part of cache keys, travel to preparers and workers, and reach the model's processor: what no processor has a
-use for ends here, in one pass that stops at the first limit.
+They are part of cache keys, are sent to preparers and workers, and reach the model's processor. Options larger than any
+processor needs are rejected here, in one pass that stops at the first limit.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from medialane.core.errors import InvalidRequest
 
-#: A video's frames given one by one (`frames_indices`) are the longest list that anybody sends: 768 by default.
+#: The longest list in practice is a video's `frames_indices`: 768 by default.
 MAX_VALUES = 2048
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 8
 
-#: Bounds of an integer that both JSON and msgpack of our messages can hold.
+#: Bounds of an integer that is valid in both JSON and msgpack.
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
 
 
@@ -40,22 +40,22 @@ def check_options(options: object, param: str) -> None:
 
 
 def _inside(value: object, path: str) -> list[tuple[str, object]]:
-    """What stands in an object or a list, each with its path for an error."""
+    """Return the members of an object or list, each with its path for error messages."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise InvalidRequest("the options' names must be strings", param=path)
+            raise InvalidRequest("the names of options must be strings", param=path)
         return [(f"{path}.{key}", found) for key, found in value.items()]
     return [(f"{path}[{n}]", found) for n, found in enumerate(value)] if isinstance(value, list | tuple) else []
 
 
 def _bytes_of(value: object, param: str) -> int:
-    """About what it takes in a message."""
+    """Return the approximate encoded size. Raises InvalidRequest for values that JSON or msgpack cannot represent."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int) and not _LEAST <= value <= _MOST:
         raise InvalidRequest("the options have an integer of more than 64 bits", param=param)
     if isinstance(value, float) and value - value != 0:  # infinite, or not a number
-        raise InvalidRequest("the options have a number that JSON does not have", param=param)
+        raise InvalidRequest("the options have a number that JSON cannot represent", param=param)
     if value is None or isinstance(value, bool | int | float | Mapping | list | tuple):
         return 8
-    raise InvalidRequest("the options have a value that JSON does not have", param=param)
+    raise InvalidRequest("the options have a value that JSON cannot represent", param=param)

@@ -1,7 +1,7 @@
-"""vLLM's `RequestOutput` <-> our `OutputDelta`, field by field.
+"""Converts vLLM's `RequestOutput` to `OutputDelta` and back, field by field.
 
-What vLLM's OpenAI app reads of an output is carried; what belongs to one engine (KV-transfer parameters, routed
-experts, sampling masks) stays in the worker.
+Fields that vLLM's OpenAI app reads are included; those that belong to one engine (KV-transfer parameters, routed
+experts, sampling masks) stay in the worker.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from medialane.vllm_bridge.seams.engine import RequestStateStats
 def to_delta(
     output: RequestOutput, *, first: bool, expanded_here: bool = False, placed: Sequence[MediaSpan] = ()
 ) -> OutputDelta:
-    """One step of an answer as it travels. With the first go its times; and what the sender of a prompt that was
-    `expanded_here` does not know: its token ids, and `placed`, where its items stand."""
+    """Return one step of an output as a message. The first one includes timings and, for a prompt `expanded_here`, what
+    the gateway does not know: its token ids, and the positions of its items (`placed`)."""
     return OutputDelta(
         request_id=output.request_id,
         completions=[_completion(completion) for completion in output.outputs],
@@ -38,7 +38,7 @@ def to_delta(
 def to_request_output(
     delta: OutputDelta, *, request_id: str, prompt: str | None, prompt_token_ids: list[int]
 ) -> RequestOutput:
-    """The same step as vLLM's app takes it. `request_id` is the app's own: ours may differ from attempt to attempt."""
+    """Return the step as vLLM's type. `request_id` is the app's own: ours may differ between attempts."""
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
@@ -76,7 +76,7 @@ def _to_vllm_completion(completion: CompletionDelta) -> CompletionOutput:
 
 
 def _logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> Logprobs | None:
-    """A list of dicts, or vLLM's FlatLogprobs, which reads as one. The order within a position is vLLM's own."""
+    """Convert a list of dicts, or vLLM's FlatLogprobs, which behaves like one. The order within a position is kept."""
     if positions is None:
         return None
     return [

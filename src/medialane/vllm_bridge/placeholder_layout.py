@@ -1,9 +1,9 @@
-"""What media items stand for in prompts, asked of the model's processor once for equal items.
+"""Caches the placeholder layout that the model's processor returns for items of equal header, size and options.
 
-Theory of operation. vLLM's processors say by *prompt updates* which tokens stand for each item. These follow from the
-items' small fields (a grid), their sizes and the request's options; not from pixels, and not from the prompt. All that
-two photographs of 1024x768 have in common is enough. Asking takes half a millisecond, so the last answers are kept. The
-key is everything that was asked about, in its order: families whose items depend on each other stay right.
+Theory of operation. vLLM's processors return *prompt updates*: the placeholder tokens of each item. These depend on the
+items' small fields (a grid), their sizes and the request's options, but not on pixels or the prompt, so two photographs
+of 1024x768 have the same. Computing them takes half a millisecond, so recent results are cached. The key is the
+complete input, in order, so that families whose items depend on each other are handled correctly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from medialane.core.media import MediaSize, Modality
 from medialane.vllm_bridge.features import decode_item_without_tensors
 from medialane.vllm_bridge.seams.multimodal import prompt_updates
 
-#: Bytes of keys and token lists that are kept, in all. A 1024x768 image of Qwen2.5-VL takes 9 kB.
+#: Limit of cached keys and token lists. A 1024x768 image of Qwen2.5-VL takes 9 kB.
 MAX_BYTES = 16 << 20
 _TOKEN_BYTES = 8
 
 
 class Described(Protocol):
-    """What says how an item is placed: a `Feature` or a `MediaPayload`."""
+    """What determines an item's placeholder: a `Feature` or a `MediaPayload`."""
 
     @property
     def modality(self) -> Modality: ...
@@ -40,7 +40,7 @@ class Described(Protocol):
 
 class PlaceholderLayout(NamedTuple):
     """The items of a prompt without their large tensors, and vLLM's prompt updates: by modality, then by item, the
-    updates of which one applies. Kept and shared: nobody changes it."""
+    updates of which one applies. Cached and shared: read-only."""
 
     data: MultiModalDataItems
     kwargs: MultiModalKwargsItems
@@ -49,19 +49,19 @@ class PlaceholderLayout(NamedTuple):
 
 
 class PlaceholderLayouts:
-    """Asks one processor. Not thread-safe."""
+    """The layouts of one processor. Not thread-safe."""
 
     def __init__(self, processor: BaseMultiModalProcessor, *, max_bytes: int = MAX_BYTES) -> None:
         self._processor = processor
-        self._kept: LRUCache[object, PlaceholderLayout] = LRUCache(max_bytes, getsizeof=lambda layout: layout.nbytes)
+        self._cache: LRUCache[object, PlaceholderLayout] = LRUCache(max_bytes, getsizeof=lambda layout: layout.nbytes)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cache)
 
     @property
     def nbytes(self) -> int:
-        """What is kept, in bytes."""
-        return int(self._kept.currsize)
+        """Size of the cached layouts, in bytes."""
+        return int(self._cache.currsize)
 
     def find(
         self,
@@ -71,22 +71,22 @@ class PlaceholderLayouts:
         check: Callable[[], None] | None = None,
         confirm: Callable[[PlaceholderLayout], None] | None = None,
     ) -> PlaceholderLayout:
-        """How these items are placed. Where they were not seen together with these options before, `check` is called
-        before the processor is asked and `confirm` with its answer; what they raise is raised here, and such items are
-        not kept. Raises whatever the processor raises."""
+        """Return the layout of these items. If this combination of items and options is not cached, `check` is called
+        before the processor and `confirm` with its result; their exceptions propagate, and the layout is not cached.
+        Raises whatever the processor raises."""
         key = (options, tuple([(item.modality, item.header, item.size) for item in media]))
-        found = self._kept.get(key)
+        found = self._cache.get(key)
         if found is None:
             if check is not None:
                 check()
-            found = self._ask(media, options)
+            found = self._compute(media, options)
             if confirm is not None:
                 confirm(found)
-            if found.nbytes <= self._kept.maxsize:
-                self._kept[key] = found
+            if found.nbytes <= self._cache.maxsize:
+                self._cache[key] = found
         return found
 
-    def _ask(self, media: Sequence[Described], options: bytes) -> PlaceholderLayout:
+    def _compute(self, media: Sequence[Described], options: bytes) -> PlaceholderLayout:
         sizes: dict[str, list[Any]] = {}
         items: dict[str, list[Any]] = {}
         for item in media:
@@ -101,7 +101,7 @@ class PlaceholderLayouts:
 
 
 def stand_in(modality: Modality, size: MediaSize) -> Any:
-    """An item of the true size that has no content: every stride is zero."""
+    """Return an item of the true size without content: all strides are zero."""
     if modality == "audio":
         return np.broadcast_to(np.zeros(1, np.float32), (size.num_samples,))
     if modality == "image":
@@ -111,5 +111,5 @@ def stand_in(modality: Modality, size: MediaSize) -> Any:
 
 
 def decode_options(options: bytes) -> dict[str, object]:
-    """Processor keyword arguments from canonical JSON."""
+    """Return processor keyword arguments from canonical JSON."""
     return msgspec.json.decode(options, type=dict[str, object])

@@ -1,8 +1,8 @@
 """Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes.
 
-A process that runs, or is about to fork, an EngineCore learns to read arenas; that module is loaded there before
-plugins are. Processes that spin while they wait for each other, as their loaded module tells, learn to leave the CPU to
-others. Everywhere else this costs two looks at `sys.modules`.
+In a process that runs, or is about to fork, an EngineCore (whose module is loaded before plugins are), it adds the
+decoding of arena descriptors. In processes that wait for each other through shared memory (also recognised by a loaded
+module), it replaces the busy wait. Elsewhere it costs two lookups in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def register() -> None:
-    """Teach this process's EngineCore to read tensors out of arenas, and patience on CPUs. Idempotent."""
+    """Install the arena decoder in EngineCore, and the CPU-friendly wait, where they apply. Idempotent."""
     if "vllm.v1.engine.core" in sys.modules:
         from medialane.vllm_bridge.engine_core import install
 

@@ -1,8 +1,8 @@
-"""The heavy half of vLLM's multimodal processor (fills `prepare.Processor`).
+"""The heavy half of vLLM's multimodal processor (implements `prepare.Processor`).
 
-Theory of operation. vLLM's `BaseMultiModalProcessor.apply` does a heavy thing and a light thing: the Hugging Face
-processor over pixels, and the expansion of placeholders in the prompt (`assembler.py`). The heavy half does not depend
-on the prompt, so a preparer runs it for one item alone. It uses private methods of vLLM 0.32;
+Theory of operation. vLLM's `BaseMultiModalProcessor.apply` has a heavy and a light step: the Hugging Face processor
+over pixels, and the expansion of placeholders in the prompt (`assembler.py`). The heavy step does not depend on the
+prompt, so a preparer runs it for a single item. It uses private methods of vLLM 0.32;
 `tests/contract/test_preparation.py` pins them.
 """
 
@@ -52,15 +52,15 @@ class FactoryConfig(msgspec.Struct, frozen=True):
 
 
 def build_processor(config: bytes) -> Processor:
-    """Build and warm the processor of a fork server from a JSON `FactoryConfig`. Leaves one thread."""
-    wanted = msgspec.json.decode(config, type=FactoryConfig)
+    """Build and warm up a fork server's processor from a JSON `FactoryConfig`. The process stays single-threaded."""
+    factory_config = msgspec.json.decode(config, type=FactoryConfig)
     torch.set_num_threads(1)
-    model_config = create_model_config(parse_vllm_args(wanted.model, wanted.vllm_args))
+    model_config = create_model_config(parse_vllm_args(factory_config.model, factory_config.vllm_args))
     if not model_config.supports_multimodal_inputs:
         return NoProcessor()
     engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
     takes_video = "video" in engine_processor.info.supported_mm_limits
-    sampler = VllmFrameSampler(model_config, max_sampled_frames=wanted.max_sampled_frames)
+    sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
     processor = VllmProcessor(
         engine_processor, sampler if takes_video else None, max_model_len=model_config.max_model_len
     )
@@ -70,27 +70,27 @@ def build_processor(config: bytes) -> Processor:
     return processor
 
 
-#: Sizes of the images on which `warm_up` compares two ways of giving pixels to the model's processor.
+#: Sizes of the images with which `warm_up` compares the two input formats of the model's processor.
 _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
 
-#: Sizes of the images whose tokens are counted: some that processors enlarge, shrink, and cut into several tiles.
+#: Sizes of the images that verify token counts: some that processors enlarge, shrink, and split into several tiles.
 _TOKEN_TRIAL_SIZES = ((64, 64), (56, 168), (301, 211), (1200, 500))
 
-#: A picture with a side of up to so many pixels could be taken for one with its channels there.
-_MOST_CHANNELS = 4
+#: An image side of up to this many pixels could be mistaken for the channel dimension.
+_MAX_CHANNELS = 4
 
-#: What processors raise for media and options that they do not take (an image's aspect ratio over 200).
+#: Errors for media and options that a processor does not support (e.g. an image's aspect ratio over 200).
 _REFUSALS: dict[Modality, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
 
 
 class VllmProcessor:
     """The heavy half: one decoded item to tensors.
 
-    vLLM gives Hugging Face's processor a Pillow image, which torch-based ones copy three times before they have a
-    tensor. After `warm_up` such a processor gets a tensor over our pixels instead, with the very strides that it would
-    have made, if its results are the same for some pictures; every other one gets Pillow images.
+    vLLM passes a Pillow image to Hugging Face's processor, which torch-based ones copy three times to get a tensor.
+    After `warm_up` such a processor gets a tensor over our pixels instead, with the strides that it would have produced
+    itself, if its results are equal for some images; all others get Pillow images.
 
-    `sampler` chooses the frames of videos; without one there are none to process.
+    `sampler` chooses the frames of videos; None if the model does not support video.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class VllmProcessor:
         self._processor = processor
         self._tokens = ImageTokens(processor, max_model_len)
         self._sampler = sampler
-        self._takes_tensors = False
+        self._accepts_tensors = False
 
     @property
     def files(self) -> Sequence[str]:
-        """vLLM loads the processor again, from the model's files, for options that it has not seen before."""
+        """Folders that preparers must be able to read: vLLM reloads the processor from them for new options."""
         return model_files(self._processor.info.ctx.model_config)
 
     @cached_property
@@ -115,10 +115,10 @@ class VllmProcessor:
         return ResizeTargets.of(self._processor, self.process)
 
     def warm_up(self) -> None:
-        """Run some media, so that forked children inherit imported modules and filled caches."""
+        """Process some media, so that forked children inherit imported modules and warm caches."""
         modalities = self._processor.info.get_supported_mm_limits()
         if "image" in modalities:
-            self._takes_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
+            self._accepts_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
             self._tokens.verify(self.process(trial_image(*size), b"{}") for size in _TOKEN_TRIAL_SIZES)
         if "video" in modalities:
             self.process(trial_video(), b"{}")
@@ -131,7 +131,7 @@ class VllmProcessor:
         return self._sampler.sample(video, io)
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
-        return self._process(media, options, as_tensor=self._takes_tensors)
+        return self._process(media, options, as_tensor=self._accepts_tensors)
 
     def check_size(self, size: Size, options: bytes) -> None:
         self._tokens.check(size, options)
@@ -140,18 +140,18 @@ class VllmProcessor:
         return self._targets.smaller_size(size, smaller, options)
 
     def has_resize_target(self) -> bool:
-        """Whether the size that a photograph is resized to can be told, with the model's own options."""
-        takes_images = "image" in self._processor.info.get_supported_mm_limits()
-        return takes_images and self._targets.target((1024, 768), b"{}") is not None
+        """Return whether the target size of a photograph is known, with the model's own options."""
+        has_images = "image" in self._processor.info.get_supported_mm_limits()
+        return has_images and self._targets.target((1024, 768), b"{}") is not None
 
     def _is_same_for_tensors(self, width: int, height: int) -> bool:
         noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        wanted = self._process(Image(noise), b"{}", as_tensor=False)
+        expected = self._process(Image(noise), b"{}", as_tensor=False)
         try:
             found = self._process(Image(noise), b"{}", as_tensor=True)
-        except (AttributeError, InvalidImage, LookupError, RuntimeError):  # a processor that wants Pillow's methods
+        except (AttributeError, InvalidImage, LookupError, RuntimeError):  # a processor that uses Pillow's methods
             return False
-        return (wanted.header, wanted.specs, wanted.buffers) == (found.header, found.specs, found.buffers)
+        return (expected.header, expected.specs, expected.buffers) == (found.header, found.specs, found.buffers)
 
     def _process(self, media: Decoded, options: bytes, *, as_tensor: bool) -> ProcessedItem:
         kwargs = decode_options(options)
@@ -162,7 +162,7 @@ class VllmProcessor:
         except (LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
             if not kwargs:
                 raise
-            raise _refusal(media) from error  # a processor's way of refusing options
+            raise _refusal(media) from error  # the processor rejected the options
 
     def _apply(self, media: Decoded, kwargs: dict[str, object], *, as_tensor: bool) -> ProcessedItem:
         modality = modality_of(media)
@@ -177,7 +177,7 @@ class VllmProcessor:
 
 def _refusal(media: Decoded) -> InvalidRequest:
     modality = modality_of(media)
-    return _REFUSALS[modality](f"the model's processor refused this {modality} or its options")
+    return _REFUSALS[modality](f"the model's processor rejected this {modality} or its options")
 
 
 def modality_of(media: Decoded) -> Modality:
@@ -187,18 +187,18 @@ def modality_of(media: Decoded) -> Modality:
 
 
 def engine_media(media: Decoded, *, as_tensor: bool = False) -> Any:
-    """The item as vLLM's own loaders give it."""
+    """Return the item as vLLM's own loaders would."""
     if isinstance(media, AudioSamples):
         return media.samples, media.sample_rate
     if isinstance(media, FrameBatch):
         return media.frames, msgspec.json.decode(media.metadata)
-    if as_tensor and min(media.pixels.shape[:2]) > _MOST_CHANNELS:
+    if as_tensor and min(media.pixels.shape[:2]) > _MAX_CHANNELS:
         return torch.from_numpy(media.pixels).permute(2, 0, 1)
     return PILImage.fromarray(media.pixels)
 
 
 def _processed_size(media: Decoded, items: Any) -> MediaSize:
-    """The size that prompt assembly goes by: sound counts after vLLM has resampled it."""
+    """Return the size that prompt assembly uses; for audio, the number of samples after vLLM's resampling."""
     if isinstance(media, AudioSamples):
         return MediaSize(num_samples=items["audio"].get_audio_length(0))
     return media.size
@@ -209,7 +209,7 @@ def trial_image(width: int, height: int) -> Image:
 
 
 def trial_video(width: int = 64, height: int = 64, num_frames: int = 4) -> FrameBatch:
-    """A short clip, of which all frames were taken."""
+    """Return a short clip of which all frames were sampled."""
     metadata = {
         "total_num_frames": num_frames,
         "fps": 2.0,
@@ -222,6 +222,6 @@ def trial_video(width: int = 64, height: int = 64, num_frames: int = 4) -> Frame
 
 
 def trial_audio(seconds: float = 1.0) -> AudioSamples:
-    """A tone of 440 Hz at 16 kHz, which is the rate of most models."""
+    """Return a tone of 440 Hz at 16 kHz, the sample rate of most models."""
     times = np.arange(int(seconds * 16000), dtype=np.float32) / np.float32(16000)
     return AudioSamples(np.sin(np.float32(2 * np.pi * 440) * times), 16000)

@@ -1,8 +1,8 @@
-"""A prepared prompt as vLLM's engine input, and back.
+"""Converts a prepared prompt to vLLM's engine input, and back.
 
-vLLM's app passes an engine input from its renderer to `EngineClient.generate`. On the way truncation makes new token
-ids and placeholders, and beam search makes new inputs with the `mm_kwargs` of the first. So the prepared prompt travels
-as those `mm_kwargs`, which the app does not look into.
+vLLM's app passes an engine input from its renderer to `EngineClient.generate`. In between, truncation creates new token
+ids and placeholders, and beam search creates new inputs with the `mm_kwargs` of the first. So the prepared prompt is
+passed as those `mm_kwargs`, which the app does not access.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not
 
 
 def engine_input(prepared: PreparedPrompt) -> Any:
-    """vLLM's engine input of a prepared prompt; without features, none of its items is placed yet."""
+    """Return vLLM's engine input of a prepared prompt. If it has no features, its items are not placed yet."""
     hashes: dict[str, list[str]] = {}
     placeholders: dict[str, list[PlaceholderRange]] = {}
     for placed in prepared.features:
@@ -43,8 +43,8 @@ def engine_input(prepared: PreparedPrompt) -> Any:
 
 
 def prepared_prompt(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
-    """The prepared prompt of an engine input, its placeholders as vLLM left them: truncation may have moved them. None
-    for text. Raises InvalidRequest for media that were not prepared by `engine_input`."""
+    """Return the prepared prompt of an engine input, with vLLM's placeholders (truncation may have moved them); None
+    for text. Raises InvalidRequest for media that do not come from `engine_input`."""
     if prompt["type"] == "token":
         return None
     if not isinstance(prompt["mm_kwargs"], PreparedItems):

@@ -1,7 +1,7 @@
-"""A private folder for the sockets of one engine, which no kill leaves behind for long.
+"""A private folder for the sockets of one engine, reaped after a kill.
 
-vLLM makes its own sockets in the folder for temporary files, and leaves those of processes that were ended there; it
-makes them in ours instead, beside those of its KV events (`enter`).
+vLLM creates its own sockets in the folder for temporary files, and leaves those of killed processes there. `enter`
+makes it create them in ours instead, together with those of its KV events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from medialane.core.owner_lock import OwnedFolder
 
 _PREFIX = "medialane-vllm-"
 
-#: Where vLLM makes its sockets.
+#: The folder in which vLLM creates its sockets.
 _VARIABLE = "VLLM_RPC_BASE_PATH"
 
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)); vLLM's sockets are named by a UUID.
@@ -22,14 +22,14 @@ _MAX_PARENT_BYTES = 107 - len(f"/{_PREFIX}12345678/") - 36
 
 
 class PrivateFolder:
-    """An existing folder, mode 0700, in that of VLLM_RPC_BASE_PATH or else in the folder for temporary files; in /tmp
-    where its path would be too long for sockets. Raises StartupFailed."""
+    """An existing folder, mode 0700, in VLLM_RPC_BASE_PATH or else in the folder for temporary files; in /tmp if its
+    path would be too long for sockets. Raises StartupFailed."""
 
     def __init__(self) -> None:
         self._outer = os.environ.get(_VARIABLE)
         parent = Path(self._outer or tempfile.gettempdir())
         if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
-            parent = Path("/tmp")  # noqa: S108 - mkdtemp makes what we use there, exclusively and private
+            parent = Path("/tmp")  # noqa: S108 - mkdtemp creates the folder exclusively and private
         self._folder = OwnedFolder.create(parent, _PREFIX)
 
     @property
@@ -37,11 +37,11 @@ class PrivateFolder:
         return self._folder.path
 
     def enter(self) -> None:
-        """Have vLLM, in this process and those that it starts, make its sockets in the folder, until it is removed."""
+        """Make vLLM, in this process and its children, create its sockets in the folder, until `remove`."""
         os.environ[_VARIABLE] = str(self.path)
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Restore the environment and delete the folder. Idempotent."""
         if os.environ.get(_VARIABLE) == str(self.path):
             del os.environ[_VARIABLE]
             if self._outer is not None:

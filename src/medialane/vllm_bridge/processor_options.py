@@ -1,8 +1,8 @@
-"""What a client may not say in `mm_processor_kwargs`, whoever trusts its requests with them.
+"""Options that a client may not set in `mm_processor_kwargs`, even if the operator trusts requests with them.
 
-vLLM hands them to Hugging Face's processor together with arguments of its own. Those that say what is processed, or in
-which form the results come, are no options of a processor: with another value the call, or whoever takes its results,
-breaks. All others are the processor's to judge (`preparation`).
+vLLM passes them to Hugging Face's processor together with arguments of its own. Those that specify the input or the
+format of the results are not processor options: another value breaks the call or the use of its results. All others
+are validated by the processor (`preparation`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from medialane.core.errors import InvalidRequest
 
-#: Arguments of `ProcessorMixin.__call__` and of the processors behind it that vLLM 0.32 gives itself or relies on.
+#: Arguments of `ProcessorMixin.__call__` and of its processors that vLLM 0.32 sets itself or relies on.
 _RESERVED = frozenset(
     (
         "text", "images", "image", "videos", "video", "audio", "audios", "data", "conversation", "prompt",
@@ -22,7 +22,7 @@ _RESERVED = frozenset(
 
 
 def check_processor_options(options: Mapping[str, object] | None) -> None:
-    """Raise InvalidRequest naming the option that a request may not set, of the processor or of one of its parts
+    """Raise InvalidRequest naming an option that a request may not set, of the processor or one of its components
     (`images_kwargs`)."""
     _check(options or {}, "mm_processor_kwargs")
 

@@ -1,10 +1,10 @@
-"""Two seams of vLLM's renderer that send media through the gateway.
+"""Two seams of vLLM's renderer that route media through the gateway.
 
-vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with what the connector
-gave. Our connector gives the `MediaRef` that intake left in the body, untouched; our replacement for the second call
-has the gateway prepare all of them at once. What vLLM fetches nothing for (embeddings, media given by uuid alone) comes
-to the second call as None with a uuid, in whose place intake has left the reference. The first seam is public (a
-registry), the second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
+vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with the results. Our
+connector returns the `MediaRef` that intake left in the body; our replacement for the second call makes the gateway
+prepare all of them at once. Items for which vLLM fetches nothing (embeddings, media given by uuid only) reach the
+second call as None with a uuid, which intake has replaced by the reference. The first seam is public (a registry), the
+second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CONNECTOR = "medialane"
 
 
 class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
-    """Leaves fetching to the gateway: a URL in the body is already a reference. vLLM makes a connector per request, of
-    the subclass that `install` registers.
+    """Leaves fetching to the gateway: a URL in the body is already a reference. vLLM creates a connector per request,
+    of the subclass that `install` registers.
 
-    vLLM's own fetching, which every other method of its connector comes down to, would go round our guard.
+    vLLM's own fetching, used by all other methods of its connector, is disabled: it would bypass our URL guard.
     """
 
     hook: ClassVar[RendererHook]
@@ -62,7 +62,7 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
         return self._ref("audio", audio_url)
 
     def _refuse_embeddings(self, data: str) -> None:
-        """Embeddings that intake has not taken out: vLLM's own connector would unpickle them in this process."""
+        """Reject embeddings that intake has not extracted: vLLM's connector would unpickle them in this process."""
         self._refuse("this form of embeddings is not supported by this gateway")
 
     async def _refuse_embeddings_async(self, data: str) -> None:
@@ -87,7 +87,7 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
 
 
 def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
-    """Send this renderer's media through `request_backend`."""
+    """Route this renderer's media through `backend`."""
     hook = RendererHook(renderer, backend)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
     prepare_media_by(renderer, hook.process)
@@ -95,7 +95,7 @@ def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
 
 @contextmanager
 def remembered_errors(backend: RequestBackend) -> Iterator[None]:
-    """Errors of ours that leave for vLLM's app are what the request is answered with."""
+    """Record our errors before they reach vLLM's app: the response is built from them."""
     try:
         yield
     except MedialaneError as error:
@@ -104,8 +104,8 @@ def remembered_errors(backend: RequestBackend) -> Iterator[None]:
 
 
 class RendererHook:
-    """The two ends of the seams: the references that intake left, completed with what vLLM knows of model and request,
-    and the prompt that the gateway makes of them."""
+    """Implements both seams: completes the references from intake with options of model and request, and has the
+    gateway prepare the prompt."""
 
     def __init__(self, renderer: BaseRenderer, backend: RequestBackend) -> None:
         self.backend = backend
@@ -113,8 +113,8 @@ class RendererHook:
         self._max_pixels_of = max_pixels_of(renderer.get_mm_processor())
 
     def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
-        """What stands for a media URL of the body. Raises as `RequestBackend.resolve`, and InvalidRequest for its
-        options."""
+        """Return the reference for a media URL of the body. Raises what `RequestBackend.resolve` raises, and
+        InvalidRequest for its options."""
         with remembered_errors(self.backend):
             return self._completed(self.backend.resolve(url), modality, request_io)
 
@@ -128,7 +128,7 @@ class RendererHook:
         *,
         skip_mm_cache: bool = False,
     ) -> Any:
-        """In place of `BaseRenderer._process_multimodal_async`."""
+        """Replaces `BaseRenderer._process_multimodal_async`."""
         with remembered_errors(self.backend):
             check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
             check_processor_options(mm_processor_kwargs)
@@ -136,14 +136,14 @@ class RendererHook:
             items = self._references(mm_data, mm_uuids or {}, media_io_kwargs)
             try:
                 return engine_input(await self.backend.prepare(MediaPrompt(list(prompt), items, options)))
-            except PromptTooLong as error:  # answered as what vLLM says of a whole prompt
+            except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
                 raise VLLMValidationError(error.message) from error
 
     def _completed(self, ref: MediaRef, modality: Modality, request_io: Mapping[str, Any] | None) -> MediaRef:
-        """The reference, with the decode options of model, request and item put together, and those processor options
-        of the item that the model takes.
+        """Return the reference with the merged decode options of model, request and item, and those processor options
+        of the item that the model supports.
 
-        vLLM takes the sound of a video (`use_audio_in_video`) from the video's own URL.
+        The modality may differ: vLLM loads the audio of a video (`use_audio_in_video`) from the video's own URL.
         """
         item = ref.io if ref.modality == modality else b"{}"
         io = final_io(modality, self._io, request_io, item)
@@ -153,7 +153,7 @@ class RendererHook:
     def _references(
         self, mm_data: Mapping[str, Any], mm_uuids: Mapping[str, Any], request_io: Mapping[str, Any] | None
     ) -> tuple[MediaRef, ...]:
-        """The references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
+        """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
         found = []
         for modality, items in mm_data.items():
             items = items if isinstance(items, list | tuple) else [items]
@@ -165,15 +165,15 @@ class RendererHook:
         if isinstance(item, MediaRef):
             return item
         if item is not None:
-            raise InvalidRequest(f"{modality} given as raw objects is not supported by this gateway")
+            raise InvalidRequest(f"{modality} given as a raw object is not supported by this gateway")
         if not uuid:
             raise EmptyMedia(f"{modality} given without URL, data or uuid")
         ref = self._by_uuid(modality, uuid)
         return ref if ref.is_embeds else self._completed(ref, ref.modality, request_io)
 
     def _by_uuid(self, modality: str, uuid: str | None) -> MediaRef:
-        """The reference that intake left in place of the uuid."""
-        unknown = UnknownMediaUuid(f"{modality} given by a uuid alone that is not understood: send its URL or data")
+        """Return the reference by which intake replaced the uuid."""
+        unknown = UnknownMediaUuid(f"{modality} given by an unknown uuid: send its URL or data")
         try:
             ref = self.backend.resolve(uuid or "")
         except InvalidMediaUrl as error:

@@ -1,4 +1,4 @@
-"""What vLLM's app needs from the gateway; `gateway.Gateway` is one."""
+"""The interface of the gateway to vLLM's app; implemented by `gateway.Gateway`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from medialane.core.request import EngineRequest, OutputDelta
 class RequestBackend(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether a worker takes requests."""
+        """Whether a worker accepts requests."""
         ...
 
     def fail(self, error: MedialaneError) -> None:
-        """Remember that the current request fails with `error`: it is answered with that, whatever vLLM's app makes of
+        """Record that the current request fails with `error`: the response is built from it, however vLLM's app handles
         the exception."""
         ...
 
     def resolve(self, url: str) -> MediaRef:
-        """The reference that intake left in place of a media URL or a uuid of the current request.
+        """Return the reference by which intake replaced a media URL or uuid of the current request.
 
-        Raises InvalidMediaUrl, and UnknownMediaUuid for an item given by a uuid alone that means nothing here.
+        Raises InvalidMediaUrl, and UnknownMediaUuid for an item given only by a uuid that is unknown.
         """
         ...
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
-        """Features and expanded prompt. Raises MedialaneError."""
+        """Return features and expanded prompt. Raises MedialaneError."""
         ...
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Have every worker's engine do `call`; their answers. Raises MedialaneError, which says who has not."""
+        """Make every worker's engine execute `call`, and return the results. Raises MedialaneError, which names the
+        workers that failed."""
         ...
 
     def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:
-        """Stream the answer; closing aborts. Raises MedialaneError."""
+        """Stream the output; closing aborts the request. Raises MedialaneError."""
         ...

@@ -1,7 +1,7 @@
-"""What becomes of each flag of vLLM's API server in a gateway.
+"""How a gateway treats each flag of vLLM's API server.
 
-The engine's flags (`AsyncEngineArgs`) are a worker's, and are checked by `engine_options`. Those of the server are all
-here: a flag that vLLM gets with its next version is in no table, and `tests/contract/test_vllm_server_flags.py` fails.
+The engine's flags (`AsyncEngineArgs`) apply to workers, and are checked by `engine_options`. All server flags are
+listed here: `tests/contract/test_vllm_server_flags.py` fails for a flag that a new version of vLLM adds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from medialane.core.errors import StartupFailed
 
-#: By the parser's name of the flag, where it takes effect.
+#: Supported flags: the parser's name, and where it takes effect.
 HONOURED: Mapping[str, str] = {
     "config": "vLLM's parser reads the file, and the other flags of this table from it",
     # http_server.uvicorn_config
@@ -84,13 +84,13 @@ HONOURED: Mapping[str, str] = {
     ),
 }
 
-#: Flags of what a gateway has not.
+#: Flags without a meaning for a gateway.
 IRRELEVANT: Mapping[str, str] = {
     "help": "is the parser's own",
     "enable_flash_late_interaction": "is for scoring by pooling models, which workers do not serve",
 }
 
-#: Flags that would be silently without effect, and what to do instead.
+#: Flags that would silently have no effect, and what to do instead.
 REFUSED: Mapping[str, str] = {
     "model_tag": "give the model before `--`, right after the command",
     "host": "give --host before `--`",
@@ -107,15 +107,15 @@ REFUSED: Mapping[str, str] = {
             "dp_supervisor_probe_timeout_s",
             "dp_supervisor_probe_failure_threshold",
         ),
-        "medialane watches its workers itself",
+        "medialane monitors its workers itself",
     ),
-    "enable_per_request_metrics": 'an engine\'s times do not travel with its answers; ask for {"medialane": '
+    "enable_per_request_metrics": 'engine timings are not part of responses; send {"medialane": '
     '{"report": true}} in a request, or read Server-Timing',
 }
 
 
 def check_server_flags(args: Namespace, parser: ArgumentParser) -> None:
-    """Raise StartupFailed for a flag that was given, on the command line or in `--config`, and cannot be honoured."""
+    """Raise StartupFailed for an unsupported flag, given on the command line or in `--config`."""
     for name, advice in REFUSED.items():
         if getattr(args, name) != parser.get_default(name):
             flag = "a positional argument" if name == "model_tag" else f"--{name.replace('_', '-')}"

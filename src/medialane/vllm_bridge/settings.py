@@ -1,8 +1,8 @@
-"""The settings under which a feature was made: equal in gateway and worker, or features mean different things.
+"""The processor settings of a feature, which must be equal in gateway and worker for features to be compatible.
 
-Everything that changes the numbers of a processed item is here, by value or by digest. Paths and build tags of
-libraries are not: the same model may lie elsewhere on another host, and a CPU build of torch in the gateway serves
-a CUDA build in the worker.
+They include everything that changes the values of a processed item, by value or by digest, but not paths and build tags
+of libraries: the same model may have another path on another host, and a gateway with a CPU build of torch serves a
+worker with a CUDA build.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.renderers import BaseRenderer
 
 from medialane.core.hashing import canonical_options, content_hash, digest
 
-#: Files of a model that its processor or tokenizer is made from.
+#: Files of a model from which its processor or tokenizer is built.
 _FILES = (
     "config.json",
     "preprocessor_config.json",
@@ -33,12 +33,12 @@ _FILES = (
     "params.json",
 )
 
-#: Parts of a Hugging Face processor that turn media into tensors.
+#: Components of a Hugging Face processor that convert media to tensors.
 _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
 
 def processor_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
-    """Describe how this process turns media into features. Reads the model's small files; call it once, at start."""
+    """Return the settings with which this process computes features. Reads the model's small files; call it once."""
     return {
         "model": _model(model_config),
         "dtype": str(model_config.dtype).removeprefix("torch."),
@@ -71,13 +71,13 @@ def _media_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dict[s
 
 
 def _parts(hf_processor: Any) -> dict[str, Any]:
-    """Which parts a family's processor has, only its class knows: the one place of probing."""
+    """Return the components of a family's processor; only its class knows which it has."""
     found = {name: getattr(hf_processor, name, None) for name in _PARTS}
     return {name: part for name, part in found.items() if part is not None}
 
 
 def _digest_of(part: Any) -> str:
-    """The effective numbers (sizes, means, flags), whatever file or default they came from."""
+    """Return a digest of the effective settings (sizes, means, flags), from whatever file or default."""
     settings = {k: v for k, v in part.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
     return content_hash(json.dumps(settings, sort_keys=True, default=str).encode())[:16]
 

@@ -1,8 +1,8 @@
-"""Stages that leave processing to the worker: it does it by vLLM's own renderer.
+"""Stages in which the worker processes media, with vLLM's own renderer.
 
-In stage `decoded` an item comes as pixels, frames or samples, which are given to the renderer as vLLM's own loaders
-would give them; in stage `url` it comes as encoded bytes, which those loaders decode here. Embeddings come in stage
-`url`, too, and take the place of pixels and processor alike.
+In stage `decoded` an item arrives as pixels, frames or samples, which are passed to the renderer in the form of vLLM's
+own loaders; in stage `url` it arrives as encoded bytes, which those loaders decode here. Embeddings also arrive in
+stage `url`; they replace both media and processor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from medialane.vllm_bridge.preparation import engine_media
 from medialane.vllm_bridge.seams.multimodal import video_backend
 from medialane.vllm_bridge.validation import FeatureChecker
 
-#: Threads that decode. vLLM's processor, which follows, has one thread: more would only wait for it.
+#: Decoder threads. vLLM's processor, the next step, has one thread: more decoders would only wait for it.
 NUM_DECODERS = 2
 
 _UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
@@ -60,19 +60,19 @@ _LOADERS: dict[Modality, Callable[..., Any]] = {
 
 
 class SourceRenderer:
-    """Turns source prompts into vLLM's engine inputs. The owner calls `close`."""
+    """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
 
     def __init__(
         self, renderer: BaseRenderer, model_config: ModelConfig, checker: FeatureChecker | None = None
     ) -> None:
-        """`checker` is that of the model, None where it takes no media."""
+        """`checker` is None if the model does not support media."""
         self._renderer = renderer
         self._model_config = model_config
         self._checker = checker
         self._model_io = model_io(model_config)
         self._embeds_reader: EmbedsReader | None = None
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
-        #: What the worker does before vLLM's processor, by stage.
+        #: The step before vLLM's processor, by stage.
         self._loads: Mapping[StageName, Callable[[MediaPayload, memoryview], Awaitable[Any]]] = {
             "decoded": self._decoded,
             "url": self._encoded,
@@ -81,11 +81,11 @@ class SourceRenderer:
     async def render(
         self, request: EngineRequest, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
     ) -> Any:
-        """vLLM's engine input: the prompt expanded, its items processed and known by the mm_hash given.
+        """Return vLLM's engine input: the expanded prompt, with processed items identified by the mm_hash given.
 
-        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, and InvalidFeature for
-        tensors that are no media, or of which the request's options make what the model cannot take. Cancelled, it
-        leaves a decode running to its end.
+        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, and InvalidFeature for tensors
+        that are not valid media, or that the request's options turn into features unsupported by the model. If
+        cancelled, a running decode continues to its end.
         """
         media, hashes = await self._media(prompt, tensors)
         embedded = {m: data for m, data in media.items() if any(isinstance(item, dict) for item in data)}
@@ -103,16 +103,16 @@ class SourceRenderer:
         except VLLMError:
             raise
         except UNFIT as error:
-            # Too many items, options that the processor does not take, a prompt without the items' placeholders. The
-            # last two only embeddings cause, which most families' processors do not expect.
-            message = public_text(error) if not embedded else "this model cannot take these embeddings"
+            # Too many items, options unsupported by the processor, or a prompt without the items' placeholders. For
+            # embeddings the original message is not helpful: most families' processors do not expect them.
+            message = public_text(error) if not embedded else "this model does not support these embeddings"
             raise PromptRejected(message) from error
         for modality, items in embedded.items():
             self._reader().check(modality, rendered, len(items))
         if self._checker is not None:
             processed: dict[str, Any] = {m: data for m, data in media.items() if m not in embedded}
             self._checker.check_rendered(rendered, processed, prompt.options)
-        # vLLM hashes a uuid again when there are options; ours has them in it already, as in stage `features`.
+        # vLLM hashes a uuid again if there are options; ours already includes them, as in stage `features`.
         return {**rendered, "mm_hashes": hashes} if media else rendered
 
     async def _media(
@@ -140,13 +140,13 @@ class SourceRenderer:
             raise error.at(item.param or "") from error
 
     def _embedded(self, modality: Modality, items: Sequence[Any]) -> Any:
-        """What vLLM's renderer wants of one modality's embeddings."""
+        """Return one modality's embeddings as vLLM's renderer expects them."""
         if not all(isinstance(item, dict) for item in items):
             raise InvalidEmbeds(f"{modality}s and embeddings of {modality}s cannot be in one request")
         return self._reader().data(modality, items)
 
     def _reader(self) -> EmbedsReader:
-        """Made when first needed: a model of text alone has no processor to make it of."""
+        """Return the reader, created lazily: a text-only model has no processor for it."""
         if self._embeds_reader is None:
             if not self._model_config.supports_multimodal_inputs:
                 raise PromptRejected("this model does not support media")
@@ -157,11 +157,11 @@ class SourceRenderer:
         load = self._loader(item)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: load(bytes(data)))
-        except Exception as error:  # decoders raise anything of a stranger's bytes: AttributeError, RuntimeError, ...
+        except Exception as error:  # decoders raise anything for untrusted bytes: AttributeError, RuntimeError, ...
             raise _UNDECODABLE[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
 
     def _loader(self, item: MediaPayload) -> Callable[[bytes], Any]:
-        """vLLM's own loader, with the options that the gateway has put together."""
+        """Return vLLM's own loader, with the options merged by the gateway."""
         options = {**self._model_io.get(item.modality, {}), **decode_options(item.io)}
         media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)
         if item.media_type == "video/jpeg":
@@ -169,7 +169,7 @@ class SourceRenderer:
         return lambda data: media_io.load_bytes(data)
 
     def _video_loader(self, options: Mapping[str, Any]) -> VideoMediaIO:
-        """As `MediaConnector.fetch_video` makes it."""
+        """Return vLLM's video loader, made as in `MediaConnector.fetch_video`."""
         name = video_backend(self._model_config)
         chosen = {"video_backend": name} if name else {}
         return VideoMediaIO(ImageMediaIO(image_mode="RGB"), **{**chosen, **options})
@@ -179,7 +179,7 @@ class SourceRenderer:
 
 
 def decoded_over(modality: Modality, size: MediaSize, data: memoryview) -> Decoded:
-    """Decoded media over their bytes, without a copy. Raises InvalidFeature where size and bytes do not agree."""
+    """Return decoded media over their bytes, without a copy. Raises InvalidFeature if size and bytes do not match."""
     try:
         if modality == "audio":
             samples = np.frombuffer(data, np.float32).reshape(size.num_samples)

@@ -1,8 +1,8 @@
-"""A tiny Qwen2.5-VL with random weights, made on the spot, that answers different images differently.
+"""Builds a tiny Qwen2.5-VL with random weights, whose output differs between images.
 
-What makes its answers depend on the image: matrices are drawn from N(0, 1/fan_in), not from the library's N(0, 0.02),
-so that activations keep their size through the layers; queries and keys are twice as large, so that attention is not
-uniform; the head is not tied to the embeddings. With the library's own initialisation every image gets one answer.
+Outputs depend on the image because matrices are drawn from N(0, 1/fan_in), not from the library's N(0, 0.02), so that
+activations keep their scale through the layers; queries and keys are twice as large, so that attention is not uniform;
+the head is not tied to the embeddings. With the library's own initialisation all images give the same output.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SPECIAL_TOKENS = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 
-#: The last ids: what vLLM's tool and reasoning parsers look for. Not special, so that they stay in the text.
+#: The last ids: the markers of vLLM's tool and reasoning parsers. Not special, so that they stay in the text.
 _MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
-#: vLLM's flags for it, on any machine: no compilation, no profiling run with the largest images.
+#: vLLM's flags for this model, on any machine: no compilation, no profiling run with the largest images.
 TINY_MODEL_FLAGS = (
     "--enforce-eager",
     "--skip-mm-profiling",
@@ -40,8 +40,8 @@ TINY_MODEL_FLAGS = (
     '--limit-mm-per-prompt={"image": 8, "video": 1}',
 )
 
-#: What vLLM takes from the environment only, for a tiny model on a CPU that others use. One thread for each engine: of
-#: two, on two cores, each would wait for the other while a server works.
+#: vLLM settings that exist only as environment variables, for a tiny model on a shared CPU. One thread per engine: with
+#: two on two cores, each would wait for the other while the server runs.
 TINY_MODEL_ENVIRON: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -50,7 +50,7 @@ TINY_MODEL_ENVIRON: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-#: Enough text to fill the vocabulary, so that every id that the model can choose has a text of its own.
+#: Enough text to fill the vocabulary, so that each id that the model can sample has a distinct text.
 SENTENCES = (
     "A photograph shows a harbour at dawn, where three fishing boats wait between wooden piers and yellow buoys.",
     "Describe the picture in one sentence, then count every object and name its colour, its shape and its size.",
@@ -114,23 +114,23 @@ _PREPROCESSOR = {
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where things that can be made again are kept for this user, after the XDG base directory specification."""
+    """Return medialane's cache folder of this user, according to the XDG base directory specification."""
     base = environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if base.startswith("/") else Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
     return root / "medialane"
 
 
 def build_tiny_model(cache: Path) -> Path:
-    """Return the folder of the tiny model below `cache`, made there first if it is missing (about 10 s).
+    """Return the folder of the tiny model below `cache`; build it if it is missing (about 10 s).
 
-    The folder's name holds a digest of this file and of the libraries' versions; it appears complete or not at all, and
-    of two processes that build at once one wins. Raises OSError where `cache` cannot be written.
+    The folder's name contains a digest of this file and of the libraries' versions. It is created atomically; if two
+    processes build it at once, one wins. Raises OSError if `cache` cannot be written.
     """
     return build_once(cache / f"tiny-qwen2.5-vl-{recipe_digest(Path(__file__))}", _write_model)
 
 
 def build_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`, filled by `write` first if it is missing. It appears complete or not at all."""
+    """Return `folder`, created atomically and filled by `write` if it is missing."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -149,11 +149,11 @@ def _publish(unfinished: Path, folder: Path) -> None:
         os.rename(unfinished, folder)
     except OSError:
         if not folder.is_dir():
-            raise  # anything but another process having been faster
+            raise  # not because another process was faster
 
 
 def recipe_digest(*sources: Path) -> str:
-    """A digest of the files that make a model, and of the libraries' versions."""
+    """Return a digest of the files that build a model, and of the libraries' versions."""
     versions = [f"{name}={version(name)}" for name in ("torch", "transformers", "tokenizers")]
     return content_hash(b"".join(source.read_bytes() for source in sources) + " ".join(versions).encode())[:12]
 
@@ -221,7 +221,7 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def random_weights(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Weights for the parameter of this name, as the top of this file says."""
+    """Return the weights of the parameter of this name, as described at the top of this file."""
     import torch
 
     if parameter.ndim == 1:

@@ -84,12 +84,12 @@ def test_seams_that_are_as_the_table_says_are_not_broken(table):
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
-        ("def add(", "def insert(", "strange_library:Engine.add is not there"),
+        ("def add(", "def insert(", "strange_library:Engine.add is missing"),
         ("def add(self, request,", "def add(self, message,", "Engine.add has no parameter request, requires message"),
         ("priority=0", "priority", "Engine.add requires priority"),
         ("def _decode(self, data)", "def _decode(self, data, more=0)", "Engine._decode has the parameters"),
-        ("self._decode(request)", "request", "Engine._decode is not used in strange_library:Engine.add any more"),
-        ("helper()\n        return", "None\n        return", "helper is not used in strange_library:Engine.run"),
+        ("self._decode(request)", "request", "Engine._decode is no longer used in strange_library:Engine.add"),
+        ("helper()\n        return", "None\n        return", "helper is no longer used in strange_library:Engine.run"),
         ("self.encoder", "self.codec", "strange_library:Engine has no attribute encoder"),
         ("limit: int", "", "strange_library:Engine has no attribute limit"),
         ("def helper", "def helped", "strange_library has no attribute helper"),
@@ -164,8 +164,8 @@ def test_summary_counts_seams(table, monkeypatch):
     monkeypatch.setattr(probe, "installed_version", lambda: "0.32.0")
     table(*SEAMS)
     assert probe.summary([]) == "vLLM 0.32.0: 5 private seams, all found"
-    broken = probe.Broken(probe.GROUPS[0], dataclasses.replace(SEAMS[0]), "is not there")
-    assert "strange_library:Engine.add is not there" in probe.summary([broken])
+    broken = probe.Broken(probe.GROUPS[0], dataclasses.replace(SEAMS[0]), "is missing")
+    assert "strange_library:Engine.add is missing" in probe.summary([broken])
 
 
 def test_documentation_has_the_table():

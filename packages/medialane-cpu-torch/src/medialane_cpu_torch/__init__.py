@@ -1,20 +1,21 @@
-"""Make vLLM start where torch is a CPU build and its companions are CUDA builds.
+"""Makes vLLM start where torch is a CPU build and its companions are CUDA builds.
 
-`medialane-cpu-torch.pth` imports this module in every interpreter of the environment, vLLM's spawned processes too,
-because that is where the trouble is: a package index has one build of torchvision, torchaudio and torchcodec, made for
-CUDA. Beside a CPU build of torch
+`medialane-cpu-torch.pth` imports this module in every interpreter of the environment, including the processes that
+vLLM spawns. Package indexes have one build of torchvision, torchaudio and torchcodec, made for CUDA. With a CPU build
+of torch
 
 * torchvision's C++ operators do not load, and `torchvision._meta_registrations` then raises for their absence, although
-  the pure Python rest works (and is 4-5 times faster than the PIL image processors): that one module is answered empty;
-* torchaudio's own C++ operators do not load either, and it raises `OSError` when imported, although its resampler,
-  which vLLM takes, is pure Python: the module that loads them (`torchaudio._extension`) is answered with one that says
-  that there are none, as in a build without them;
-* torchcodec raises `OSError` when imported, where vLLM is ready for `ImportError` only: it is made absent, by a None in
-  `sys.modules`, which `import` and `importlib.util.find_spec` both take for "not installed".
+  the rest, in pure Python, works (4-5 times faster than the PIL image processors): that module is replaced by an empty
+  one;
+* torchaudio's C++ operators do not load either, and it raises `OSError` when imported, although its resampler, which
+  vLLM uses, is pure Python: the module that loads them (`torchaudio._extension`) is replaced by one that reports none,
+  as in a build without them;
+* torchcodec raises `OSError` when imported, while vLLM only handles `ImportError`: it is hidden by a None in
+  `sys.modules`, which `import` and `importlib.util.find_spec` both treat as "not installed".
 
-Nothing is done where torch is absent or built for a device: the cost is one look per entry of sys.path then, 10 us
-in all, against 0.5 ms where something is done. This file is self-contained, imports nothing heavy, and never lets an
-interpreter fail to start.
+Nothing is done where torch is absent or built for a device: the cost is then one check per entry of sys.path, 10 us
+in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter fail to
+start.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _DEVICES = ("cuda", "hip", "xpu")
 
 
 class EmptyMetaRegistrations:
-    """Meta-path finder and loader of one empty module, used only where torchvision's operators did not load."""
+    """Meta-path finder and loader of one empty module, used only if torchvision's operators did not load."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != "torchvision._meta_registrations":
             return None
         extension = sys.modules.get("torchvision.extension")  # torchvision imports it first, on purpose
-        if extension is None or extension._has_ops():  # noqa: SLF001 - torchvision has no public way to ask
+        if extension is None or extension._has_ops():  # noqa: SLF001 - torchvision has no public equivalent
             return None
         from importlib.machinery import ModuleSpec
 
@@ -53,7 +54,7 @@ class EmptyMetaRegistrations:
 
 
 class NoAudioOperators:
-    """Meta-path finder and loader of a `torchaudio._extension` that has loaded nothing."""
+    """Meta-path finder and loader of a `torchaudio._extension` without operators."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -72,18 +73,18 @@ class NoAudioOperators:
         from torchaudio._internal.module_utils import fail_with_message
 
         module._IS_TORCHAUDIO_EXT_AVAILABLE = module._IS_ALIGN_AVAILABLE = False  # type: ignore[attr-defined]  # noqa: SLF001 - its names
-        module.fail_if_no_align = fail_with_message("torchaudio's operators do not load beside a CPU build of torch")  # type: ignore[attr-defined]
+        module.fail_if_no_align = fail_with_message("torchaudio's operators do not load with a CPU build of torch")  # type: ignore[attr-defined]
 
 
 def torch_is_cpu_only(version_file: str) -> bool:
-    """Tell from torch's `version.py` whether it was built without any device."""
+    """Return whether torch was built without any device, according to its `version.py`."""
     lines = [line.split("=") for line in version_file.splitlines() if "=" in line]
     facts = {left.split(":")[0].strip(): right.strip() for left, right in (line[:2] for line in lines)}
     return "__version__" in facts and all(facts.get(device, "None") == "None" for device in _DEVICES)
 
 
 def needs_cuda(folder: str) -> bool:
-    """Tell whether the first shared object of `folder` is linked against torch's CUDA library."""
+    """Return whether the first shared object of `folder` is linked against torch's CUDA library."""
     import os
 
     objects = sorted(name for name in os.listdir(folder) if name.endswith(".so"))
@@ -94,14 +95,14 @@ def needs_cuda(folder: str) -> bool:
 
 
 def _first(path: str) -> str | None:
-    """Where `path` lies below `sys.path`, found without importing anything."""
+    """Return the first existing `path` below `sys.path`, without importing anything; None if there is none."""
     from os.path import exists
 
     return next((f"{entry}/{path}" for entry in sys.path if exists(f"{entry}/{path}")), None)
 
 
 def install() -> None:
-    """Do the above in this interpreter, if its torch is a CPU build."""
+    """Apply the above in this interpreter, if its torch is a CPU build."""
     version_path = _first("torch/version.py")
     if version_path is None:
         return
@@ -118,5 +119,5 @@ def install() -> None:
 
 try:
     install()
-except Exception as error:  # noqa: BLE001 - whatever goes wrong here must not end every Python process of the environment
+except Exception as error:  # noqa: BLE001 - no error here may stop every Python process of the environment from starting
     print(f"medialane_cpu_torch: {error!r}", file=sys.stderr)  # noqa: T201 - logging is not set up this early

@@ -1,8 +1,8 @@
-"""vLLM's private seams: everything of vLLM that medialane uses and that vLLM documents for nobody.
+"""vLLM's private seams: all undocumented vLLM interfaces that medialane uses.
 
-`table` names all of them, `probe` compares the table with the installed vLLM, and the other modules are the only ones
-in which their names occur: they give the rest of `vllm_bridge` functions and classes with public names.
-`tests/test_architecture.py` enforces that; `docs/upgrading-vllm.md` says how to mend each kind.
+`table` lists them, `probe` compares the table with the installed vLLM, and the other modules (adapters) are the only
+ones that refer to them: they offer the rest of `vllm_bridge` functions and classes with public names.
+`tests/test_architecture.py` enforces that; `docs/upgrading-vllm.md` describes how to fix each kind of seam.
 
-Nothing is imported here: a gateway loads no engine, and the table can be read where vLLM is broken or absent.
+Nothing is imported here: a gateway loads no engine, and the table is readable where vLLM is broken or absent.
 """

@@ -17,10 +17,11 @@ from vllm.logger import configure_logging_from_args
 
 @contextmanager
 def middleware_stack_not_built() -> Iterator[None]:
-    """vLLM's SageMaker bootstrap builds the middleware stack as soon as vLLM's own middleware is known, before ours.
+    """Suppress the build of the middleware stack within this context.
 
-    Built once more, every middleware would exist twice: the user's, and the one that counts requests, whose second
-    instance counts nothing because the first one's metrics are registered.
+    vLLM's SageMaker bootstrap builds the stack before our middleware is added. A second build would instantiate every
+    middleware twice: the user's, and the one that counts requests, whose second instance counts nothing because the
+    metrics of the first are already registered.
     """
     build = FastAPI.build_middleware_stack
     FastAPI.build_middleware_stack = lambda _app: None  # type: ignore[assignment, method-assign, return-value]

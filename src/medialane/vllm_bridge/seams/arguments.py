@@ -9,7 +9,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def parser_actions(parser: FlexibleArgumentParser) -> list[Action]:
-    """Every flag of a parser; argparse has no public way to list them."""
+    """Return all actions of a parser; argparse has no public interface for that."""
     found: list[Action] = parser._actions
     return found
 

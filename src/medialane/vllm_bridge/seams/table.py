@@ -1,4 +1,4 @@
-"""The table of vLLM's private seams. It imports nothing of vLLM, so it can be read whatever is installed.
+"""The table of vLLM's private seams. Imports nothing of vLLM, so it is readable with any version installed, or none.
 
 After a change run `python -m medialane.vllm_bridge.seams.probe --table`, which writes the table of
 `docs/upgrading-vllm.md`; a test compares the two.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: The vLLM for which the table was written, and with which all tests run. `pyproject.toml` pins the same.
+#: The vLLM version that the table describes and all tests run with. `pyproject.toml` pins the same.
 TESTED_VLLM = "0.32.0"
 
 #: How a seam is used.
 #: `call`: we call it, with `parameters` by name; vLLM may add parameters that have defaults.
-#: `override`: a subclass of ours defines it and vLLM calls that; `parameters` are all of its parameters, in order.
-#: `replace`: we put something of ours in its place; as `override`, unless it is a class.
+#: `override`: our subclass defines it and vLLM calls ours; `parameters` are all of its parameters, in order.
+#: `replace`: we replace it by our own; `parameters` as for `override`, unless it is a class.
 #: `order`: values are passed or decoded by position: `parameters` are all of them, in order.
 #: `read`: a class, object or module of which we use `attributes`.
 Kind = Literal["call", "override", "replace", "order", "read"]
@@ -29,8 +29,8 @@ class Seam:
     """One name of vLLM, or of a library through which we change vLLM's app.
 
     `where` is `module:qualified.name`, or a module alone. `attributes` are members of it, or are set by its methods.
-    `called_in` is the function of vLLM's in which the last name of `where` (or `lookup`) occurs: once it does not occur
-    there any more, an override or a replacement has no effect.
+    `called_in` is the vLLM function that refers to the last name of `where` (or to `lookup`): if it no longer does, an
+    override or replacement has no effect.
     """
 
     where: str
@@ -43,11 +43,11 @@ class Seam:
 
 @dataclass(frozen=True)
 class Group:
-    """Seams that serve one purpose, stand and fall together, and are pinned by the same tests.
+    """Seams that serve one purpose, are only useful together, and are pinned by the same tests.
 
     `adapter` is the module of `seams` that uses them, `users` the modules of `vllm_bridge` that use the adapter for it;
-    without an adapter the users' code has no name of vLLM's in it, but relies on what the seams describe.
-    `without` is what fails without the seams, `instead` the public interface of vLLM that would replace them.
+    if it is empty, the users refer to no private name but rely on the behaviour that the seams describe.
+    `without` is what fails without the seams, `instead` the public vLLM interface that would replace them.
     """
 
     name: str
@@ -93,7 +93,7 @@ GROUPS: tuple[Group, ...] = (
         users=("app", "http_server"),
         processes=("gateway",),
         without="the gateway has no HTTP server",
-        instead="none: vLLM has no documented way to make its app for another EngineClient",
+        instead="none: vLLM documents no way to build its app for another EngineClient",
         tests=("tests/contract/test_renderer_hook.py", "tests/contract/test_vllm_http_server.py"),
         seams=(
             Seam(f"{_LAUNCHERS}.app:build_app", "call", ("args", "supported_tasks", "model_config")),
@@ -122,11 +122,11 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="middleware stack",
-        purpose="middleware is made once, ours included, although vLLM builds the stack before ours is known",
+        purpose="middleware is instantiated once, ours included, although vLLM builds the stack before ours is added",
         adapter="api_server",
         users=("app",),
         processes=("gateway",),
-        without="the user's middleware exists twice, and http_requests_total counts nothing",
+        without="the user's middleware is instantiated twice, and http_requests_total counts nothing",
         instead="none; unnecessary once vLLM leaves the stack to Starlette",
         tests=("tests/contract/test_renderer_hook.py",),
         seams=(
@@ -140,11 +140,11 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="request validation",
-        purpose="vLLM's app refuses a body at the first bad element of a list",
+        purpose="vLLM's app rejects a body at the first invalid element of a list",
         adapter="",
         users=("fail_fast",),
         processes=("gateway",),
-        without="a body of wrong elements holds the event loop for seconds",
+        without="a body with many invalid elements blocks the event loop for seconds",
         instead="`fail_fast` in vLLM's request models",
         tests=("tests/unit/vllm_bridge/test_vllm_bridge_fail_fast.py", "tests/contract/test_vllm_fail_fast.py"),
         seams=(
@@ -158,7 +158,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="input processor",
-        purpose="beam search asks the engine client's input processor whether answers are watermarked",
+        purpose="beam search asks the engine client's input processor whether outputs are watermarked",
         adapter="engine",
         users=("engine_client",),
         processes=("gateway",),
@@ -181,7 +181,7 @@ GROUPS: tuple[Group, ...] = (
         users=("renderer_hook",),
         processes=("gateway",),
         without="media are processed by the gateway's renderer: without the arena, and not in parallel",
-        instead="none; a public hook at this place would do",
+        instead="none; a public hook at this point would suffice",
         tests=("tests/contract/test_renderer_hook.py",),
         seams=(
             Seam(
@@ -203,7 +203,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="multimodal processor",
-        purpose="one job per item: the Hugging Face processor apart from the expansion of the prompt, and checks",
+        purpose="one job per item: Hugging Face processor and prompt expansion run separately; features are checked",
         adapter="multimodal",
         users=("assembler", "placeholder_layout", "preparation", "validation"),
         processes=BOTH,
@@ -244,7 +244,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="embeddings",
-        purpose="embeddings that clients send take the form that vLLM's renderer expects",
+        purpose="embeddings sent by clients are converted to the form that vLLM's renderer expects",
         adapter="multimodal",
         users=("embeds",),
         processes=("worker",),
@@ -260,7 +260,7 @@ GROUPS: tuple[Group, ...] = (
         users=("frame_sampler", "source_prompt"),
         processes=BOTH,
         without="videos are decoded in workers only (`--stage url`)",
-        instead="none; a registered video decoder backend would do",
+        instead="none; a registered video decoder backend would suffice",
         tests=("tests/contract/test_video_exactness.py",),
         seams=(
             Seam(
@@ -296,7 +296,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="message encoder",
-        purpose="an item travels to EngineCore as its header and descriptors, and sampling parameters to workers",
+        purpose="items are sent to EngineCore as header and descriptors; sampling parameters are encoded for workers",
         adapter="engine",
         users=("administration", "arena_decoder", "arena_encoder", "engine_client", "engine_core", "engine_request"),
         processes=BOTH,
@@ -332,11 +332,11 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="EngineCore",
-        purpose="EngineCore maps arenas, refuses what it cannot read, and ends with its worker",
+        purpose="EngineCore maps arenas, rejects requests whose features it cannot read, and exits with its worker",
         adapter="engine_core",
         users=("engine_core",),
         processes=("worker",),
-        without="features travel inside the message (`--transport inline`); a killed worker leaves its engine behind",
+        without="features are sent in the message (`--transport inline`); EngineCore survives the kill of its worker",
         instead="none; vLLM's multimodal receiver cache is private, too",
         tests=("tests/contract/test_vllm_engine_plugin.py", "tests/contract/test_vllm_engine_features.py"),
         seams=(
@@ -352,7 +352,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="engine front end",
-        purpose="utility calls to every EngineCore, our encoder, what is unfinished at each rank, a quiet end",
+        purpose="utility calls to every EngineCore, our encoder, unfinished requests by rank, silent shutdown",
         adapter="engine",
         users=("engine",),
         processes=("worker",),
@@ -381,12 +381,12 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="engine statistics",
-        purpose="load of each rank for the router, times of a request for its report",
+        purpose="load of each rank for the router, timings of a request for its report",
         adapter="engine",
         users=("engine", "outputs"),
         processes=("worker",),
         without="workers report no load",
-        instead="the Prometheus metrics have the same numbers, without the rank's last step",
+        instead="the Prometheus metrics have the same values, without the rank's last step",
         tests=("tests/contract/test_vllm_engine_load.py",),
         seams=(
             Seam("vllm.v1.metrics.stats:SchedulerStats", "read", attributes=("num_running_reqs", "kv_cache_usage")),
@@ -399,12 +399,12 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="KV events",
-        purpose="the worker decodes what EngineCore publishes of its KV cache",
+        purpose="the worker decodes the KV events that EngineCore publishes",
         adapter="",
         users=("kv_events",),
         processes=("worker",),
         without="requests are routed without regard to KV caches",
-        instead="vLLM documents the events and a subscriber; not the replay socket, nor the endpoints of further ranks",
+        instead="vLLM documents the events and a subscriber, but not the replay socket or the endpoints of other ranks",
         tests=("tests/contract/test_vllm_kv_events.py", "tests/contract/test_vllm_kv_event_reader.py"),
         seams=(
             Seam(f"{_EVENTS}:EventBatch", "order", ("ts", "events", "data_parallel_rank")),
@@ -436,11 +436,11 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="model on a CPU",
-        purpose="a CPU model of one rank runs in EngineCore; processes of larger ones leave cores free while they wait",
+        purpose="a CPU model of one rank runs in EngineCore's process; others yield cores while they wait",
         adapter="cpu",
         users=("cpu_executor", "cpu_waiting"),
         processes=("worker",),
-        without="vLLM's own processes spin on every core (`--distributed-executor-backend mp` works)",
+        without="vLLM's own processes busy-wait on every core (`--distributed-executor-backend mp` works)",
         instead="the executor's qualified name in `distributed_executor_backend` is public; its methods are not",
         tests=("tests/contract/test_vllm_cpu_executor.py", "tests/contract/test_vllm_cpu_waiting.py"),
         seams=(
