@@ -34,6 +34,7 @@ _EVENTS_LATE_S: Final = 0.5
 
 
 @dataclass(frozen=True)
+class MatchCounts:
     """Totals of all matches. `num_holes`: slots that lacked a block inside their apparent prefix, where a probe
     happened to see it; `num_bounded`: matches that ran out of probes, so that some of their lengths are lower
     bounds."""

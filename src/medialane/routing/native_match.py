@@ -84,7 +84,6 @@ def match(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
     After `counts[MAX_PROBES]` probes no new interval is bisected; finishing the current one takes at most log2 of the
     number of blocks, as does the exponential search before.
     """
-    """
     find_prefixes(ids, candidates, view, max_length)
 
 

@@ -183,8 +183,8 @@ def store(view: Ints, bit: int, ids: Words, first: int) -> int:
 
 
 @compiled
-"""Remove ids[first:] from the bit. Returns as `store` does."""
-    """The bit holds ids[first:] no more. Returns as `store`."""
+def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
+    """Remove ids[first:] from the bit. Returns as `store` does."""
     now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     before = after = -1
