@@ -13,7 +13,6 @@ Cases that must not raise a false alarm:
 * A block that was stored and removed before it was checked: it is marked when it is stored.
 * A snapshot in between: earlier events are unknown, so the requests in flight are not judged.
 """
-"""
 
 from __future__ import annotations
 
