@@ -1,4 +1,4 @@
-"""`medialane doctor`: looks at this machine and says what is missing, and what to do about it."""
+"""`medialane doctor`: checks this machine, and reports what is missing and how to fix it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from medialane.vllm_bridge.seams.table import TESTED_VLLM
 
 Verdict = Literal["ok", "warn", "fail"]
 
-#: MADV_POPULATE_WRITE (madvise(2)); without it the arena's pages are made when they are first written.
+#: MADV_POPULATE_WRITE (madvise(2)); without it the arena's pages are allocated when they are first written.
 _POPULATE_KERNEL = (5, 14)
 #: Sockets of clients, workers and preparers, and vLLM's own.
 _FILES_WANTED = 4096
 _IMPORT_TIMEOUT_S = 120
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
-#: Looked at in a process of its own: a broken build may end the process that imports it.
+#: Runs in a separate process: a broken build may crash the process that imports it.
 _IMPORTS = """
 import json
 found = {}
@@ -43,7 +43,7 @@ for name in ("torch", "torchvision", "transformers"):
     try:
         module = __import__(name)
         found[name] = [True, module.__version__]
-    except Exception as error:  # whatever a broken build raises is the finding
+    except Exception as error:  # the exception of a broken build is the finding
         found[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
 print(json.dumps(found))
 """
@@ -60,7 +60,7 @@ broken = probe()
 print(json.dumps([summary(broken), not broken]))
 """
 
-#: In a process of its own: it forks, and has one thread.
+#: Runs in a separate process, because it forks and must have one thread.
 _SANDBOX = """
 import json
 from medialane.prepare.sandbox import missing_here
@@ -70,7 +70,7 @@ print(json.dumps(list(missing_here())))
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one thing. `advice` is empty when all is well."""
+    """The result of one check. `advice` is empty if all is well."""
 
     name: str
     verdict: Verdict
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if something fails, 0 otherwise. Raises StartupFailed for settings that cannot be."""
+    """Print every finding; 1 if one of them is a failure, else 0. Raises StartupFailed for invalid settings."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
     findings = list(run_checks(config))
     if args.json:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_checks(config: Config) -> Iterator[Finding]:
-    """Every check, in the order in which a start would meet them."""
+    """Run every check, in the order in which a start-up would fail."""
     yield _python()
     yield _vllm()
     yield from _imports()
@@ -113,7 +113,7 @@ def run_checks(config: Config) -> Iterator[Finding]:
 
 def _python() -> Finding:
     text = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info < (3, 11):  # noqa: UP036 - run from a checkout, pip has not seen to it
+    if sys.version_info < (3, 11):  # noqa: UP036 - in a checkout, pip has not checked it
         return Finding("python", "fail", text, "use Python 3.11 or newer")
     return Finding("python", "ok", text)
 
@@ -142,7 +142,7 @@ def _imports() -> Iterator[Finding]:
 
 
 def _seams() -> Finding:
-    """What medialane uses of vLLM beyond its public interface, compared with the installed vLLM."""
+    """Check the parts of vLLM that medialane uses beyond its public interface against the installed vLLM."""
     try:
         line, is_whole = _ask(_SEAMS)
     except _ProbeFailed as error:
@@ -152,7 +152,7 @@ def _seams() -> Finding:
 
 
 def _media() -> Finding:
-    """Kinds of media that can be decoded; what cannot is refused, and the rest works."""
+    """Check which media can be decoded; unavailable kinds are rejected, and the rest works."""
     try:
         line, cures = _ask(_KINDS)
     except _ProbeFailed as error:
@@ -161,7 +161,7 @@ def _media() -> Finding:
 
 
 class _ProbeFailed(Exception):
-    """The process that was asked ended or hung. `advice` is set where it does not depend on what was asked."""
+    """The probe process crashed or hung. `advice` is set if it does not depend on the probe."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
@@ -169,7 +169,7 @@ class _ProbeFailed(Exception):
 
 
 def _ask(script: str) -> Any:
-    """What a script prints as JSON in its last line. Raises _ProbeFailed."""
+    """Return what a script prints as JSON in its last line. Raises _ProbeFailed."""
     try:
         done = subprocess.run(  # noqa: S603 - our own script, no shell
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
@@ -250,7 +250,7 @@ def _kernel(release: str) -> Finding:
 
 
 def _sandbox() -> Finding:
-    """What keeps a preparer that a hostile file has taken over from the rest of the machine."""
+    """Check the mechanisms that confine a preparer compromised by a hostile file."""
     try:
         missing = _ask(_SANDBOX)
     except _ProbeFailed as error:
