@@ -104,7 +104,7 @@ def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connec
     )
     tensors = torch.multiprocessing.get_context("spawn").Queue()
     seen, seen_there = context.Pipe(duplex=False)
-    wishes, wishes_there = context.Pipe()
+    requests, wishes_there = context.Pipe()
     started = [
         context.Process(target=ends.run_engine_core, args=(addresses, tensors, seen_there), daemon=True),
         context.Process(target=ends.run_front_end, args=(addresses, tensors, wishes_there), daemon=True),
@@ -114,15 +114,15 @@ def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connec
     try:
         for theirs in (seen_there, wishes_there):
             theirs.close()  # so that EOF is read from the pipe when the process exits
-        _receive(wishes, START_S)
-        yield addresses, wishes, seen
+        _receive(requests, START_S)
+        yield addresses, requests, seen
     finally:
         for process in reversed(started):
             process.terminate()
             process.join(10)
 
 
-async def _measure(addresses: ends.Addresses, wishes: Connection, seen: Connection, *, rounds: int) -> Hop:
+async def _measure(addresses: ends.Addresses, requests: Connection, seen: Connection, *, rounds: int) -> Hop:
     arena = Arena.create(ArenaConfig(size_bytes=256 << 20))
     try:
         arena.prefault(threading.Event())
@@ -133,7 +133,7 @@ async def _measure(addresses: ends.Addresses, wishes: Connection, seen: Connecti
             while not gateway.ready:  # noqa: ASYNC110 - links offer no event for it
                 await asyncio.sleep(0.01)
         try:
-            hop = Hop(gateway, leases, wishes, seen)
+            hop = Hop(gateway, leases, requests, seen)
             await hop.run(rounds)
             await hop.run_whole(min(rounds, WHOLE_ROUNDS))
             return hop
@@ -182,13 +182,13 @@ class Hop:
     """Sends one feature at a time over each transfer path, and records the times."""
 
     def __init__(
-        self, gateway: Gateway, leases: dict[str, Lease[Feature]], wishes: Connection, seen: Connection
+        self, gateway: Gateway, leases: dict[str, Lease[Feature]], requests: Connection, seen: Connection
     ) -> None:
         self.times = {(size, way): Times() for size in ends.SIZES for way in (OURS, *PEERS)}
         self.bare = Times()
         self._gateway = gateway
         self._leases = leases
-        self._wishes = wishes
+        self._wishes = requests
         self._seen = seen
         self._sums = {size: ends.checksum(ends.make_item(size)[ends.PIXELS].data) for size in ends.SIZES}
         self._num_sent = 0

@@ -180,7 +180,7 @@ def _clips(*, quick: bool) -> list[Case]:
     found = []
     for (width, height, seconds), gop, least in ((sparse, 60, 4.0), (dense, 250, 1 - NOISE)):
         name = f"clip-{width}x{height}-{seconds}s-gop{gop}.mp4"
-        encoded = samples.kept(cache / "bench-media", name, partial(samples.clip, width, height, seconds, gop=gop))
+        encoded = samples.cached(cache / "bench-media", name, partial(samples.clip, width, height, seconds, gop=gop))
         found.append(_clip(f"H.264 {width}x{height}, {seconds} s, GOP {gop}", encoded, sampler, least))
     return found
 
@@ -203,7 +203,7 @@ def _canonical(metadata: dict[str, Any]) -> str:
 
 
 def _audio() -> Case:
-    encoded = samples.sound("MP3", 60)
+    encoded = samples.audio("MP3", 60)
 
     def ours() -> Result:
         found = decode_audio(memoryview(encoded), CONFIG)

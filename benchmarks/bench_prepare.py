@@ -62,8 +62,8 @@ WIDTH, HEIGHT = 1024, 768
 NUM_IMAGES, QUICK_NUM_IMAGES = 40, 8
 ROUNDS, QUICK_ROUNDS = 7, 2
 #: Up to this many times the requested rounds may be run to get enough undisturbed turns, and this many are enough.
-PATIENCE, FEWEST_CALM = 4, 3
-CALM = 0.10
+PATIENCE, MIN_UNDISTURBED = 4, 3
+MAX_OTHERS = 0.10
 MOST_PREPARERS = 8
 START_S = 120.0
 SAMPLE_PAUSE_S = 0.05
@@ -106,13 +106,17 @@ class Turns(list[Turn]):
     """All turns of one configuration."""
 
     @property
-    def num_calm(self) -> int:
-        return sum(turn.others <= CALM for turn in self)
+    def num_undisturbed(self) -> int:
+        return sum(turn.others <= MAX_OTHERS for turn in self)
 
     @property
     def counted(self) -> list[Turn]:
         """The undisturbed turns, if there are enough of them."""
-        return [turn for turn in self if turn.others <= CALM] if self.num_calm >= FEWEST_CALM else list(self)
+        return (
+            [turn for turn in self if turn.others <= MAX_OTHERS]
+            if self.num_undisturbed >= MIN_UNDISTURBED
+            else list(self)
+        )
 
     @property
     def images_per_s(self) -> float:
@@ -167,7 +171,7 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
                     await asyncio.to_thread(renderer.recv)
             if number == 0:  # warm-up
                 speeds.clear()
-            elif min(turns.num_calm for turns in speeds.values()) >= rounds:
+            elif min(turns.num_undisturbed for turns in speeds.values()) >= rounds:
                 break
         for count, pool in pools.items():
             with _watched(arena, pool, memory.setdefault(_name(count), [Memory() for _ in range(count)])):
@@ -326,13 +330,13 @@ def _renderer(model: str) -> Iterator[tuple[Connection, int]]:
         process.join(10)
 
 
-def run_renderer(model: str, wishes: Connection) -> None:
+def run_renderer(model: str, requests: Connection) -> None:
     """Main function of the renderer process: respond to each list of JPEGs when all are rendered."""
     renderer = renderer_from_config(create_frontend_config(parse_vllm_args(model, FLAGS)))
     threads = concurrent.futures.ThreadPoolExecutor(8)  # VLLM_MEDIA_LOADING_THREAD_COUNT
-    wishes.send("ready")
+    requests.send("ready")
     while True:
-        way, jpegs = wishes.recv()
+        way, jpegs = requests.recv()
         os.environ.pop("OMP_NUM_THREADS", None)  # vLLM reads it before each item
         if way.num_threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(way.num_threads)
@@ -341,7 +345,7 @@ def run_renderer(model: str, wishes: Connection) -> None:
         else:
             for jpeg in jpegs:
                 renderer.render_cmpl([_request(ImageMediaIO().load_bytes(jpeg))])
-        wishes.send("done")
+        requests.send("done")
 
 
 async def _render_together(renderer: Any, threads: concurrent.futures.Executor, jpegs: Sequence[bytes]) -> None:
@@ -386,7 +390,7 @@ def _report(speeds: dict[str, Turns], memory: dict[str, list[Memory]]) -> Report
         Bar("prepare: 2 preparers over 1", two / one, 1.8, "at least"),
         Bar("prepare: private memory of a preparer beyond its job's pixels, MB", most * MIB / 1e6, 80, "at most"),
     ]
-    disturbed = [name for name, turns in speeds.items() if turns.num_calm < FEWEST_CALM]
+    disturbed = [name for name, turns in speeds.items() if turns.num_undisturbed < MIN_UNDISTURBED]
     notes = [f"Other processes used the machine; disturbed figures, vLLM's included: {', '.join(disturbed)}."]
     return Report(
         "prepare", {f"{WIDTH}x{HEIGHT} JPEGs": rows, "memory of preparers": sizes}, bars, notes if disturbed else []

@@ -56,7 +56,7 @@ SESSIONS = SessionTrace(
     images_of_first=(0.2, 0.5, 0.3),
     max_turns=6,
 )
-SESSION_PICTURE = (512, 384)
+SESSION_IMAGE = (512, 384)
 
 
 def run(options: Options) -> Report:
@@ -137,11 +137,11 @@ def _row(name: str, ttft_s: list[float]) -> dict[str, object]:
 
 async def _repeated_images(model: str, url: str, number: int, *, seed: int) -> list[list[float]]:
     """Return the TTFT of the requests about all images, in seconds: for the second time, the third, ..."""
-    pictures = [data_url(sample_jpeg(100 * seed + n, *SIZE)) for n in range(number)]
+    images = [data_url(sample_jpeg(100 * seed + n, *SIZE)) for n in range(number)]
     shuffled = random.Random(seed)
     found = []
     for time in range(ASKED_EACH):
-        bodies = [image_request(model, picture, f"Question {time}: what is it?") for picture in pictures]
+        bodies = [image_request(model, image, f"Question {time}: what is it?") for image in images]
         shuffled.shuffle(bodies)
         found.append((await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s)
     return found[1:]
@@ -158,9 +158,9 @@ def _session_request(model: str, turn: Turn, seed: int) -> bytes:
     content: list[dict[str, object]] = []
     done = 0
     for span in turn.media:
-        picture = data_url(sample_jpeg(int(span.mm_hash[:6], 16) + seed, *SESSION_PICTURE))
+        url = data_url(sample_jpeg(int(span.mm_hash[:6], 16) + seed, *SESSION_IMAGE))
         content.append({"type": "text", "text": _words(turn.token_ids[done : span.offset])})
-        content.append({"type": "image_url", "image_url": {"url": picture}})
+        content.append({"type": "image_url", "image_url": {"url": url}})
         done = span.offset + span.length
     content.append({"type": "text", "text": _words(turn.token_ids[done:])})
     messages = [{"role": "user", "content": content}]

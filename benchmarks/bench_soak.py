@@ -77,7 +77,7 @@ NUM_PREPARERS = 2
 
 
 @dataclass(frozen=True)
-class Look:
+class Sample:
     """All processes of the gateway at rest, after `num_requests`."""
 
     num_requests: int
@@ -115,7 +115,7 @@ class Soak:
     """Sends requests in batches and samples the processes after each."""
 
     def __init__(self, gateway: GatewayProcess, session: aiohttp.ClientSession, shm: Path) -> None:
-        self.looks: list[Look] = []
+        self.samples: list[Sample] = []
         self.statuses: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self._gateway = gateway
@@ -129,11 +129,11 @@ class Soak:
         self._progress = Progress(num_requests)
         todo = iter(requests.make(num_requests))
         batch = max(1, num_requests // NUM_LOOKS)
-        await self._look(started)
+        await self._sample(started)
         while self._num_sent < num_requests and time.perf_counter() - started < time_s:
             await self._send_all(list(islice(todo, batch)))
             await self._settle()
-            await self._look(started)
+            await self._sample(started)
 
     async def _send_all(self, requests: Sequence[Request]) -> None:
         todo = iter(requests)
@@ -184,11 +184,11 @@ class Soak:
             text = await response.text()
         return _metric(text, "medialane_arena_leases"), _metric(text, "medialane_worker_in_flight")
 
-    async def _look(self, started: float) -> None:
+    async def _sample(self, started: float) -> None:
         leases, in_flight = await self._in_flight()
         pids = process_tree(self._gateway.pid)
         memory = {pid: _memory(pid) for pid in pids}
-        look = Look(
+        sample = Sample(
             num_requests=self._num_sent,
             seconds=time.perf_counter() - started,
             anon_mib=sum(anon for anon, _ in memory.values()),
@@ -200,10 +200,10 @@ class Soak:
             num_leases=leases,
             num_in_flight=in_flight,
         )
-        self.looks.append(look)
+        self.samples.append(sample)
         print(
-            f"  {look.num_requests} requests, {look.seconds:.0f} s: {look.anon_mib:.0f} MiB, {look.num_fds} fds, "
-            f"{look.num_leases:g} leases",
+            f"  {sample.num_requests} requests, {sample.seconds:.0f} s: {sample.anon_mib:.0f} MiB, "
+            f"{sample.num_fds} fds, {sample.num_leases:g} leases",
             flush=True,
         )
 
@@ -284,30 +284,30 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
-    sent = soak.looks[-1].num_requests
-    warm = [look for look in soak.looks if look.num_requests >= sent * WARM_UP]
+    sent = soak.samples[-1].num_requests
+    warm = [sample for sample in soak.samples if sample.num_requests >= sent * WARM_UP]
     grown = {
-        name: 1000 * slope([(look.num_requests, float(getattr(look, name))) for look in warm])
+        name: 1000 * slope([(sample.num_requests, float(getattr(sample, name))) for sample in warm])
         for name in ("anon_mib", "gateway_mib", "rss_mib", "num_fds", "shm_mib", "num_leases", "num_processes")
     }
     rows: list[dict[str, object]] = [
         {
-            "requests": look.num_requests,
-            "s": look.seconds,
-            "memory MiB": look.anon_mib,
-            "gateway's": look.gateway_mib,
-            "RSS": look.rss_mib,
-            "fds": look.num_fds,
-            "processes": look.num_processes,
-            "shm MiB": look.shm_mib,
-            "leases": look.num_leases,
-            "at worker": look.num_in_flight,
+            "requests": sample.num_requests,
+            "s": sample.seconds,
+            "memory MiB": sample.anon_mib,
+            "gateway's": sample.gateway_mib,
+            "RSS": sample.rss_mib,
+            "fds": sample.num_fds,
+            "processes": sample.num_processes,
+            "shm MiB": sample.shm_mib,
+            "leases": sample.num_leases,
+            "at worker": sample.num_in_flight,
         }
-        for look in soak.looks
+        for sample in soak.samples
     ]
     outcomes = [{"outcome": name, "requests": number} for name, number in sorted(soak.statuses.items())]
-    leases = max(look.num_leases for look in soak.looks)
-    in_flight = max(look.num_in_flight for look in soak.looks)
+    leases = max(sample.num_leases for sample in soak.samples)
+    in_flight = max(sample.num_in_flight for sample in soak.samples)
     bars = [
         Bar("soak: part of the requests that were sent in time", sent / num_requests, 0.5, "at least"),
         Bar(

@@ -293,31 +293,31 @@ class HeapRequest(NamedTuple):
 def run_front_end(
     addresses: Addresses,
     tensors: Queue[Any],
-    wishes: Connection,
+    requests: Connection,
 ) -> None:
-    """Main function of the worker's process: an RPC server for medialane's path, and `wishes` for vLLM's."""
+    """Main function of the worker's process: an RPC server for medialane's path, and `requests` for vLLM's."""
     torch.set_num_threads(1)
-    uvloop.run(_serve(addresses, tensors, wishes))
+    uvloop.run(_serve(addresses, tensors, requests))
 
 
-async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) -> None:
+async def _serve(addresses: Addresses, tensors: Queue[Any], requests: Connection) -> None:
     specs = make_specs()
     front_end = FrontEnd(addresses, tensors)
     server = RpcServer(Worker(front_end, WorkerConfig(), arena_directory=addresses.arena_directory), RpcConfig())
     await server.serve(addresses.worker)
     waiting = asyncio.Event()
-    asyncio.get_running_loop().add_reader(wishes.fileno(), waiting.set)
-    wishes.send("ready")
+    asyncio.get_running_loop().add_reader(requests.fileno(), waiting.set)
+    requests.send("ready")
     while True:
         await waiting.wait()
-        wish: HeapRequest = wishes.recv()
+        request: HeapRequest = requests.recv()
         waiting.clear()
-        if wish.way:
-            fresh = [] if wish.way == NO_FEATURE else [_on_fresh_heap(specs[wish.item])]
-            wishes.send(await front_end.send_heap(wish.way, wish.request_id, token_ids(), fresh))
+        if request.way:
+            fresh = [] if request.way == NO_FEATURE else [_on_fresh_heap(specs[request.item])]
+            requests.send(await front_end.send_heap(request.way, request.request_id, token_ids(), fresh))
         else:
             await front_end.forget_pages()
-            wishes.send(None)
+            requests.send(None)
 
 
 def _descriptors(feature: MediaPayload) -> list[TensorDescriptor]:

@@ -20,7 +20,7 @@ FPS = 30
 _SAMPLE_RATE = 44100
 
 
-def kept(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
+def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
     """Return the result of `make`, cached as `name` in a folder: encoding a clip takes a minute. A name must identify
     the recipe."""
     path = folder / name
@@ -59,7 +59,7 @@ def clip(width: int, height: int, seconds: float, *, gop: int, seed: int = 0) ->
     return buffer.getvalue()
 
 
-def sound(kind: str, seconds: float, *, seed: int = 0, num_channels: int = 2) -> bytes:
+def audio(kind: str, seconds: float, *, seed: int = 0, num_channels: int = 2) -> bytes:
     """Return chords of rising tones in one of libsndfile's formats."""
     rng = np.random.default_rng(seed)
     time = np.arange(round(seconds * _SAMPLE_RATE)) / _SAMPLE_RATE

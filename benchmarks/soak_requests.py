@@ -58,7 +58,7 @@ class Requests:
         self._random = random.Random(seed)
         self._jpegs = [sample_jpeg(number, *size)[2:] for number, size in enumerate(_SIZES)]
         self._clip = samples.clip(160, 120, 1, gop=30)
-        self._audio = samples.sound("WAV", 0.5)
+        self._audio = samples.audio("WAV", 0.5)
         self._num_new = 0
         self._hostile = [json.dumps(part).encode() for part in _hostile_parts(self._jpegs[0])]
 

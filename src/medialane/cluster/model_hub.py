@@ -35,16 +35,16 @@ def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = Fa
     if constants.HF_HUB_OFFLINE:
         raise StartupFailed(f"{missing}, and HF_HUB_OFFLINE disables access to the hub")
     base = f"{constants.ENDPOINT}/{model}/resolve/{revision or 'main'}"
-    why = _within(DEADLINE_S, lambda: _ask(base, get_token()))
+    why = _within(DEADLINE_S, lambda: _query(base, get_token()))
     if why is not None:
         raise StartupFailed(f"{missing}, and the hub {constants.ENDPOINT} {why}")
 
 
-def _ask(base: str, token: str | None) -> str | None:
+def _query(base: str, token: str | None) -> str | None:
     """Return why the hub does not provide the model; None if it does."""
     why = None
     for name in _CONFIGS:
-        why = _ask_for(f"{base}/{name}", token)
+        why = _query_file(f"{base}/{name}", token)
         if why != _UNKNOWN:
             return why
     return why
@@ -53,7 +53,7 @@ def _ask(base: str, token: str | None) -> str | None:
 _UNKNOWN = "does not have it (a private one needs HF_TOKEN)"
 
 
-def _ask_for(url: str, token: str | None) -> str | None:
+def _query_file(url: str, token: str | None) -> str | None:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, headers=headers, method="HEAD")  # noqa: S310 - the operator's own hub
     try:

@@ -55,4 +55,4 @@ class OrphanReaper:
             # A few bytes, and the reader does nothing else: this does not block.
             os.write(self._pipe, line.encode())
         except BrokenPipeError:
-            logger.warning("the orphan reaper is gone: children may survive a kill -9 of this process")
+            logger.warning("the orphan reaper has exited: children may survive a kill -9 of this process")

@@ -72,7 +72,7 @@ class ProcessSupervisor:
         if self._gate is not None:
             await first_of(stopping.wait(), self._gate.wait())
         while not stopping.is_set():
-            how, lifetime_s = await self._live()
+            how, lifetime_s = await self._run_once()
             if stopping.is_set():
                 return
             if not self._context.all_ready.is_set():
@@ -94,7 +94,7 @@ class ProcessSupervisor:
         if lines := self._log.read():
             self._context.observer.printed(self.part.name, lines)
 
-    async def _live(self) -> tuple[str, float]:
+    async def _run_once(self) -> tuple[str, float]:
         """Run the process once, from start to exit. Returns how it ended and its lifetime in seconds."""
         self._context.observer.starting(self.part.name)
         try:

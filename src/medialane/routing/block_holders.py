@@ -65,11 +65,11 @@ class BlockHolders:
 
     def store(self, bit: int, ids: BlockIds) -> None:
         """Add these blocks to those that the bit holds."""
-        self._change(native.store, bit, ids)
+        self._apply(native.store, bit, ids)
 
     def remove(self, bit: int, ids: BlockIds) -> None:
         """Remove these blocks from those that the bit holds."""
-        self._change(native.remove, bit, ids)
+        self._apply(native.remove, bit, ids)
 
     def retire(self, bit: int) -> None:
         """Exclude the bit's blocks from the counts and leave them to `sweep`. The bit must not be used until it holds
@@ -83,7 +83,7 @@ class BlockHolders:
     def sweep(self, num_places: int, num_blocks: int) -> None:
         """Do one step: inspect up to `num_places` places and remove retired bits from up to `num_blocks` blocks."""
         while not native.sweep(self.view.addresses, num_places, num_blocks):
-            self._more_rows()
+            self._add_rows()
 
     def widen(self, num_bits: int) -> None:
         """Grow to at least this many bits."""
@@ -91,19 +91,19 @@ class BlockHolders:
         words = (num_bits + 63) // 64
         more = words - now.sets.shape[1]
         if more > 0:
-            self._use(
+            self._replace_arrays(
                 sets=np.pad(now.sets, ((0, 0), (0, more))),
                 held=np.pad(now.held, (0, 64 * more)),
                 retired=np.pad(now.retired, (0, more)),
             )
 
-    def _change(self, change: Callable[[Ints, int, BlockIds, int], int], bit: int, ids: BlockIds) -> None:
+    def _apply(self, change: Callable[[Ints, int, BlockIds, int], int], bit: int, ids: BlockIds) -> None:
         done, view = 0, self.view.addresses
         self._checked(bit)
         while (done := change(view, bit, ids, done)) < len(ids):
             self._grow()
         if len(self._now.old) > 1 and not self._state(native.NUM_OLD):
-            self._use(old=_no_table())
+            self._replace_arrays(old=_no_table())
 
     def _checked(self, bit: int) -> int:
         """Return `bit`, or raise IndexError: native code does no bounds checks."""
@@ -115,23 +115,23 @@ class BlockHolders:
         """Make space for another block or another set. When a table is full, `old` is empty."""
         now = self._now
         if 4 * self._state(native.NUM_NEW) < 3 * len(now.table):
-            self._more_rows()
+            self._add_rows()
             return
         now.state[native.NUM_OLD], now.state[native.NUM_NEW] = now.state[native.NUM_NEW], 0
         now.state[native.MOVED] = 0
-        self._use(old=now.table, table=np.zeros((2 * len(now.table), 2), np.uint64))
+        self._replace_arrays(old=now.table, table=np.zeros((2 * len(now.table), 2), np.uint64))
 
-    def _more_rows(self) -> None:
+    def _add_rows(self) -> None:
         now = self._now
         count = len(now.sets)
-        self._use(
+        self._replace_arrays(
             sets=np.pad(now.sets, ((0, count), (0, 0))),
             rows=np.pad(now.rows, ((0, count), (0, 0))),
             places=np.zeros(4 * count, np.int64),
         )
         native.intern_all(self.view.addresses)
 
-    def _use(self, **arrays: Any) -> None:
+    def _replace_arrays(self, **arrays: Any) -> None:
         """Replace some of the arrays."""
         self._now = self._now._replace(**arrays)
         self.view.show(*self._now)

@@ -16,7 +16,7 @@ import numpy as np
 
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_match import LAYOUT, MAX_WAITING, NUM_WORK_ROWS, match
+from medialane.routing.native_match import LAYOUT, MAX_INTERVALS, NUM_WORK_ROWS, match
 from medialane.routing.native_view import Prefixes, View
 from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
 from medialane.routing.slot_words import slot_words
@@ -30,7 +30,7 @@ _FIRST_SLOTS: Final = 64
 #: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
 #: (`worker.block_reports`), and event loops under load lag. Long enough for that, and short compared with the turnover
 #: time of a cache.
-_EVENTS_LATE_S: Final = 0.5
+_EVENT_DELAY_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class BlockIndex:
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
         self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
-        self._spans = np.zeros((MAX_WAITING, 4), np.int64)
+        self._spans = np.zeros((MAX_INTERVALS, 4), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
         self._plain = np.empty(0, np.uint64)
@@ -110,7 +110,7 @@ class BlockIndex:
         """Add blocks to those that the slot holds; those it holds already are ignored."""
         self.sweep()
         bit = self._bit(slot)
-        self._holders.store(bit if bit >= 0 else self._give_bit(slot), ids)
+        self._holders.store(bit if bit >= 0 else self._assign_bit(slot), ids)
 
     def remove(self, slot: int, ids: BlockIds) -> None:
         """Remove blocks from those that the slot holds; those it does not hold are ignored."""
@@ -120,12 +120,12 @@ class BlockIndex:
 
     def clear(self, slot: int) -> None:
         """Drop all blocks and pending prefixes of a slot that left or restarted."""
-        self._lose(slot)
+        self._retire_bit(slot)
         self._pending_blocks.clear(slot)
 
     def replace(self, slot: int, ids: BlockIds) -> None:
         """Set the blocks that the slot holds. Pending prefixes stay: those requests are still in flight."""
-        self._lose(slot)
+        self._retire_bit(slot)
         self.store(slot, ids)
 
     def sweep(self) -> bool:
@@ -150,17 +150,17 @@ class BlockIndex:
             self.sweep()
         return self._pending_blocks.note(slot, ids, deadline=now + self._ttl_s)
 
-    def forget(self, note: PendingPrefix) -> None:
+    def forget(self, prefix: PendingPrefix) -> None:
         """Drop a pending prefix. Idempotent."""
-        self._pending_blocks.forget(note)
+        self._pending_blocks.forget(prefix)
 
-    def fade(self, note: PendingPrefix, ids: BlockIds) -> None:
+    def fade(self, prefix: PendingPrefix, ids: BlockIds) -> None:
         """Expire the pending prefix of a request that ended after its prefill: at once if the slot has reported its
         last block, else after a delay, since the KV events may still be in transit."""
-        if len(ids) and not self.holds(note.slot, ids.item(-1)):
-            self._pending_blocks.fade(note, deadline=self._clock() + _EVENTS_LATE_S)
+        if len(ids) and not self.holds(prefix.slot, ids.item(-1)):
+            self._pending_blocks.fade(prefix, deadline=self._clock() + _EVENT_DELAY_S)
         else:
-            self._pending_blocks.forget(note)
+            self._pending_blocks.forget(prefix)
 
     def match(self, ids: BlockIds, slots: int) -> Matches:
         """Return the longest prefix of `ids` that each of `slots` (a mask) holds, or that is pending there.
@@ -186,13 +186,13 @@ class BlockIndex:
             self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
             self._plain = np.pad(self._plain, (0, new // 64 - len(self._plain)))
             self._lengths = np.zeros((2, new), np.int32)
-            self._look_again()
+            self._update_view()
 
     def _bit(self, slot: int) -> int:
         """Return the slot's bit; -1 if it has never held anything."""
         return self._bit_of.item(slot) if slot < len(self._bit_of) else -1
 
-    def _give_bit(self, slot: int) -> int:
+    def _assign_bit(self, slot: int) -> int:
         """Assign a bit to the slot: the one of its own number, which is the fastest to find, if free."""
         self.have_slots(slot + 1)
         if slot >= self._holders.num_bits:
@@ -209,7 +209,7 @@ class BlockIndex:
             self._plain[slot >> 6] |= np.uint64(1 << (slot & 63))
         return bit
 
-    def _lose(self, slot: int) -> None:
+    def _retire_bit(self, slot: int) -> None:
         bit = self._bit(slot)
         if bit < 0 or not self._holders.num_held(bit):
             return
@@ -233,9 +233,9 @@ class BlockIndex:
         self._free.update(dict.fromkeys(range(old, new)))
         self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
         self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
-        self._look_again()
+        self._update_view()
 
-    def _look_again(self) -> None:
+    def _update_view(self) -> None:
         """Update the view after arrays were replaced."""
         self.view.show(
             self._bit_of,

@@ -1,6 +1,6 @@
 """The choice: scores all candidates, selects one, and reports the next best.
 
-One pass over the slots adds the cost that depends on the slot alone to that of the request without any cache, and
+One pass over the slots adds the cost that depends on the slot uncached to that of the request without any cache, and
 subtracts what each slot's caches save.
 """
 
@@ -74,7 +74,7 @@ NUM_BEST_ROWS: Final = 5
 SLOT: Final = 0
 SCORE: Final = 1
 BLOCKS: Final = 2
-TOLD: Final = 3
+REPORTED: Final = 3
 NUM_COLUMNS: Final = 4
 
 _ONE: Final = np.uint64(1)
@@ -106,22 +106,22 @@ def choose(
     find_prefixes(ids, candidates, index, min(len(ids), max(num_tokens - 1, 0) // block_size))
     lengths = prefix_rows(index, LENGTHS)
     blocks = lengths[0]
-    alone = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
-    alone += handover_bytes * rates[BYTE]
+    uncached = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
+    uncached += handover_bytes * rates[BYTE]
     remote = rates[REMOTE] + handover_bytes * rates[REMOTE_BYTE] if handover_bytes else 0.0
-    _score(found, table[picked[BEGIN]], blocks, table[IS_REMOTE], alone, block_size * rates[TOKEN], remote)
+    _score(found, table[picked[BEGIN]], blocks, table[IS_REMOTE], uncached, block_size * rates[TOKEN], remote)
     if not is_open:
-        _leave_out(found, candidates)
+        _exclude_others(found, candidates)
     if session_slot >= 0:
         found[session_slot] -= rates[SESSION]
     longest = _greatest(blocks)
     if num_items:
-        _take_off_covered(found, blocks, items, longest, rates[EMBED])
+        _subtract_covered(found, blocks, items, longest, rates[EMBED])
         for item in range(num_items):
             saved = items[item, EMBEDS] * rates[EMBED]
-            _take_off_held(found, blocks, candidates, masks[1 + item], items[item, COVERED_BY], saved)
+            _subtract_encoder_cached(found, blocks, candidates, masks[1 + item], items[item, COVERED_BY], saved)
     temperature = rates[TEMPERATURE]
-    slot = _least(found, picked[LAST]) if temperature == 0.0 else _draw(found, temperature, drawn)
+    slot = _lowest(found, picked[LAST]) if temperature == 0.0 else _sample(found, temperature, drawn)
     picked[LAST] = slot
     _fill(best, found, slot)
     _add_prefixes(best, lengths, longest)
@@ -141,27 +141,27 @@ def _add_prefixes(best: Scores, lengths: Prefixes, longest: int) -> None:
     for row in range(NUM_BEST):
         slot = signed(best[row, SLOT])
         if slot >= 0:
-            best[row, BLOCKS], best[row, TOLD] = lengths[0, slot], lengths[1, slot]
+            best[row, BLOCKS], best[row, REPORTED] = lengths[0, slot], lengths[1, slot]
     best[LONGEST, BLOCKS] = longest
 
 
 @compiled_part
 def _score(
-    found: Scores, base_cost: Scores, blocks: Prefixes, is_remote: Scores, alone: float, block: float, remote: float
+    found: Scores, base_cost: Scores, blocks: Prefixes, is_remote: Scores, uncached: float, block: float, remote: float
 ) -> None:
     for slot in range(len(found)):
-        found[slot] = base_cost[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
+        found[slot] = base_cost[slot] + uncached - blocks[slot] * block + is_remote[slot] * remote
 
 
 @compiled_part
-def _leave_out(found: Scores, candidates: Words) -> None:
+def _exclude_others(found: Scores, candidates: Words) -> None:
     for slot in range(len(found)):
         if not candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
             found[slot] = np.inf
 
 
 @compiled_part
-def _take_off_covered(found: Scores, blocks: Prefixes, items: Scores, longest: int, embed: float) -> None:
+def _subtract_covered(found: Scores, blocks: Prefixes, items: Scores, longest: int, embed: float) -> None:
     """Subtract the encoding of items that are covered by a slot's prefix."""
     if items[0, COVERED_BY] > longest:
         return
@@ -179,7 +179,7 @@ def _take_off_covered(found: Scores, blocks: Prefixes, items: Scores, longest: i
 
 
 @compiled_part
-def _take_off_held(
+def _subtract_encoder_cached(
     found: Scores, blocks: Prefixes, candidates: Words, holders: Words, covered_by: float, saved: float
 ) -> None:
     """Subtract the encoding of an item in a slot's encoder cache, unless the prefix covers it (subtracted already)."""
@@ -194,7 +194,7 @@ def _take_off_held(
 
 
 @compiled_part
-def _least(found: Scores, last: int) -> int:
+def _lowest(found: Scores, last: int) -> int:
     """Return the slot with the lowest score; ties are broken round-robin, starting after `last`."""
     equal = _minimum(found) + _EQUAL
     first = -1
@@ -219,7 +219,7 @@ def _minimum(found: Scores) -> float:
 
 
 @compiled_part
-def _draw(found: Scores, temperature: float, drawn: float) -> int:
+def _sample(found: Scores, temperature: float, drawn: float) -> int:
     """Sample a slot with weight exp(-score / temperature)."""
     least = _minimum(found)
     total = 0.0

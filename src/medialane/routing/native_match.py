@@ -45,7 +45,7 @@ MAX_PROBES: Final = 4
 
 #: Capacity of the interval stack: each interval is at most half as long as the one below, and prompts are shorter than
 #: 2^30 blocks; about fifteen are pushed by the exponential search.
-MAX_WAITING: Final = 64
+MAX_INTERVALS: Final = 64
 #: Rows of `work` (bit sets): the current holders, the bits whose length is known, the holders of the longest prefix,
 #: and those of both ends of the current interval; then two rows for each interval on the stack.
 _FOUND: Final = 0
@@ -53,8 +53,8 @@ _KNOWN: Final = 1
 _TOP: Final = 2
 _LOW: Final = 3
 _HIGH: Final = 4
-_WAITING: Final = 5
-NUM_WORK_ROWS: Final = _WAITING + 2 * MAX_WAITING
+_STACK: Final = 5
+NUM_WORK_ROWS: Final = _STACK + 2 * MAX_INTERVALS
 #: A stride that visits all parts of an interval evenly: 2^32 / golden ratio.
 _STRIDE: Final = 0x9E3779B1
 
@@ -71,7 +71,7 @@ SPANS: Final = 3
 COUNTS: Final = 4
 LENGTHS: Final = 5
 HELD: Final = 6
-SOON: Final = 7
+PENDING: Final = 7
 PLAIN: Final = 8
 LAYOUT: Final = (INTS, INTS, WORD_ROWS, INT_ROWS, INTS, PREFIX_ROWS, INTS, INTS, WORDS)
 
@@ -105,7 +105,7 @@ def find_prefixes(ids: Words, candidates: Words, view: Ints, max_length: int) ->
     )
     for slot in range(lengths.shape[1]):
         lengths[0, slot] = lengths[1, slot]
-    _match_soon(ids, candidates, lengths[0], seen(ints(view, SOON)), spans, max_length)
+    _match_pending(ids, candidates, lengths[0], seen(ints(view, PENDING)), spans, max_length)
 
 
 @compiled_part
@@ -126,22 +126,22 @@ def _match_held(
     _clear(work, _KNOWN)
     _clear(work, _TOP)
     counts[NUM_MATCHES] += 1
-    if not len(ids) or not _take_candidates(candidates, bit_of, plain, work):
+    if not len(ids) or not _load_candidates(candidates, bit_of, plain, work):
         return
-    num_waiting = _grow(ids, now, work, spans, counts)
+    num_intervals = _gallop(ids, now, work, spans, counts)
     limit = counts[NUM_PROBES] + counts[MAX_PROBES]
     num_holes = counts[NUM_HOLES]
     is_exact = True
     longest = 0
-    while num_waiting:
-        num_waiting -= 1
-        low, high = spans[num_waiting, 0], spans[num_waiting, 1]
-        _copy(work, _WAITING + 2 * num_waiting, _LOW)
-        _copy(work, _WAITING + 2 * num_waiting + 1, _HIGH)
+    while num_intervals:
+        num_intervals -= 1
+        low, high = spans[num_intervals, 0], spans[num_intervals, 1]
+        _copy(work, _STACK + 2 * num_intervals, _LOW)
+        _copy(work, _STACK + 2 * num_intervals + 1, _HIGH)
         if counts[NUM_PROBES] >= limit:
             is_exact = is_exact and high - low == 1
             high = low + 1
-        low, num_waiting = _bisect(ids, lengths, slot_of, now, work, spans, counts, num_waiting, high, num_holes)
+        low, num_intervals = _bisect(ids, lengths, slot_of, now, work, spans, counts, num_intervals, high, num_holes)
         if low >= 0:
             if not longest:
                 longest = low + 1
@@ -152,7 +152,7 @@ def _match_held(
         # Check one block inside the longest prefix, to detect engines that evict from the middle.
         place = (counts[NUM_MATCHES] - 1) * _STRIDE % longest
         row = set_of(now.table, now.old, now.state, ids[place])
-        _note_holes(now.sets, row, _TOP, place, lengths, slot_of, work, counts)
+        _record_holes(now.sets, row, _TOP, place, lengths, slot_of, work, counts)
 
 
 @compiled_part
@@ -164,14 +164,14 @@ def _bisect(
     work: Words,
     spans: Ints,
     counts: Ints,
-    num_waiting: int,
+    num_intervals: int,
     high: int,
     num_holes: int,
 ) -> tuple[int, int]:
-    """Bisect the interval popped from the stack (`num_waiting` is its index): find the last block that the holders of
+    """Bisect the interval popped from the stack (`num_intervals` is its index): find the last block that the holders of
     its start hold. `high` may be lower than its end. Returns that block, whose holders are then in `work[_LOW]`, and
     the size of the stack."""
-    low, row_low, row_high = spans[num_waiting, 0], spans[num_waiting, 2], spans[num_waiting, 3]
+    low, row_low, row_high = spans[num_intervals, 0], spans[num_intervals, 2], spans[num_intervals, 3]
     has_hole = counts[NUM_HOLES] > num_holes  # in this match
     while high - low > 1:
         counts[NUM_PROBES] += 1
@@ -184,25 +184,27 @@ def _bisect(
             if row == row_low:
                 low = middle
                 continue
-        has_hole |= _look(now.sets, row, middle, lengths, slot_of, work, counts)
+        has_hole |= _probe(now.sets, row, middle, lengths, slot_of, work, counts)
         if _equal(work, _FOUND, _HIGH):
             high, row_high = middle, row
             continue
         if not _equal(work, _FOUND, _LOW):
-            num_waiting = _wait(work, spans, num_waiting, low, row_low, middle, row)
+            num_intervals = _push(work, spans, num_intervals, low, row_low, middle, row)
             _copy(work, _FOUND, _LOW)
         low, row_low = middle, row
-    return low, num_waiting
+    return low, num_intervals
 
 
 @compiled_part
-def _match_soon(ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int) -> None:
+def _match_pending(
+    ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int
+) -> None:
     """Raise the lengths of candidates with longer pending prefixes; bits are slots. Too short by at most a third."""
     num_found = 0
     length = 1 if len(ids) else 0
     while length:
         row = set_of(now.table, now.old, now.state, ids[length - 1])
-        if not _meet(now.sets, row, candidates):
+        if not _intersects(now.sets, row, candidates):
             break
         spans[num_found, 0], spans[num_found, 1] = length, row
         num_found += 1
@@ -277,7 +279,7 @@ def copy_entries(source: Words, table: Words) -> None:
 
 
 @compiled_part
-def _take_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words) -> bool:
+def _load_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words) -> bool:
     """Write the candidates, as bits instead of slots, to `work[_FOUND]`; return False if none of them holds a block."""
     _clear(work, _FOUND)
     is_any = False
@@ -299,10 +301,10 @@ def _take_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words)
 
 
 @compiled_part
-def _grow(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> int:
+def _gallop(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> int:
     """Probe prefixes of length 1, 4, 16, ... until no candidate holds one, or all blocks are held. Push the intervals
     in which the set of holders shrinks, the deepest last, and return their number."""
-    num_waiting = 0
+    num_intervals = 0
     low, place, last = -1, 0, len(ids) - 1
     row_low = -1
     is_any = True
@@ -317,28 +319,28 @@ def _grow(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> i
             is_other |= bits != work[_LOW, word]
             work[_FOUND, word] = bits
         if is_other:
-            num_waiting = _wait(work, spans, num_waiting, low, row_low, place, row)
+            num_intervals = _push(work, spans, num_intervals, low, row_low, place, row)
         low, row_low, place = place, row, min(4 * place + 3, last)
     if is_any:
         _copy(work, _FOUND, _LOW)
         _clear(work, _FOUND)
-        num_waiting = _wait(work, spans, num_waiting, low, row_low, low + 1, EMPTY)
-    return num_waiting
+        num_intervals = _push(work, spans, num_intervals, low, row_low, low + 1, EMPTY)
+    return num_intervals
 
 
 @compiled_part
-def _wait(work: Words, spans: Ints, num_waiting: int, low: int, row_low: int, high: int, row_high: int) -> int:
+def _push(work: Words, spans: Ints, num_intervals: int, low: int, row_low: int, high: int, row_high: int) -> int:
     """Push the interval from `low`, with the holders in `work[_LOW]`, to `high`, with those in `work[_FOUND]`; and the
     rows of both blocks' sets, of which these holders are the candidates."""
-    spans[num_waiting, 0], spans[num_waiting, 1] = low, high
-    spans[num_waiting, 2], spans[num_waiting, 3] = row_low, row_high
-    _copy(work, _LOW, _WAITING + 2 * num_waiting)
-    _copy(work, _FOUND, _WAITING + 2 * num_waiting + 1)
-    return num_waiting + 1
+    spans[num_intervals, 0], spans[num_intervals, 1] = low, high
+    spans[num_intervals, 2], spans[num_intervals, 3] = row_low, row_high
+    _copy(work, _LOW, _STACK + 2 * num_intervals)
+    _copy(work, _FOUND, _STACK + 2 * num_intervals + 1)
+    return num_intervals + 1
 
 
 @compiled_part
-def _look(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints) -> bool:
+def _probe(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints) -> bool:
     """Write the holders of a probed block, among those of the interval's start, to `work[_FOUND]`. They must include
     those of its end: otherwise there is a hole, which is recorded and otherwise ignored. Returns whether there is
     one."""
@@ -348,18 +350,18 @@ def _look(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, w
         has_hole |= work[_HIGH, word] & ~bits != _NONE
         work[_FOUND, word] = bits | work[_HIGH, word]
     if has_hole:
-        _note_holes(sets, row, _HIGH, place, lengths, slot_of, work, counts)
+        _record_holes(sets, row, _HIGH, place, lengths, slot_of, work, counts)
     return has_hole
 
 
 @compiled_part
-def _note_holes(
-    sets: Words, row: int, wanted: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints
+def _record_holes(
+    sets: Words, row: int, expected: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints
 ) -> None:
-    """End the prefixes of those slots of `work[wanted]` that lack the block at `place`. Their lengths are already
+    """End the prefixes of those slots of `work[expected]` that lack the block at `place`. Their lengths are already
     set."""
     for word in range(work.shape[1]):
-        bits = work[wanted, word] & ~sets[row, word]
+        bits = work[expected, word] & ~sets[row, word]
         bit = 64 * word
         while bits:
             if bits & _ONE:
@@ -405,7 +407,7 @@ def _equal(work: Words, one: int, other: int) -> bool:
 
 
 @compiled_part
-def _meet(sets: Words, row: int, candidates: Words) -> bool:
+def _intersects(sets: Words, row: int, candidates: Words) -> bool:
     for word in range(min(len(candidates), sets.shape[1])):  # noqa: SIM110 - numba has no generators here
         if sets[row, word] & candidates[word]:
             return True

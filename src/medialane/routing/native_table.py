@@ -206,7 +206,7 @@ def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
                 return number
             before = row
         now.held[bit] -= 1
-        _put(now, table, counter, place, after)
+        _set_row(now, table, counter, place, after)
         if _recount(now, row, after):
             before = -1
     return len(ids)
@@ -247,8 +247,8 @@ def sweep(view: Ints, num_places: int, num_blocks: int) -> bool:
         if after < 0:
             return False
         num_blocks -= 1
-        _discount(now, row)
-        _put(now, table, counter, place, after)  # may move another entry here, which is inspected next
+        _uncount_retired(now, row)
+        _set_row(now, table, counter, place, after)  # may move another entry here, which is inspected next
         _recount(now, row, after)
     return True
 
@@ -311,7 +311,7 @@ def _move(now: Holders, num_steps: int) -> None:
 
 
 @compiled_part
-def _put(now: Holders, table: Words, counter: int, place: int, row: int) -> None:
+def _set_row(now: Holders, table: Words, counter: int, place: int, row: int) -> None:
     """Set the row of an entry; delete the entry if the row is empty."""
     if row == EMPTY:
         delete(table, place)
@@ -357,7 +357,7 @@ def _intern(now: Holders) -> int:
         if rows[places[place], HASH] == code and _equals_draft(sets, places[place]):
             return places[place]
         place = (place + 1) & (len(places) - 1)
-    row = _unused_row(now)
+    row = _allocate_row(now)
     if row > 0:
         for word in range(sets.shape[1]):
             sets[row, word] = sets[DRAFT, word]
@@ -377,7 +377,7 @@ def _equals_draft(sets: Words, row: int) -> bool:
 
 
 @compiled_part
-def _unused_row(now: Holders) -> int:
+def _allocate_row(now: Holders) -> int:
     """Allocate a row; -1 if `sets` is full."""
     state = now.state
     row = state[UNUSED]
@@ -400,12 +400,12 @@ def _recount(now: Holders, before: int, after: int) -> bool:
     now.rows[before, COUNT] -= 1
     if now.rows[before, COUNT]:
         return False
-    _forget_set(now, before)
+    _free_row(now, before)
     return True
 
 
 @compiled_part
-def _discount(now: Holders, row: int) -> None:
+def _uncount_retired(now: Holders, row: int) -> None:
     """Update the counts of the retired bits for a block that is removed from them."""
     for word in range(now.sets.shape[1]):
         bits = now.sets[row, word] & now.retired[word]
@@ -419,7 +419,7 @@ def _discount(now: Holders, row: int) -> None:
 
 
 @compiled_part
-def _forget_set(now: Holders, row: int) -> None:
+def _free_row(now: Holders, row: int) -> None:
     """Remove a row from `places` by backward shift, and free it."""
     rows, places, last = now.rows, now.places, len(now.places) - 1
     hole = rows[row, HASH] & last

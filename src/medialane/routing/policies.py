@@ -21,9 +21,9 @@ from medialane.routing.native_choice import (
     NUM_BEST,
     NUM_BEST_ROWS,
     NUM_COLUMNS,
+    REPORTED,
     SCORE,
     SEQUENCES,
-    TOLD,
     choose,
 )
 from medialane.routing.native_view import View
@@ -58,7 +58,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_reported(self) -> bool:
         """Whether the worker has reported the whole prefix; False if some of it is only pending."""
-        return self.rows[0][BLOCKS] == self.rows[0][TOLD]
+        return self.rows[0][BLOCKS] == self.rows[0][REPORTED]
 
     @property
     def alternatives(self) -> list[tuple[int, float, int]]:
@@ -77,13 +77,13 @@ class Policy:
         self._index = index
         self._rates = np.array(rates)
         self._draws = rates.temperature > 0
-        self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
+        self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._picked = np.array([begin, -1], np.int64)
         self._best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
         self._view = View(LAYOUT)
-        self._have(_FIRST_ITEMS)
+        self._allocate(_FIRST_ITEMS)
 
-    def _have(self, num_items: int) -> None:
+    def _allocate(self, num_items: int) -> None:
         """Reallocate for this number of items and all slots."""
         self._table = self._slots.table
         num_slots = self._table.shape[1]
@@ -100,7 +100,7 @@ class Policy:
         """Select one of the offer's candidates, of which there must be at least one."""
         request, items, slots = offer.request, offer.items, self._slots
         if slots.table is not self._table or len(items) > self._num_items:
-            self._have(max(len(items), self._num_items))
+            self._allocate(max(len(items), self._num_items))
         self._write(offer)
         slot = choose(
             request.block_ids,

@@ -35,17 +35,27 @@ class SlotState:
             num_held=terms.cached_blocks,
             is_reported=is_reported,
         )
-        note = self.index.note(slot.number, request.block_ids)
+        prefix = self.index.note(slot.number, request.block_ids)
         pinned = self.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in terms.needed])
         self.slots.queue(slot, work_ms)
-        return Reservation(self, slot, request.block_ids, work_ms=work_ms, expected=expected, note=note, pinned=pinned)
+        return Reservation(
+            self, slot, request.block_ids, work_ms=work_ms, expected=expected, prefix=prefix, pinned=pinned
+        )
 
 
 class Reservation:
     """Both methods are idempotent and may be called after the slot has left. The owner must call `release`."""
 
     __slots__ = (
-        "_block_ids", "_expected", "_is_computed", "_is_released", "_note", "_pinned", "_slot", "_state", "_work_ms",
+        "_block_ids",
+        "_expected",
+        "_is_computed",
+        "_is_released",
+        "_pinned",
+        "_prefix",
+        "_slot",
+        "_state",
+        "_work_ms",
         "is_queued",
     )  # fmt: skip
 
@@ -57,7 +67,7 @@ class Reservation:
         *,
         work_ms: float,
         expected: Expectation,
-        note: PendingPrefix,
+        prefix: PendingPrefix,
         pinned: list[str],
     ) -> None:
         self._state = state
@@ -65,7 +75,7 @@ class Reservation:
         self._block_ids = block_ids
         self._work_ms = work_ms
         self._expected = expected
-        self._note = note
+        self._prefix = prefix
         self._pinned = pinned
         self.is_queued = True
         self._is_computed = False
@@ -88,9 +98,9 @@ class Reservation:
         if not self._state.slots.is_current(self._slot):
             return
         if self._is_computed:
-            self._state.index.fade(self._note, self._block_ids)
+            self._state.index.fade(self._prefix, self._block_ids)
         else:
-            self._state.index.forget(self._note)
+            self._state.index.forget(self._prefix)
         self._state.slots.finish(self._slot)
 
     def _unqueue(self, *, computed: bool) -> None:

@@ -49,8 +49,8 @@ def _use(index: BlockIndex, request: RoutingRequest) -> BlockIndex:
     while not index.sweep():
         pass
     for slot in range(20):  # enough pending prefixes to grow their table, too
-        note = index.note(slot, ids)
-    index.forget(note)
+        prefix = index.note(slot, ids)
+    index.forget(prefix)
     index.holds(0, 0)
     index.match(ids, 1)
     return index
