@@ -65,7 +65,7 @@ class HttpAnswers:
     async def passes(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url, ssl=False) as answer:
-                return answer.status == 200
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url, ssl=False) as response:
+                return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

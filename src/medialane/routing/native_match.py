@@ -280,7 +280,7 @@ def copy_entries(source: Words, table: Words) -> None:
 
 @compiled_part
 def _load_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words) -> bool:
-    """Write the candidates, as bits instead of slots, to `work[_FOUND]`; return False if none of them holds a block."""
+    """Write the candidates, as bits instead of slots, to `work[_FOUND]`; return False if none of them has a bit."""
     _clear(work, _FOUND)
     is_any = False
     for word in range(len(candidates)):
