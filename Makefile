@@ -1,9 +1,9 @@
-# One command for everything. Each target makes and fills .venv first when it is missing or pyproject.toml has changed.
+# Main commands. Each target first creates and fills .venv if it is missing or pyproject.toml has changed.
 #
-#   EXTRA=cpu|vllm   which vLLM goes into .venv (default: vllm where a GPU is found, cpu else)
-#   PYTHON=python3   the Python (3.11 or newer) that .venv is made from
+#   EXTRA=cpu|vllm   the vLLM build to install into .venv (default: vllm if a GPU is found, else cpu)
+#   PYTHON=python3   the Python (3.11 or newer) for .venv
 #   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
-#   JOBS=2           how many processes run unit tests side by side
+#   JOBS=2           number of processes that run unit tests in parallel
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -25,10 +25,10 @@ LOG := .venv/install.log
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-venv: $(STAMP)  ## make .venv and install medialane with vLLM into it
+venv: $(STAMP)  ## create .venv and install medialane with vLLM into it
 	@:
 
-demo: $(STAMP)  ## photos through gateway and two workers, compared with plain vLLM
+demo: $(STAMP)  ## images through gateway and two workers, compared with plain vLLM
 	$(BIN)/medialane demo $(ARGS)
 
 check: $(STAMP) ## lint, format, types, architecture
@@ -48,7 +48,7 @@ test: check     ## check, then every test that needs no GPU
 fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
 
-test-families: $(STAMP) ## whole answers of all eight families against plain vLLM (a quarter of an hour)
+test-families: $(STAMP) ## whole responses of all eight families compared with plain vLLM (a quarter of an hour)
 	$(BIN)/pytest tests/e2e_families $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a GPU
@@ -62,16 +62,16 @@ clean:          ## remove .venv and every cache
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One process for each kind of test: vLLM, once it is in a process, changes its logging and leaves children there. Tests
-# that neither import vLLM nor start it run in several processes side by side (pytest-xdist).
-# Examples of property tests are the same in every run, so that a change is judged by its own faults; `make fuzz` seeks new
-# ones, as does pytest by itself. With ARGS a kind may be left without any test (pytest's exit status 5).
+# One process for each kind of test: once imported, vLLM changes the process's logging and leaves child processes. Tests
+# that neither import vLLM nor start it run in several processes (pytest-xdist). Property tests use the same examples in
+# every run, so that a failure is caused by the change under test; `make fuzz` searches for new examples, as does plain
+# pytest. With ARGS a kind may have no tests (pytest's exit status 5).
 pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
-# What the extra names and no index has is installed from its folder, in the same call: pip takes it from there.
+# A requirement of the extra that is on no index is installed from its folder in the same call, so that pip finds it.
 packages-cpu := ./packages/medialane-cpu-torch
 
-# Only lines that tell how far pip has come are shown; everything is in the log, whose end is shown when it fails.
+# Only pip's progress lines are shown; the full output is in the log, whose end is shown on failure.
 $(STAMP): pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'

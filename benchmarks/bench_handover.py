@@ -1,17 +1,17 @@
-"""`medialane bench handover`: from 'entry ready' to 'tensor view usable in the EngineCore process'.
+"""`medialane bench handover`: time from 'entry ready' to 'tensor view usable in the EngineCore process'.
 
-Ours, three processes, two hops: the feature lies in the arena and the prompt is prepared; then `Gateway.generate`
-(route, hand-over, Submit over the RPC's unix socket), the `Worker` (descriptors checked, views built, item decoded),
-vLLM's encoder with our consumer, EngineCore's ipc socket, EngineCore's input thread with our decoder, first and last
-element read. Theirs, two processes, one hop: the processed tensors lie in the front end's heap, as vLLM's processor
-leaves them; then vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through the socket) or
-`torch_shm` (moved into torch's shared memory). Whatever took the tensors to that heap is left out in their favour.
-`no feature` is the same hop for a request of text: what no way can be faster than.
-What is left out in all: tokenising, the feature checks of a worker (`checks`, apart), the scheduler, the model.
+medialane: three processes, two hops. The feature is in the arena and the prompt is prepared; then `Gateway.generate`
+(route, hand-over, Submit over the RPC's unix socket), the `Worker` (checks descriptors, builds views, decodes the
+item), vLLM's encoder with our consumer, EngineCore's IPC socket, EngineCore's input thread with our decoder; finally
+the first and last element are read. vLLM: two processes, one hop. The processed tensors are in the front end's heap,
+where vLLM's processor leaves them; then vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through
+the socket) or `torch_shm` (moved into torch's shared memory). The time to bring the tensors to that heap is not
+counted, in vLLM's favour. `no feature` is the same hop for a text request: a lower bound for all transfer paths. Not
+included in any: tokenising, a worker's feature checks (`checks`, measured separately), the scheduler, the model.
 
-The prompt has the same number of tokens at every size, since this is about features: longer ones cost all ways alike.
-`answered` adds the way back to whoever sent. `read all` is what EngineCore then takes to read every byte once, its page
-tables being as new as for an entry never seen: a mapping's page faults are paid there and not hidden.
+The prompt has the same number of tokens at every size: longer prompts cost the same with every transfer path.
+`answered` includes the response to the sender. `read all` is the time that EngineCore then takes to read every byte
+once, with page tables as for an entry that it has not seen before: the page faults of a mapping are counted here.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.validation import FeatureChecker
 
-ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', against vLLM's two ways"
+ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
 
 OURS, PEERS = "medialane", ("direct_rpc", "torch_shm")
 #: The unexpanded placeholder of one image in the tiny model's vocabulary.
 _IMAGE = [SPECIAL_TOKENS.index(token) for token in ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")]
 
-#: A turn is so many requests of one way at one size, one after the other.
+#: Requests per turn: one path and size, one request after the other.
 ROUNDS, QUICK_ROUNDS = 20, 2
 OURS_A_TURN, PEERS_A_TURN = 12, 3
-#: Rounds in which EngineCore reads everything.
+#: Rounds in which EngineCore reads every byte.
 WHOLE_ROUNDS = 5
 START_S = 120.0
 ANSWER_S = 30.0
@@ -81,7 +81,7 @@ ANSWER_S = 30.0
 
 @dataclass
 class Times:
-    """One way at one size, milliseconds."""
+    """One transfer path at one size, in milliseconds."""
 
     usable: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ def run(options: Options) -> Report:
 
 @contextmanager
 def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connection]]:
-    """The front end and EngineCore, started as vLLM starts them for `torch_shm`: spawned, one queue between them."""
+    """Run the front end and EngineCore as vLLM starts them for `torch_shm`: spawned, with one queue between them."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     context = multiprocessing.get_context("spawn")
     addresses = ends.Addresses(
@@ -104,7 +104,7 @@ def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connec
     )
     tensors = torch.multiprocessing.get_context("spawn").Queue()
     seen, seen_there = context.Pipe(duplex=False)
-    wishes, wishes_there = context.Pipe()
+    requests, wishes_there = context.Pipe()
     started = [
         context.Process(target=ends.run_engine_core, args=(addresses, tensors, seen_there), daemon=True),
         context.Process(target=ends.run_front_end, args=(addresses, tensors, wishes_there), daemon=True),
@@ -113,16 +113,16 @@ def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connec
         process.start()
     try:
         for theirs in (seen_there, wishes_there):
-            theirs.close()  # so that the end of a process is the end of its pipe
-        _receive(wishes, START_S)
-        yield addresses, wishes, seen
+            theirs.close()  # so that EOF is read from the pipe when the process exits
+        _receive(requests, START_S)
+        yield addresses, requests, seen
     finally:
         for process in reversed(started):
             process.terminate()
             process.join(10)
 
 
-async def _measure(addresses: ends.Addresses, wishes: Connection, seen: Connection, *, rounds: int) -> Hop:
+async def _measure(addresses: ends.Addresses, requests: Connection, seen: Connection, *, rounds: int) -> Hop:
     arena = Arena.create(ArenaConfig(size_bytes=256 << 20))
     try:
         arena.prefault(threading.Event())
@@ -130,10 +130,10 @@ async def _measure(addresses: ends.Addresses, wishes: Connection, seen: Connecti
         workers, gateway = _gateway(arena, addresses)
         linked = asyncio.create_task(workers.run())
         async with asyncio.timeout(START_S):
-            while not gateway.ready:  # noqa: ASYNC110 - links have no event for it
+            while not gateway.ready:  # noqa: ASYNC110 - links offer no event for it
                 await asyncio.sleep(0.01)
         try:
-            hop = Hop(gateway, leases, wishes, seen)
+            hop = Hop(gateway, leases, requests, seen)
             await hop.run(rounds)
             await hop.run_whole(min(rounds, WHOLE_ROUNDS))
             return hop
@@ -159,7 +159,7 @@ def _publish(arena: Arena, size: str) -> Lease[Feature]:
 
 
 def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gateway]:
-    """The gateway's own parts, but those that make features."""
+    """The gateway with its own components, except those that create features."""
     metrics = Metrics(CollectorRegistry())
     hello = Hello(gateway_id="bench", arena=ArenaOffer(arena.id, arena.nonce), processor=ends.CARD.processor)
     link = WorkerLink(addresses.worker, hello, rpc=RpcConfig(), config=GatewayConfig(), metrics=metrics)
@@ -172,29 +172,29 @@ def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gatew
         handover=Handover(transports=[ShmTransport()], max_inline_bytes=0),
         assembler=FakeAssembler(),
         workers=workers,
-        router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache, and tells of no blocks
+        router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache and sends no KV events
         metrics=metrics,
     )
     return workers, gateway
 
 
 class Hop:
-    """Sends one feature at a time, by any of the ways, and keeps the times."""
+    """Sends one feature at a time over each transfer path, and records the times."""
 
     def __init__(
-        self, gateway: Gateway, leases: dict[str, Lease[Feature]], wishes: Connection, seen: Connection
+        self, gateway: Gateway, leases: dict[str, Lease[Feature]], requests: Connection, seen: Connection
     ) -> None:
         self.times = {(size, way): Times() for size in ends.SIZES for way in (OURS, *PEERS)}
         self.bare = Times()
         self._gateway = gateway
         self._leases = leases
-        self._wishes = wishes
+        self._wishes = requests
         self._seen = seen
         self._sums = {size: ends.checksum(ends.make_item(size)[ends.PIXELS].data) for size in ends.SIZES}
         self._num_sent = 0
 
     async def run(self, rounds: int) -> None:
-        """The ways in turns, `rounds` times, after one round that does not count."""
+        """Alternate the paths for `rounds` rounds, after a warm-up round."""
         await self._round()
         self.times = {key: Times() for key in self.times}
         self.bare = Times()
@@ -202,7 +202,7 @@ class Hop:
             await self._round()
 
     async def run_whole(self, rounds: int) -> None:
-        """As `run`, one request a turn, every byte read; what takes the time is the page faults and the reading."""
+        """Like `run`, with one request per turn and every byte read; the time is spent in page faults and reading."""
         for _ in range(rounds):
             for size, way in self.times:
                 self._wishes.send(ends.HeapRequest(""))
@@ -234,7 +234,7 @@ class Hop:
 
 
 class FoundMedia:
-    """Media that need not be found."""
+    """Media that are already prepared."""
 
     def __init__(self, items: tuple[StagedItem, ...]) -> None:
         self._items = items
@@ -244,7 +244,7 @@ class FoundMedia:
 
 
 async def _send_ours(gateway: Gateway, request_id: str, lease: Lease[Feature]) -> tuple[int, int]:
-    """One request, from its prepared prompt on: (started, answered) in ns."""
+    """Send one request from its prepared prompt on; return (started, answered) in ns."""
     ids = ends.token_ids()
     feature = lease.value
     placed = PlacedFeature(feature, PlaceholderRange(*ends.PLACEHOLDER))
@@ -260,14 +260,14 @@ async def _send_ours(gateway: Gateway, request_id: str, lease: Lease[Feature]) -
 
 
 def _receive(pipe: Connection, timeout_s: float = ANSWER_S) -> Any:
-    """What a process says. Raises EOFError when it has ended."""
+    """Return the next message of a process. Raises EOFError if it has exited."""
     if not pipe.poll(timeout_s):
-        raise TimeoutError(f"a process of the benchmark has said nothing for {timeout_s:g} s")
+        raise TimeoutError(f"a process of the benchmark has sent nothing for {timeout_s:g} s")
     return pipe.recv()
 
 
 def _check_times(num_checks: int) -> list[float]:
-    """What a worker's check of one 1024x768 image's feature takes before the engine sees it, ms."""
+    """Return the times of a worker's checks of one 1024x768 image's feature before it reaches the engine, in ms."""
     model = str(build_tiny_model(cache_folder(process_environ())))
     processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, TINY_MODEL_FLAGS)))
     checker = FeatureChecker(processor)

@@ -1,13 +1,13 @@
-"""`medialane bench loop`: how long the gateway's event loop keeps callbacks waiting while 10 MB data URLs pass.
+"""`medialane bench loop`: lag of the gateway's event loop while 10 MB data URLs are received.
 
-The gateway is a process of its own with everything in it (vLLM's app, intake, arena, preparers); a fake worker answers.
-50 requests at a time, each with one photo of 7.5 MB as a data URL, come from this process, with the lowest priority:
-clients run elsewhere. First all photos are new, then the same come again.
+The gateway is a separate process with all components (vLLM's app, intake, arena, preparers); a fake worker responds.
+This process sends 50 requests at a time, each with one photo of 7.5 MB as a data URL, at the lowest priority, as
+clients run elsewhere. First all photos are new, then the same are sent again.
 
-In the gateway a task sleeps 1 ms at a time and notes how much later than that it went on. A loop that is blocked for
-20 ms makes one such note where a clock that ticks every millisecond would have made twenty (20, 19, 18, ... ms late):
-those are put in, so that a percentile is about moments and not about notes. `own` is the lag without the time in which
-the loop's thread could have run and had no core (schedstat, proc(5)): what the gateway itself makes others wait.
+A task in the gateway sleeps for 1 ms repeatedly and records how late it wakes up. If the loop is blocked for 20 ms, it
+makes one record where a clock ticking every millisecond would have made twenty (20, 19, 18, ... ms late): those are
+added, so that a percentile is over time and not over records. `own` is the lag without the time in which the loop's
+thread was runnable but had no core (schedstat, proc(5)): the part caused by the gateway itself.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from medialane.cli.sample_images import sample_jpeg
 from medialane.config import Config, process_environ
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
-ABOUT = "event-loop lag of the gateway while 50 requests with 10 MB data URLs pass at a time"
+ABOUT = "event-loop lag of the gateway during 50 concurrent requests with 10 MB data URLs"
 
 CONCURRENCY = 50
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 150, 50
 IDLE_S = 3.0
 TICK_S = 0.001
 
-#: A photo of 12 megapixels and some 7.5 MB, of which the model takes what fits its prompt.
+#: A photo of 12 megapixels and about 7.5 MB, which the processor scales down to fit the prompt.
 WIDTH, HEIGHT, QUALITY = 4000, 3000, 98
 FLAGS = (*TINY_MODEL_FLAGS, '--mm-processor-kwargs={"max_pixels": 1003520}', "--disable-uvicorn-access-log")
 
-#: Begins a JPEG: start of image, and a comment of nine characters. As long as it is a multiple of three bytes, its
-#: base64 can stand before that of the rest.
+#: Start of a JPEG: the SOI marker, and a comment of nine characters. Its length is a multiple of three bytes, so that
+#: its base64 can be prepended to that of the rest.
 _HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
 
-#: When the loop went on, how late it was, and for how long of that it waited for a core: ns, ms, ms.
+#: Time of the wake-up, lag, and the part of the lag spent waiting for a core: ns, ms, ms.
 Lags = list[tuple[int, float, float]]
 
 
@@ -63,8 +63,8 @@ def run(options: Options) -> Report:
 
 
 async def watch(lags: Lags) -> None:
-    """Note how late the loop is, which runs in the process's first thread."""
-    with open("/proc/self/schedstat", "rb", buffering=0) as schedstat:  # noqa: ASYNC230 - no disk behind it
+    """Record the lag of the loop, which runs in the process's first thread."""
+    with open("/proc/self/schedstat", "rb", buffering=0) as schedstat:  # noqa: ASYNC230 - procfs does no disk I/O
         while True:
             waited, started = _waited_ns(schedstat.fileno()), time.perf_counter_ns()
             await asyncio.sleep(TICK_S)
@@ -78,7 +78,7 @@ def _waited_ns(schedstat: int) -> int:
 
 
 async def _load(model: str, address: str, url: str, num_requests: int) -> dict[str, tuple[int, int]]:
-    """All requests, twice. Returns when each phase began and ended."""
+    """Send all requests, twice. Returns the start and end of each phase."""
     phases = {}
     encoded = pybase64.b64encode(sample_jpeg(0, WIDTH, HEIGHT, quality=QUALITY)[2:])
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -87,9 +87,7 @@ async def _load(model: str, address: str, url: str, num_requests: int) -> dict[s
         started = time.perf_counter_ns()
         await asyncio.sleep(IDLE_S)
         phases["idle"] = (started, time.perf_counter_ns())
-        await _send_all(
-            session, url, model=model, encoded=encoded, numbers=range(-CONCURRENCY, 0)
-        )  # everything for the first time
+        await _send_all(session, url, model=model, encoded=encoded, numbers=range(-CONCURRENCY, 0))  # warm-up
         for phase in ("new images", "the same again"):
             started = time.perf_counter_ns()
             await _send_all(session, url, model=model, encoded=encoded, numbers=range(num_requests))
@@ -116,7 +114,7 @@ async def _send_all(
 
 
 def _body(model: str, encoded: bytes, number: int) -> bytes:
-    """A request about photo `number`: its bytes are like no other's, its pixels are the same."""
+    """Build a request about photo `number`: its bytes are unique, its pixels always the same."""
     before, after = msgspec.json.encode(
         {
             "model": model,
@@ -133,7 +131,7 @@ async def _chunks(body: bytes) -> AsyncIterator[bytes]:
 
 
 def _ticks(lags: Sequence[float]) -> list[float]:
-    """By how many ms each millisecond was late."""
+    """Return the lag of each millisecond, in ms."""
     return [lag - late for lag in lags for late in range(int(lag) + 1)]
 
 

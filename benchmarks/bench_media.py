@@ -1,14 +1,14 @@
-"""`medialane bench media`: CPU time from encoded media to arrays, ours against vLLM's own media chain.
+"""`medialane bench media`: CPU time from encoded media to arrays, compared with vLLM's own media chain.
 
-Every item goes through both in turns in one process, and the results are compared, so that equal work is timed. Time is
-processor time of all threads (`time.process_time`): vLLM's chain uses some more than ours here and there.
+Every item goes alternately through both in one process, and the results are compared, so that equal work is timed. Time
+is CPU time of all threads (`time.process_time`), because vLLM's chain is multi-threaded in places.
 
 * Images: `decode_image` against `ImageMediaIO.load_bytes` and the array that a processor makes of it.
 * Video: `open_video` and `VllmFrameSampler` against `VideoMediaIO.load_bytes` (OpenCV), 32 frames of a clip. The long
   one has a keyframe every 2 s and its samples are farther apart, so that most frames need not be decoded.
-* Sound: `decode_audio` against `load_audio` with soundfile, native rate, mono.
-* Body: a chat completion with a data URL of 10 MB up to the content's hash and the parsed request. Ours is `extract`,
-  `content_hash`, and then what vLLM's app does with the small body that is left; theirs is that with the whole body,
+* Audio: `decode_audio` against `load_audio` with soundfile, native rate, mono.
+* Body: a chat completion with a data URL of 10 MB, up to the content hash and the parsed request. Ours is `extract`,
+  `content_hash`, and then what vLLM's app does with the small remaining body; theirs is that with the whole body,
   splitting and decoding the data URL, and `MultiModalHasher`.
 * Fetch: files of 200 KB from a server process on the loopback interface, 32 at a time, up to their hash: `Fetcher`
   against `MediaConnector.load_from_url_async`.
@@ -55,27 +55,28 @@ from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from origin import File, origin
 
-ABOUT = "CPU time from encoded media to arrays, against vLLM's own media chain"
+ABOUT = "CPU time from encoded media to arrays, compared with vLLM's own media chain"
 
 ROUNDS, QUICK_ROUNDS = 9, 3
-#: A turn is repeated until it takes about so long, and at least once.
+#: A turn is repeated for about this time, and at least once.
 TURN_S = 0.1
 NUM_FRAMES = 32
 BODY_BYTES = 10_000_000
 FETCH_BYTES, FETCHES, CONCURRENCY = 200_000, 128, 32
 
-#: Equal chains differ by this much from run to run on a shared machine: what "not slower" allows.
+#: Equal chains differ by this much between runs on a shared machine: the tolerance of "not slower".
 NOISE = 0.05
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fetches=CONCURRENCY, max_fetches_per_host=CONCURRENCY)
 
-#: What a chain makes; equal for both chains of a case.
+#: The result of a chain; equal for both chains of a case.
 Result = list[NDArray[Any] | str]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of item through both chains; a call handles `num_items` of them. `least` is the bar of their ratio."""
+    """One kind of item, for both chains; a call processes `num_items`. `least` is the bar for the ratio of their
+    times."""
 
     name: str
     ours: Callable[[], Result]
@@ -86,7 +87,7 @@ class Case:
 
 @dataclass
 class Side:
-    """Turns of one chain: seconds an item."""
+    """Turns of one chain: seconds per item."""
 
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
@@ -107,7 +108,7 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """Of times of turns that followed each other: the machine's speed drifts."""
+        """The median ratio of consecutive turns: the machine's speed drifts."""
         return median(theirs / ours for ours, theirs in zip(self.ours.cpu_s, self.theirs.cpu_s, strict=True))
 
 
@@ -137,7 +138,7 @@ def _measure(case: Case, rounds: int) -> Measured:
 def _compare(name: str, ours: Result, theirs: Result) -> None:
     for our, their in zip(ours, theirs, strict=True):
         if not np.array_equal(our, their):
-            raise RuntimeError(f"{name}: the two chains do not make the same")
+            raise RuntimeError(f"{name}: the results of the two chains differ")
 
 
 # Images
@@ -163,10 +164,10 @@ def _image(name: str, encoded: bytes, least: float = 1 - NOISE) -> Case:
     )
 
 
-# Video and sound
+# Video and audio
 
 
-#: vLLM's default sampler, which the tiny model's family has replaced by one that takes two frames a second.
+#: vLLM's default sampler, which the tiny model's family replaces by one that samples two frames a second.
 _VIDEO_IO = f'--media-io-kwargs={{"video": {{"video_backend": "opencv", "num_frames": {NUM_FRAMES}}}}}'
 
 
@@ -174,12 +175,12 @@ def _clips(*, quick: bool) -> list[Case]:
     cache = cache_folder(process_environ())
     model = create_model_config(parse_vllm_args(str(build_tiny_model(cache)), [*TINY_MODEL_FLAGS, _VIDEO_IO]))
     sampler = VllmFrameSampler(model)
-    # A quick run has a smaller picture, not less time: what is sparse in it is the time between samples.
+    # A quick run has smaller frames, not a shorter clip: the time between samples matters.
     sparse, dense = ((320, 180, 180), (640, 360, 12)) if quick else ((640, 360, 180), (1280, 720, 60))
     found = []
     for (width, height, seconds), gop, least in ((sparse, 60, 4.0), (dense, 250, 1 - NOISE)):
         name = f"clip-{width}x{height}-{seconds}s-gop{gop}.mp4"
-        encoded = samples.kept(cache / "bench-media", name, partial(samples.clip, width, height, seconds, gop=gop))
+        encoded = samples.cached(cache / "bench-media", name, partial(samples.clip, width, height, seconds, gop=gop))
         found.append(_clip(f"H.264 {width}x{height}, {seconds} s, GOP {gop}", encoded, sampler, least))
     return found
 
@@ -202,14 +203,14 @@ def _canonical(metadata: dict[str, Any]) -> str:
 
 
 def _audio() -> Case:
-    encoded = samples.sound("MP3", 60)
+    encoded = samples.audio("MP3", 60)
 
     def ours() -> Result:
         found = decode_audio(memoryview(encoded), CONFIG)
         return [found.samples, str(found.sample_rate)]
 
     def theirs() -> Result:
-        # torchcodec, which vLLM would try first, needs a system's FFmpeg; where it does not load, this is what follows.
+        # vLLM tries torchcodec first, which needs the system's FFmpeg; if it does not load, vLLM falls back to this.
         found, rate = load_audio(io.BytesIO(encoded), sr=None, backend="soundfile")
         return [found, str(int(rate))]
 
@@ -247,7 +248,7 @@ _NO_PICTURE = PILImage.new("RGB", (1, 1))
 
 
 def _parsed(body: bytes) -> str:
-    """The first URL of a body, as vLLM's app gets it: FastAPI's `request.json()`, then its model of the request."""
+    """Return the first URL of a body, parsed as in vLLM's app: FastAPI's `request.json()`, then the request's model."""
     request: Any = ChatCompletionRequest.model_validate(json.loads(body))
     parts = [part for message in request.messages for part in message["content"]]
     url: str = parts[0]["image_url"]["url"]
@@ -258,7 +259,7 @@ def _parsed(body: bytes) -> str:
 
 
 class _Bytes(MediaIO[bytes]):  # type: ignore[misc]  # vllm is not typed
-    """Media that are left as they came."""
+    """Media whose bytes are not decoded."""
 
     def load_bytes(self, data: bytes) -> bytes:
         return data
@@ -283,7 +284,7 @@ def _fetches() -> Iterator[Case]:
 def _fetching(loop: asyncio.AbstractEventLoop, url: str) -> Iterator[Case]:
     fetcher = loop.run_until_complete(Fetcher(CONFIG).__aenter__())
     connector = MediaConnector()
-    numbers = count()  # every file is fetched once
+    numbers = count()  # every URL is fetched once
 
     async def our_fetch() -> NDArray[np.uint8]:
         ref = MediaRef("image", "messages[0].content[0].image_url", url=f"{url}/{next(numbers)}")

@@ -1,16 +1,17 @@
-"""`medialane bench prepare`: images a second from encoded bytes to a request's features, ours against vLLM's renderer.
+"""`medialane bench prepare`: images per second from encoded bytes to features, compared with vLLM's renderer.
 
-Ours, for 1, 2, ... preparers: `PreparerPool.prepare_item`, with the bytes' copy into the arena before it, as many at a
-time as keep the preparers busy; a preparer decodes, runs vLLM's processor and writes the arena. And `whole gateway`:
-`Gateway.prepare` with all its other parts, which hashes the bytes and expands placeholders as vLLM's renderer does, and
-is what is held against it. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`),
-one request after the other, with one torch thread and with as many as vLLM takes by itself: the better one is the peer
-of one preparer. For comparison with more of them, what one process makes of all cores: `all threads` of torch, and
+Ours, for 1, 2, ... preparers: `PreparerPool.prepare_item`, after copying the bytes into the arena, with enough
+concurrency to keep the preparers busy; a preparer decodes, runs vLLM's processor and writes to the arena. `whole
+gateway` is `Gateway.prepare` with all other components; like vLLM's renderer it hashes the bytes and expands
+placeholders, so it is the one that is compared. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`,
+`renderer.render_cmpl`), one request after the other, with one torch thread and with vLLM's default: the faster one is
+compared with one preparer. For comparison with more preparers, one process on all cores: `all threads` of torch, and
 requests `at once` through `render_cmpl_async`.
 
-All images are distinct within a turn, and forgotten after it. Turns alternate, medians count. `CPU ms` is the processor
-time of all processes that worked, an image; `others` what the rest of the machine took of the cores meanwhile. A turn
-in which that is over a tenth does not count if there are enough calm ones; more rounds are made for that.
+All images are distinct within a turn, and dropped after it. Turns alternate, medians count. `CPU ms` is the CPU time
+per image of all processes involved; `others` is the share of the cores that the rest of the machine used in the
+meantime. Turns in which that exceeds a tenth are not counted if there are enough undisturbed ones; more rounds are run
+for that.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from medialane.vllm_bridge.assembler import VllmAssembler
 from medialane.vllm_bridge.preparation import FactoryConfig
 from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
-ABOUT = "images a second of 1, 2, ... preparers, against vLLM's renderer in one process"
+ABOUT = "images per second of 1, 2, ... preparers, compared with vLLM's renderer in one process"
 
 WIDTH, HEIGHT = 1024, 768
 NUM_IMAGES, QUICK_NUM_IMAGES = 40, 8
 ROUNDS, QUICK_ROUNDS = 7, 2
-#: So many times as many rounds may be made until as many turns as wanted were calm, and so few calm ones are enough.
-PATIENCE, FEWEST_CALM = 4, 3
-CALM = 0.10
+#: Up to this many times the requested rounds may be run to get enough undisturbed turns, and this many are enough.
+PATIENCE, MIN_UNDISTURBED = 4, 3
+MAX_OTHERS = 0.10
 MOST_PREPARERS = 8
 START_S = 120.0
 SAMPLE_PAUSE_S = 0.05
@@ -71,12 +72,12 @@ MIB = 1 << 20
 FLAGS = (*TINY_MODEL_FLAGS, "--mm-processor-cache-gb=0")
 PROMPT = [SPECIAL_TOKENS.index(token) for token in ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")]
 
-#: A job's own pixels: the decoded image, and the patches that the processor makes of it.
+#: Memory of the job's pixels: the decoded image, and the patches that the processor makes of it.
 JOB_BYTES = WIDTH * HEIGHT * 3 + 3996 * 1176
 
 
 class RendererSetup(NamedTuple):
-    """How vLLM's renderer is used. `num_threads` of torch, None for vLLM's default; `is_peer` of one preparer."""
+    """How vLLM's renderer is run. `num_threads` of torch, None for vLLM's default; `is_peer` of one preparer."""
 
     num_threads: int | None
     together: bool
@@ -91,7 +92,7 @@ PEERS = {
 }
 
 
-#: Prepares one image: its number, its bytes.
+#: Prepares one image, given its number and its bytes.
 Prepare = Callable[[int, bytes], Coroutine[Any, Any, None]]
 
 
@@ -102,16 +103,20 @@ class Turn(NamedTuple):
 
 
 class Turns(list[Turn]):
-    """All turns of one way."""
+    """All turns of one configuration."""
 
     @property
-    def num_calm(self) -> int:
-        return sum(turn.others <= CALM for turn in self)
+    def num_undisturbed(self) -> int:
+        return sum(turn.others <= MAX_OTHERS for turn in self)
 
     @property
     def counted(self) -> list[Turn]:
-        """The calm ones, if there are enough of them."""
-        return [turn for turn in self if turn.others <= CALM] if self.num_calm >= FEWEST_CALM else list(self)
+        """The undisturbed turns, if there are enough of them."""
+        return (
+            [turn for turn in self if turn.others <= MAX_OTHERS]
+            if self.num_undisturbed >= MIN_UNDISTURBED
+            else list(self)
+        )
 
     @property
     def images_per_s(self) -> float:
@@ -120,7 +125,7 @@ class Turns(list[Turn]):
 
 @dataclass
 class Memory:
-    """MiB of one preparer: the most that was private while it worked, and its share of everything (PSS) after."""
+    """Memory of one preparer in MiB: peak private memory under load, and its proportional set size (PSS) afterwards."""
 
     private: float = 0.0
     pss: float = 0.0
@@ -164,9 +169,9 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
                 async with _timed(speeds.setdefault(name, Turns()), [renderer_pid], None, len(jpegs)):
                     renderer.send((way, jpegs))
                     await asyncio.to_thread(renderer.recv)
-            if number == 0:  # everything was done for the first time
+            if number == 0:  # warm-up
                 speeds.clear()
-            elif min(turns.num_calm for turns in speeds.values()) >= rounds:
+            elif min(turns.num_undisturbed for turns in speeds.values()) >= rounds:
                 break
         for count, pool in pools.items():
             with _watched(arena, pool, memory.setdefault(_name(count), [Memory() for _ in range(count)])):
@@ -200,7 +205,7 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
 
 
 def _gateway(arena: Arena, pool: PreparerPool, *, fetcher: Fetcher, processor: Any, fairness: LoopFairness) -> Gateway:
-    """The gateway's own parts, but those behind preparation."""
+    """The gateway with its own components, except those after preparation."""
     nothing: Any = None
     features = FeatureSource(
         arena=arena,
@@ -251,7 +256,7 @@ async def _prepare_all(prepare: Prepare, jpegs: Sequence[bytes], concurrency: in
 
 @contextlib.asynccontextmanager
 async def _timed(turns: Turns, working: list[int], but: int | None, num_images: int) -> AsyncIterator[None]:
-    """Measure a turn. `working` are the processes that do it, without the tree of `but`."""
+    """Measure a turn. `working` are the processes involved, without the process tree of `but`."""
     pids = sorted(set(working) - set(process_tree(but) if but else []))
     cpu, machine = cpu_seconds(pids), _machine_seconds()
     started = time.perf_counter()
@@ -263,7 +268,7 @@ async def _timed(turns: Turns, working: list[int], but: int | None, num_images: 
 
 
 def _machine_seconds() -> float:
-    """What all processes of the machine, and its host's other guests, have taken of the cores (proc(5), stat)."""
+    """Return the CPU time used by all processes of the machine, and stolen by its host (proc(5), stat)."""
     with open("/proc/stat") as file:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
@@ -271,7 +276,7 @@ def _machine_seconds() -> float:
 
 @contextlib.contextmanager
 def _watched(arena: Arena, pool: PreparerPool, memory: list[Memory]) -> Iterator[None]:
-    """Look at the preparers' memory while they work, which slows them: in a turn of its own."""
+    """Sample the preparers' memory under load, in a separate turn because it slows them."""
     done = threading.Event()
     pids = sorted(pool.stats().pids)
 
@@ -292,11 +297,11 @@ def _watched(arena: Arena, pool: PreparerPool, memory: list[Memory]) -> Iterator
 
 
 def _private_bytes(pid: int, arena: str) -> int:
-    """Memory that is this process's alone, the arena aside, which is everybody's (proc(5), smaps)."""
+    """Return the process's private memory, without the arena, which is shared (proc(5), smaps)."""
     total, counts = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, _, rest = line.partition(":")
-        if " " in name:  # the head of a mapping
+        if " " in name:  # the header of a mapping
             counts = arena not in line
         elif counts and name in ("Private_Clean", "Private_Dirty"):
             total += int(rest.split()[0]) * 1024
@@ -325,13 +330,13 @@ def _renderer(model: str) -> Iterator[tuple[Connection, int]]:
         process.join(10)
 
 
-def run_renderer(model: str, wishes: Connection) -> None:
-    """Be the process with vLLM's renderer: answer each list of JPEGs when all are rendered."""
+def run_renderer(model: str, requests: Connection) -> None:
+    """Main function of the renderer process: respond to each list of JPEGs when all are rendered."""
     renderer = renderer_from_config(create_frontend_config(parse_vllm_args(model, FLAGS)))
     threads = concurrent.futures.ThreadPoolExecutor(8)  # VLLM_MEDIA_LOADING_THREAD_COUNT
-    wishes.send("ready")
+    requests.send("ready")
     while True:
-        way, jpegs = wishes.recv()
+        way, jpegs = requests.recv()
         os.environ.pop("OMP_NUM_THREADS", None)  # vLLM reads it before each item
         if way.num_threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(way.num_threads)
@@ -340,7 +345,7 @@ def run_renderer(model: str, wishes: Connection) -> None:
         else:
             for jpeg in jpegs:
                 renderer.render_cmpl([_request(ImageMediaIO().load_bytes(jpeg))])
-        wishes.send("done")
+        requests.send("done")
 
 
 async def _render_together(renderer: Any, threads: concurrent.futures.Executor, jpegs: Sequence[bytes]) -> None:
@@ -385,8 +390,8 @@ def _report(speeds: dict[str, Turns], memory: dict[str, list[Memory]]) -> Report
         Bar("prepare: 2 preparers over 1", two / one, 1.8, "at least"),
         Bar("prepare: private memory of a preparer beyond its job's pixels, MB", most * MIB / 1e6, 80, "at most"),
     ]
-    disturbed = [name for name, turns in speeds.items() if turns.num_calm < FEWEST_CALM]
-    notes = [f"The machine was busy with other things; figures that are theirs, too: {', '.join(disturbed)}."]
+    disturbed = [name for name, turns in speeds.items() if turns.num_undisturbed < MIN_UNDISTURBED]
+    notes = [f"Other processes used the machine; disturbed figures, vLLM's included: {', '.join(disturbed)}."]
     return Report(
         "prepare", {f"{WIDTH}x{HEIGHT} JPEGs": rows, "memory of preparers": sizes}, bars, notes if disturbed else []
     )

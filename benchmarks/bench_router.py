@@ -1,15 +1,15 @@
-"""`medialane bench router`: what it costs to know which worker holds what, and to choose.
+"""`medialane bench router`: the cost of tracking which worker holds which blocks, and of choosing a worker.
 
-`hashing`: from token ids to block ids, for blocks of 16 tokens; `list` is what a list of ints costs to convert first.
-`memory`: bytes of an index for each block and holder. `events`: blocks per second from a worker's message to
-the index, batches of 64 blocks, 1000 slots and a million blocks there; and what one large message holds the loop for.
-`match`: longest prefixes of one prompt for all slots at once, in a cluster as `indexed_prompts.py` makes it up, with
-500 requests in flight that no event tells of yet; every prompt is another, so that caches are as cold as in service.
-`decision`: all that the gateway does from a prompt's block ids to its worker, that search included, hashing left out:
-choice and bookkeeping (`decision_rows.py`).
-`compiling`: seconds until native code is there, as this process found it on disk or not.
+`hashing`: from token ids to block ids, for blocks of 16 tokens; `list` is the cost of first converting a list of ints.
+`memory`: bytes of the index per block and holder. `events`: blocks per second from a worker's message to the index, in
+batches of 64 blocks, with 1000 slots and a million blocks indexed; and how long one large message blocks the event
+loop. `match`: longest prefixes of one prompt for all slots at once, in a synthetic cluster (`indexed_prompts.py`), with
+500 requests in flight whose blocks are pending; every prompt is different, so that CPU caches are as cold as in
+production. `decision`: everything that the gateway does from a prompt's block ids to its worker, including that search
+but not hashing: choice and bookkeeping (`decision_rows.py`). `compiling`: seconds until native code is ready, whether
+or not it was cached on disk.
 
-Times are the thread's own: nothing here waits, and what else the machine does is no part of it.
+Times are thread CPU time: nothing here blocks, and other load on the machine is not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from medialane.routing.block_index import BlockIndex
 from medialane.routing.warm_up import warm_up
 from medialane.rpc.block_feed import PIECE_BLOCKS
 
-ABOUT = "hashing, the index of who holds what, and the choice of a worker"
+ABOUT = "hashing, the index of KV blocks, and the choice of a worker"
 
 BLOCK = 16
 TOKENS = (1024, 8192, 32768, 131072)
@@ -41,7 +41,7 @@ CLUSTERS = ((1, 100_000), (100, 100_000), (1000, 100_000), (1, 1_000_000), (100,
 PROMPT_BLOCKS = (64, 512, 2048, 8192)
 IN_FLIGHT = 500
 EVENT_BLOCKS = 64
-#: What a large GPU's KV cache holds; what the index sweeps away at a time; what a message brings at most.
+#: Blocks in a large GPU's KV cache; blocks swept per call; most blocks per message.
 LOST_BLOCKS, SWEPT_BLOCKS, SNAPSHOT_PART_BLOCKS = 100_000, 256, PIECE_BLOCKS
 
 HASHING_MS, EVENTS_PER_S, ENTRY_BYTES = 1.5, 500_000, 200
@@ -149,7 +149,7 @@ def _events(report: Report, num_blocks: int) -> None:
 
 
 def _messages(prompts: IndexedPrompts, count: int) -> Iterator[tuple[int, bytes]]:
-    """Whole blocks of sessions, in a slot's order, as they come over the wire."""
+    """Yield whole blocks of sessions, in a slot's order, as they are received from workers."""
     for number in range(count // 4):
         for _ in range(4):
             yield number * 7 % 1000, prompts.new_blocks(EVENT_BLOCKS).tobytes()

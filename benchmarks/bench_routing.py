@@ -1,13 +1,14 @@
-"""Policies of the router, on simulated workers: what they take from caches, and how long first tokens take.
+"""Routing policies on simulated workers: cache hits, and time to first token.
 
 Everything runs in virtual time, in one process: the simulated engines' own schedulers and caches, and the router;
-between them, what a connection adds: pauses before events and loads arrive. So a run needs no machine at rest, and
-equal runs give equal figures. Every policy gets the same requests. RPC and the workers' processes are not in it.
+connections are modelled as delays of events and loads. So a run does not depend on the machine's load, and is
+deterministic. All policies get the same requests. RPC and worker processes are not included.
 
-Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is
-round-robin's, which sets the rate of all.
+Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is measured
+for round-robin, and sets the rate for all policies.
 
-`one hot image` is what a policy for caches alone fails at: all requests would wait for the worker that has it.
+`one hot image` is a case in which a policy that considers only caches fails: all requests would queue at the worker
+that has it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ ABOUT = "policies side by side on simulated workers: cached tokens, time to firs
 #: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
 CONFIG = SimulatedConfig(num_kv_blocks=60_000)
 POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "prefix-only")
-#: Pauses of a connection: events and loads are batched.
+#: Delays of a connection: events and loads are batched.
 EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
-#: Three of four requests ask about one and the same image, each something else at length.
+#: Three of four requests ask about the same image, each with a different long question.
 HOT = SessionTrace(
     num_system_prompts=1,
     num_images=1,
@@ -58,17 +59,17 @@ HOT = SessionTrace(
     mean_turns=1.0,
     max_turns=1,
 )
-#: Requests a second and worker that fill round-robin's workers, about; how near the utilisation has to be to the one
-#: asked for, and how many runs that may take.
+#: Approximate requests per second and worker that saturate round-robin; the tolerance of the measured utilisation; and
+#: the most runs that may take.
 GUESS_PER_S = 19.0
 CLOSE, _MAX_TRIES = 0.015, 10
-#: Requests that come before caches and queues are as they stay are not counted: this share of the trace.
+#: Requests before caches and queues have reached a steady state are not counted: this share of the trace.
 WARM_UP = 0.4
 
 
 @dataclass
 class Outcome:
-    """What came of one run."""
+    """The result of one run."""
 
     ttft_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -188,7 +189,7 @@ class _Worker:
         outcome.num_cached += sequence.num_cached_tokens or 0
 
     def _change(self, events: list[KvEvent]) -> KvChange | None:
-        """What the block table of a worker would forward: a block may be held more than once."""
+        """Convert events like a worker's block table, in which a block may be held more than once."""
         before = dict[int, bool]()
         for event in events:
             delta = 1 if isinstance(event, BlockStored) else -1
@@ -218,7 +219,7 @@ class _Worker:
 
 
 def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
-    """The share of tokens that one cache without limits would hold, were each request done when the next one comes."""
+    """Return the share of tokens that one unlimited cache would hit if each request were done when the next arrives."""
     held: set[int] = set()
     num_tokens = num_cached = 0
     began_s = _counted(turns)[0].time_s
@@ -239,7 +240,7 @@ def _counted(turns: list[Turn]) -> list[Turn]:
 
 
 def rate_for(utilisation: float, num_workers: int, trace: SessionTrace, router: PolicyName = "round-robin") -> float:
-    """The rate at which the router's workers are so busy, found by trying: queues grow long before all are busy."""
+    """Search for the rate that gives this utilisation: queues grow long before all workers are busy."""
     low, high = (0.0, 0.0), (math.inf, 1.0)
     rate = GUESS_PER_S * num_workers * utilisation
     for _ in range(_MAX_TRIES):
@@ -261,7 +262,7 @@ def rate_for(utilisation: float, num_workers: int, trace: SessionTrace, router: 
 def compare(
     rate: float, num_workers: int, trace: SessionTrace, policies: tuple[PolicyName, ...]
 ) -> tuple[list[dict[str, object]], dict[str, Outcome], float]:
-    """Every policy on the same requests; rows, outcomes, and the oracle's share."""
+    """Run every policy on the same requests; return rows, outcomes, and the oracle's share."""
     turns = list(session_turns(trace._replace(rate_per_s=rate)))
     best = oracle(turns)
     rows: list[dict[str, object]] = []
@@ -310,14 +311,14 @@ def run(options: harness.Options) -> harness.Report:
 
 
 def scale(num_workers: int) -> harness.Report:
-    """The same for many workers, at moderate load; minutes, so only by its name: `python bench_routing.py 64`."""
+    """Compare at moderate load with many workers; takes minutes, so it runs only as `python bench_routing.py 64`."""
     trace = SessionTrace(num_turns=300 * num_workers if num_workers <= 100 else 30_000)
     rows, _, best = compare(GUESS_PER_S * num_workers * MODERATE, num_workers, trace, POLICIES[:2])
     return harness.Report("routing", {f"{num_workers} workers (oracle {best:.3f})": rows})
 
 
 def _bars(cost: Outcome, robin: Outcome, limits: dict[float, float], *, prefix: str = "") -> list[harness.Bar]:
-    """`limits`: share of requests -> what the TTFT within which they are answered may be of round-robin's."""
+    """`limits`: share of requests -> the limit of that TTFT percentile as a multiple of round-robin's."""
     bars = [harness.Bar(f"{prefix}worst worker's load, of the mean", cost.imbalance, 1.5, "at most")]
     for share, limit in limits.items():
         ratio = harness.percentile(cost.ttft_s, share) / harness.percentile(robin.ttft_s, share)

@@ -1,15 +1,15 @@
-"""Repeated images, and sessions, over two real vLLM workers: routed by what the workers' caches hold, and in turn.
+"""Repeated images, and sessions, over two real vLLM workers: cache-aware routing and round-robin.
 
-One pair of workers, two gateways over it, asked in turns with pictures and words of their own.
+One pair of workers and two gateways over it, used alternately with separate images and texts.
 
-`repeated images`: the pictures of a turn fit in the KV caches of both workers together and not in that of one: sent in
-turn they push each other out, as the hot pictures of a larger fleet do. All are asked about several times, each time in
-another order. The first time is not counted; the second is that of a follow-up question, and stands by itself: later
-ones find a picture at both workers of a round-robin, if it was not pushed out. How often it was depends on how much
-more there is than one worker holds: a worker has room for seven, and there are ten, twelve, and fourteen.
+`repeated images`: the images of a turn fit in the KV caches of both workers together but not in one: with round-robin
+they evict each other, like the hot images of a larger fleet. There are several requests about each image, each time in
+another order. The first time is not counted; the second is that of a follow-up question, and is reported separately:
+later ones find an image at both workers of a round-robin if it was not evicted. How often it was depends on the ratio
+of images to capacity: a worker has space for seven, and there are ten, twelve, and fourteen.
 
-`sessions`: a trace of `traces/` in small: hot images, follow-up questions, shared system prompts; its order, not its
-times. `cached` is the share of prompt tokens that the engines had in their caches, as they tell it.
+`sessions`: a scaled-down trace of `traces/`: hot images, follow-up questions, shared system prompts; in its order, but
+not at its times. `cached` is the share of prompt tokens that were cache hits, as reported by the engines.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from medialane.cli.sample_images import sample_jpeg
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from traces import SessionTrace, Turn, session_turns
 
-ABOUT = "repeated images over two real workers: TTFT, routed by cache and round-robin"
+ABOUT = "repeated images over two real workers: TTFT with cache-aware routing and with round-robin"
 
 OURS, PEER = "cost", "round-robin"
 SIZE = (1024, 768)
 NUMS_PICTURES, ASKED_EACH = (10, 12, 14), 5
 CONCURRENCY = 2
-#: A picture takes 8 blocks of 128 tokens: seven pictures fit in a worker, with room for the requests that run.
+#: An image takes 8 blocks of 128 tokens: seven images fit in a worker, with space for the running requests.
 FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=4096", "--num-gpu-blocks-override=64")
 START_S = 300.0
 #: Sessions whose prompts fit in the tiny model's context: a word of the trace is about two tokens.
@@ -56,7 +56,7 @@ SESSIONS = SessionTrace(
     images_of_first=(0.2, 0.5, 0.3),
     max_turns=6,
 )
-SESSION_PICTURE = (512, 384)
+SESSION_IMAGE = (512, 384)
 
 
 def run(options: Options) -> Report:
@@ -92,7 +92,7 @@ async def _run(options: Options) -> Report:
 
 
 class Repeated:
-    """TTFT of requests about so many pictures, seconds: when they are asked about a second time, and later."""
+    """TTFT, in seconds, of requests about this many images: the second request about each, and later ones."""
 
     def __init__(self) -> None:
         self.again: dict[str, list[float]] = {OURS: [], PEER: []}
@@ -136,31 +136,31 @@ def _row(name: str, ttft_s: list[float]) -> dict[str, object]:
 
 
 async def _repeated_images(model: str, url: str, number: int, *, seed: int) -> list[list[float]]:
-    """TTFT of the requests about all pictures, seconds: when they are asked about a second time, a third, ..."""
-    pictures = [data_url(sample_jpeg(100 * seed + n, *SIZE)) for n in range(number)]
+    """Return the TTFT of the requests about all images, in seconds: for the second time, the third, ..."""
+    images = [data_url(sample_jpeg(100 * seed + n, *SIZE)) for n in range(number)]
     shuffled = random.Random(seed)
     found = []
     for time in range(ASKED_EACH):
-        bodies = [image_request(model, picture, f"Question {time}: what is it?") for picture in pictures]
+        bodies = [image_request(model, image, f"Question {time}: what is it?") for image in images]
         shuffled.shuffle(bodies)
         found.append((await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s)
     return found[1:]
 
 
 async def _sessions(model: str, url: str, *, seed: int) -> list[float]:
-    """TTFT of all requests of a trace, seconds."""
+    """Return the TTFT of all requests of a trace, in seconds."""
     bodies = [_session_request(model, turn, seed) for turn in session_turns(SESSIONS._replace(seed=seed))]
     return (await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s
 
 
 def _session_request(model: str, turn: Turn, seed: int) -> bytes:
-    """The turn's prompt as one message: its words as numbers, its images as pictures."""
+    """Build the turn's prompt as one message: its words as numbers, and its images."""
     content: list[dict[str, object]] = []
     done = 0
     for span in turn.media:
-        picture = data_url(sample_jpeg(int(span.mm_hash[:6], 16) + seed, *SESSION_PICTURE))
+        url = data_url(sample_jpeg(int(span.mm_hash[:6], 16) + seed, *SESSION_IMAGE))
         content.append({"type": "text", "text": _words(turn.token_ids[done : span.offset])})
-        content.append({"type": "image_url", "image_url": {"url": picture}})
+        content.append({"type": "image_url", "image_url": {"url": url}})
         done = span.offset + span.length
     content.append({"type": "text", "text": _words(turn.token_ids[done:])})
     messages = [{"role": "user", "content": content}]
@@ -173,7 +173,7 @@ def _words(ids: Sequence[int]) -> str:
 
 
 async def _prompt_tokens(url: str) -> tuple[float, float]:
-    """Tokens of all prompts so far, and those of them that the engines had in their caches."""
+    """Return the tokens of all prompts so far, and those that were cache hits."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
         page = await response.text()
     samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
@@ -183,7 +183,7 @@ async def _prompt_tokens(url: str) -> tuple[float, float]:
 
 @asynccontextmanager
 async def _servers(model: str) -> AsyncIterator[dict[str, str]]:
-    """Two workers and two gateways over them: router -> URL."""
+    """Run two workers and two gateways over them: router -> URL."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
         addresses = [f"unix:{folder}/worker-{n}.sock" for n in range(2)]
@@ -200,8 +200,8 @@ async def _servers(model: str) -> AsyncIterator[dict[str, str]]:
         yield urls
 
 
-class _command:  # noqa: N801 - a context manager, named as what it does
-    """A `medialane` command that runs while the context lasts."""
+class _command:  # noqa: N801 - a context manager, used like a function
+    """Runs a `medialane` command inside the context."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._arguments = arguments

@@ -1,8 +1,8 @@
-"""The whole thing against plain vLLM, one worker, each server at its own defaults (`servers`), in turns in one run.
+"""End-to-end comparison with plain vLLM, one worker, each server with its defaults (`servers`), alternating in one run.
 
-On a machine where engine and everything else share the cores the measure is cost: requests per second of a closed loop,
-and the CPU time of all of a server's processes per request, spinning included. Each case is measured in turns, A B A B
-...; a figure is the median over the turns, a ratio that of the medians.
+On a machine where engine and all other processes share the cores the measure is cost: requests per second of a closed
+loop, and the CPU time of all of a server's processes per request, busy-waiting included. The servers alternate in each
+case, A B A B ...; a figure is the median over the turns, a ratio that of the medians.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 
 NAME = "serve"
-ABOUT = "requests with images through medialane and through plain vLLM: requests/s, TTFT, CPU per request"
+ABOUT = "requests with images through medialane and plain vLLM: requests/s, TTFT, CPU per request"
 
 SIZES = ((512, 384), (1024, 768))
 
@@ -57,7 +57,7 @@ async def _run(options: Options) -> Report:
 
 
 async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server], model: str, options: Options) -> None:
-    """One row per server, the bars of this case."""
+    """Add one row per server and the bars of this case."""
     rounds: dict[str, list[Answered]] = {server.name: [] for server in servers}
     for turn in range(options.rounds or (2 if options.quick else 5)):
         bodies = _bodies(case, model, quick=options.quick)
@@ -73,7 +73,7 @@ async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server]
     report.bars += _bars(case, ours, theirs)
 
 
-#: Seeds of new pictures: none is ever used twice in a run.
+#: Seeds of new images: none is used twice in a run.
 _SEEDS = count(1000)
 
 

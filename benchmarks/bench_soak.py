@@ -1,19 +1,19 @@
-"""`medialane bench soak`: does anything grow? Many thousand mixed requests, and a look at all processes now and then.
+"""`medialane bench soak`: checks for leaks over many thousand mixed requests.
 
-A whole gateway with preparers runs in processes of its own; a fake worker answers. Requests come in batches: new and
-repeated images, by data URL and from a web server, clips, sounds, hostile input, and clients that give up on the way.
-After each batch the load stops until nothing is under way. Then no lease may be held, and what is looked at (memory of
-all processes, file descriptors, shared memory) would be the same every time, were there no growth.
+A whole gateway with preparers runs in separate processes; a fake worker responds. Requests are sent in batches: new and
+repeated images, by data URL and from a web server, clips, audio, hostile input, and clients that disconnect early.
+After each batch the load stops until nothing is in flight. Then no lease may be held, and the sampled values (memory of
+all processes, file descriptors, shared memory) should not change from sample to sample.
 
 Growth is the slope over requests after the warm-up, the first third: the median of the slopes between all pairs of
-looks (Theil and Sen), which single looks do not sway. Memory is anonymous memory, shared pages counted once
-(`Pss_Anon`, proc(5)): the arena, which is mapped everywhere, is counted where it lies. The arena and the cache of URLs
-are made small, so that both are full and turn over before the warm-up ends.
+samples (Theil-Sen estimator), which is robust against outliers. Memory is anonymous memory, with shared pages counted
+once (`Pss_Anon`, proc(5)); the arena, which every process maps, is counted in its folder. The arena and the URL cache
+are small, so that both are full and turn over before the warm-up ends.
 
-The limits. Memory: 1 MiB in 1000 requests is 1 KiB a request; the smallest thing of ours that a request could leave
-behind, its expanded prompt, takes several KiB, a picture a hundred times that. File descriptors: a leak in one request
-of a thousand would be 1. While it settles, a gateway still grows by some MiB and descriptors, once (allocators,
-connections that are kept): that much comes on top, which is nothing in 20,000 requests, and a lot in 300.
+Limits. Memory: 1 MiB in 1000 requests is 1 KiB per request; the smallest object of ours that a request could leak, its
+expanded prompt, takes several KiB, an image a hundred times that. File descriptors: a leak in one of a thousand
+requests would be 1. A gateway that is settling still grows by some MiB and descriptors, once (allocators, persistent
+connections): the limit allows for that in addition, which is negligible over 20,000 requests but not over 300.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from soak_requests import Request, Requests, files
 sys.path.append(str(REPOSITORY / "tests" / "families"))  # the tests' tiny models
 from tiny_families import FAMILIES
 
-ABOUT = "does anything grow while thousands of mixed requests pass?"
+ABOUT = "leaks: memory, descriptors and leases over thousands of mixed requests"
 
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 20_000, 1_000
-#: It ends after so long for each request, or after so long, with what it has.
+#: The run ends after this time per request, or this time in total, with the results so far.
 REQUEST_S, QUICK_TIME_S = 0.15, 300.0
 PROGRESS_S = 15.0
 NUM_LOOKS = 20
@@ -60,24 +60,24 @@ CONCURRENCY = 12
 WARM_UP = 1 / 3
 MIB = 1 << 20
 
-#: In 1000 requests, and once.
+#: Per 1000 requests, and once.
 MOST_MIB, SETTLING_MIB = 1.0, 7.0
 MOST_FDS, SETTLING_FDS = 1.0, 5.0
 
-#: A request that takes longer has failed; what is under way must have ended so long after the last answer.
+#: A request that takes longer has failed; requests in flight must have ended within this time after the last response.
 ANSWER_S = 60.0
 SETTLE_S = 20.0
-#: Tokens of the worker, so that clients also give up while the answer streams.
+#: Tokens per response, enough for clients to disconnect while it is streamed.
 TOKEN_S = 0.01
 
-#: It takes pictures, clips and sounds.
+#: Supports images, video and audio.
 FAMILY = FAMILIES["qwen2_5_omni"]
 FLAGS = (*FAMILY.flags, "--disable-uvicorn-access-log")
 NUM_PREPARERS = 2
 
 
 @dataclass(frozen=True)
-class Look:
+class Sample:
     """All processes of the gateway at rest, after `num_requests`."""
 
     num_requests: int
@@ -93,7 +93,7 @@ class Look:
 
 
 class Progress:
-    """Says now and then how far it has come."""
+    """Prints the progress at intervals."""
 
     def __init__(self, num_requests: int) -> None:
         self._num_requests = num_requests
@@ -112,10 +112,10 @@ class Progress:
 
 
 class Soak:
-    """Sends requests in batches and looks after each."""
+    """Sends requests in batches and samples the processes after each."""
 
     def __init__(self, gateway: GatewayProcess, session: aiohttp.ClientSession, shm: Path) -> None:
-        self.looks: list[Look] = []
+        self.samples: list[Sample] = []
         self.statuses: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self._gateway = gateway
@@ -129,11 +129,11 @@ class Soak:
         self._progress = Progress(num_requests)
         todo = iter(requests.make(num_requests))
         batch = max(1, num_requests // NUM_LOOKS)
-        await self._look(started)
+        await self._sample(started)
         while self._num_sent < num_requests and time.perf_counter() - started < time_s:
             await self._send_all(list(islice(todo, batch)))
             await self._settle()
-            await self._look(started)
+            await self._sample(started)
 
     async def _send_all(self, requests: Sequence[Request]) -> None:
         todo = iter(requests)
@@ -172,23 +172,23 @@ class Soak:
             self.wrong[f"{request.kind}: {outcome}"] += 1
 
     async def _settle(self) -> None:
-        """Wait until nothing is under way, or for so long; what is left then shows in the look."""
+        """Wait until nothing is in flight, up to a timeout; what is left is visible in the sample."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while any(await self._in_flight()):  # noqa: ASYNC110 - another process has no event for it
+                while any(await self._in_flight()):  # noqa: ASYNC110 - polls another process
                     await asyncio.sleep(0.1)
 
     async def _in_flight(self) -> tuple[float, float]:
-        """Leases held, requests at the worker."""
+        """Return the leases held and the requests at the worker."""
         async with self._session.get(f"{self._gateway.url}/metrics") as response:
             text = await response.text()
         return _metric(text, "medialane_arena_leases"), _metric(text, "medialane_worker_in_flight")
 
-    async def _look(self, started: float) -> None:
+    async def _sample(self, started: float) -> None:
         leases, in_flight = await self._in_flight()
         pids = process_tree(self._gateway.pid)
         memory = {pid: _memory(pid) for pid in pids}
-        look = Look(
+        sample = Sample(
             num_requests=self._num_sent,
             seconds=time.perf_counter() - started,
             anon_mib=sum(anon for anon, _ in memory.values()),
@@ -200,10 +200,10 @@ class Soak:
             num_leases=leases,
             num_in_flight=in_flight,
         )
-        self.looks.append(look)
+        self.samples.append(sample)
         print(
-            f"  {look.num_requests} requests, {look.seconds:.0f} s: {look.anon_mib:.0f} MiB, {look.num_fds} fds, "
-            f"{look.num_leases:g} leases",
+            f"  {sample.num_requests} requests, {sample.seconds:.0f} s: {sample.anon_mib:.0f} MiB, "
+            f"{sample.num_fds} fds, {sample.num_leases:g} leases",
             flush=True,
         )
 
@@ -212,7 +212,7 @@ def run(options: Options) -> Report:
     model = str(FAMILY.build(cache_folder(process_environ())))
     num_requests = options.num_requests or (QUICK_NUM_REQUESTS if options.quick else NUM_REQUESTS)
     time_s = max(QUICK_TIME_S, num_requests * REQUEST_S)
-    print(f"  the gateway starts; then {num_requests} requests, {time_s / 60:.0f} minutes at most", flush=True)
+    print(f"  starting the gateway; then {num_requests} requests, {time_s / 60:.0f} minutes at most", flush=True)
     with _shared_memory() as shm, tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder:
         config = Config(
             arena=ArenaConfig(size_bytes=128 * MIB, directory=str(shm)),
@@ -239,7 +239,7 @@ def run(options: Options) -> Report:
 
 @contextmanager
 def _shared_memory() -> Iterator[Path]:
-    """A folder of our own, so that what others have in shared memory is not counted."""
+    """Create a private folder, so that other shared memory is not counted."""
     folder = Path(tempfile.mkdtemp(prefix="medialane-soak-", dir=ArenaConfig().directory))
     try:
         yield folder
@@ -259,12 +259,12 @@ async def _soak(
 
 
 def _metric(text: str, name: str) -> float:
-    """The sum over all labels."""
+    """Return the sum over all labels."""
     return sum(float(found) for found in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
 
 def _memory(pid: int) -> tuple[float, float]:
-    """MiB of anonymous memory, shared pages by their share, and resident."""
+    """Return MiB of anonymous memory, with shared pages counted proportionally, and of resident memory."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     anon, rss = (int(re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[0]) for name in ("Pss_Anon", "Rss"))
     return anon / 1024, rss / 1024
@@ -279,35 +279,35 @@ def _used_mib(folder: Path) -> float:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of y over x: the median of the slopes between all pairs of points."""
+    """Return the Theil-Sen slope of y over x: the median of the slopes between all pairs of points."""
     return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
 
 
 def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
-    sent = soak.looks[-1].num_requests
-    warm = [look for look in soak.looks if look.num_requests >= sent * WARM_UP]
+    sent = soak.samples[-1].num_requests
+    warm = [sample for sample in soak.samples if sample.num_requests >= sent * WARM_UP]
     grown = {
-        name: 1000 * slope([(look.num_requests, float(getattr(look, name))) for look in warm])
+        name: 1000 * slope([(sample.num_requests, float(getattr(sample, name))) for sample in warm])
         for name in ("anon_mib", "gateway_mib", "rss_mib", "num_fds", "shm_mib", "num_leases", "num_processes")
     }
     rows: list[dict[str, object]] = [
         {
-            "requests": look.num_requests,
-            "s": look.seconds,
-            "memory MiB": look.anon_mib,
-            "gateway's": look.gateway_mib,
-            "RSS": look.rss_mib,
-            "fds": look.num_fds,
-            "processes": look.num_processes,
-            "shm MiB": look.shm_mib,
-            "leases": look.num_leases,
-            "at worker": look.num_in_flight,
+            "requests": sample.num_requests,
+            "s": sample.seconds,
+            "memory MiB": sample.anon_mib,
+            "gateway's": sample.gateway_mib,
+            "RSS": sample.rss_mib,
+            "fds": sample.num_fds,
+            "processes": sample.num_processes,
+            "shm MiB": sample.shm_mib,
+            "leases": sample.num_leases,
+            "at worker": sample.num_in_flight,
         }
-        for look in soak.looks
+        for sample in soak.samples
     ]
     outcomes = [{"outcome": name, "requests": number} for name, number in sorted(soak.statuses.items())]
-    leases = max(look.num_leases for look in soak.looks)
-    in_flight = max(look.num_in_flight for look in soak.looks)
+    leases = max(sample.num_leases for sample in soak.samples)
+    in_flight = max(sample.num_in_flight for sample in soak.samples)
     bars = [
         Bar("soak: part of the requests that were sent in time", sent / num_requests, 0.5, "at least"),
         Bar(
@@ -334,5 +334,5 @@ def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
 
 
 def _most(growing: float, settling: float, num_requests: int) -> float:
-    """The limit of a slope, in 1000 requests."""
+    """Return the limit of a slope, per 1000 requests."""
     return growing + settling * 1000 / num_requests

@@ -1,13 +1,12 @@
-"""Long answers through medialane and through plain vLLM: each server at its own defaults, in turns in one run.
+"""Long responses through medialane and plain vLLM: each server with its defaults, alternating in one run.
 
-Every case is measured in turns, A B, B A, ...; a figure is the median over the turns, a ratio the median of the ratios
-of each pair of neighbouring turns: the speed of a shared machine drifts by a factor of two within a run, so only turns
-seconds apart compare.
-CPU time is that of all of a server's processes, spinning included.
+The servers alternate in each case, A B, B A, ...; a figure is the median over the turns, a ratio the median of the
+ratios of each pair of adjacent turns: the speed of a shared machine drifts by a factor of two within a run, so only
+turns seconds apart are comparable. CPU time is that of all of a server's processes, busy-waiting included.
 
-Inter-token times are taken where the client reads its socket. Events that are read together came in one burst: for the
-median they share the gap before it, so that a server does not look fast by holding tokens back; for the 99th percentile
-the first of them has the whole gap, which is the stall that a user sees, and the others none.
+Inter-token times are measured where the client reads its socket. Events that are read together arrived in one burst:
+for the median they share the gap before it, so that a server does not look faster for buffering tokens; for the 99th
+percentile the first of them has the whole gap, which is the stall that a user sees, and the others none.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 
 NAME = "stream"
-ABOUT = "answers of 64 and 256 tokens through medialane and through plain vLLM: tokens/s, inter-token time, CPU"
+ABOUT = "responses of 64 and 256 tokens through medialane and plain vLLM: tokens/s, inter-token time, CPU"
 
 _SIZE = (512, 384)
 _ROUNDS = 5
 _ROUNDS_QUICK = 1
 #: Columns of the table.
 _KEYS = ("tokens/s", "gap_p50_ms", "gap_p99_ms", "cpu_ms/token")
-#: Of each request, in both servers: the model answers to the end of its budget.
+#: Body fields for both servers: the model generates until max_tokens.
 _SAMPLING = {"temperature": 0, "ignore_eos": True}
 
 
@@ -53,7 +52,7 @@ class Case:
 
     @property
     def num_requests(self) -> int:
-        """Half a second and more of a turn."""
+        """Enough for a turn of at least half a second."""
         each = {1: 6, 4: 6, 16: 3}[self.concurrency] if self.num_tokens == 64 else {1: 2, 4: 2, 16: 1}[self.concurrency]
         return each * self.concurrency
 
@@ -69,7 +68,7 @@ CASES = [
 
 @dataclass
 class Turn:
-    """What one turn of a case took."""
+    """The measurements of one turn of a case."""
 
     num_tokens: int = 0
     wall_s: float = 0.0
@@ -78,7 +77,7 @@ class Turn:
     shared_gaps_s: list[float] = field(default_factory=list)
 
     def note(self, reads: Sequence[tuple[float, int]]) -> None:
-        """When one stream was read, and how many events were read then."""
+        """Record the read times of one stream, and the number of events in each read."""
         for (before, _), (now, num_events) in pairwise(reads):
             self.gaps_s += [now - before, *[0.0] * (num_events - 1)]
             self.shared_gaps_s += [(now - before) / num_events] * num_events
@@ -113,7 +112,7 @@ async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server]
 
 
 async def _turn(server: Server, case: Case, model: str) -> Turn:
-    """All requests of a case, `concurrency` at a time. Raises RuntimeError for an answer that is not whole."""
+    """Send all requests of a case, `concurrency` at a time. Raises RuntimeError for an incomplete response."""
     turn = Turn()
     bodies = iter([_body(case, model) for _ in range(case.num_requests)])
     before = cpu_seconds(server.pids())
@@ -146,7 +145,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, *, body: bytes, case: C
 
 
 async def _read_stream(response: aiohttp.ClientResponse) -> tuple[bytes, list[tuple[float, int]]]:
-    """The last event, which has the usage; and when the stream was read, and how many events it brought."""
+    """Return the last event, which has the usage, and the time and number of events of each read."""
     last = rest = b""
     reads = []
     async for piece in response.content.iter_any():
@@ -160,7 +159,7 @@ async def _read_stream(response: aiohttp.ClientResponse) -> tuple[bytes, list[tu
 
 _DONE = b"data: [DONE]"
 
-#: No two prompts of a run are the same; their first blocks and the image are.
+#: All prompts of a run differ; their first blocks and the image are the same.
 _NUMBERS = count(1)
 
 

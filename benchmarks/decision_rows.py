@@ -1,11 +1,11 @@
-"""For `medialane bench router`: what a request costs the gateway's loop between its block ids and its worker.
+"""For `medialane bench router`: what a request costs the gateway's event loop between its block ids and its worker.
 
-All of it is measured, the gateway's own part (`gateway.route.Routes`) with the router's: `choose`, for which a request
-waits, and `begin`, which does its bookkeeping (the record, the queue, the notes of what is cached soon) once it is
-sent. Only hashing is left out: it has a table of its own.
+Everything is measured, the gateway's part (`gateway.route.Routes`) and the router's: `choose`, on the critical path of
+the request, and `begin`, which does the bookkeeping (the record, the queue, the pending blocks) after it was sent. Only
+hashing is left out: it has its own table.
 
-The router has the same blocks as `match` does, a queue of a few requests at each slot, and encoder caches. A prompt has
-an image among its first blocks; what is sent is prefilled and released after some hundred others, as in service.
+The router has the same blocks as in `match`, a queue of a few requests at each slot, and encoder caches. A prompt has
+an image among its first blocks; a request is prefilled and released after some hundred others, as in production.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ BLOCK = 16
 IN_FLIGHT = 500
 #: Hot images, and tokens of each.
 NUM_IMAGES, IMAGE_TOKENS = 64, 1000
-#: No engine stores what is sent here; nobody shall wonder.
+#: No engine here stores blocks: disables the warnings about that.
 _CONFIG = RoutingConfig(store_grace_s=1e9)
 _SPEC = TensorSpec("uint8", (4 << 20,))
 _RANGE = ArenaRange("a" * 32, 0, (4 << 20) + 64, 1)
-#: A prompt is routed before its media are looked at.
+#: A prompt is routed before its media are inspected.
 _NO_MEDIA: Any = None
 _CARD = ModelCard("m", 1 << 20, BLOCK, {}, {}, encoder_cache_tokens=1 << 16, max_num_seqs=256)
 
 
 def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
-    """One row for each length of a prompt, in blocks."""
+    """Return one row for each prompt length, in blocks."""
     routes, prompts = _routes(num_slots), IndexedPrompts(num_slots=num_slots, num_blocks=num_blocks)
     prompts.store(routes.router.index.store)
     in_flight: deque[Route] = deque()
@@ -109,7 +109,7 @@ def _routes(num_slots: int) -> _HashedRoutes:
 
 
 def _link(number: int) -> Any:
-    """What the router looks at of a worker's link."""
+    """The attributes of a worker's link that the router reads."""
     name = f"w{number}"
     endpoint = Endpoint(name, "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD)
     return SimpleNamespace(address=name, client=SimpleNamespace(), endpoints=lambda: [endpoint])

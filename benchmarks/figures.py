@@ -1,7 +1,7 @@
 """Write docs/figures.md and the table of README.md from the result files in `benchmarks/results/`.
 
 python benchmarks/figures.py          # rewrite both
-python benchmarks/figures.py --check  # exit 1 if either differs from what the files say
+python benchmarks/figures.py --check  # exit 1 if either is out of date
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ meaningful. `+changes` after a commit means that the working tree had uncommitte
 
 
 class Headline(NamedTuple):
-    """A bar of a result file that the README shows, and how."""
+    """A bar of a result file that the README shows, and its text there."""
 
     file: str
     bar: str
@@ -69,7 +69,7 @@ _HEADLINES = (
 
 
 class Result(msgspec.Struct):
-    """The part of a result file that is shown."""
+    """The fields of a result file that are shown."""
 
     machine: dict[str, object]
     versions: dict[str, str]
@@ -97,7 +97,7 @@ def _line(bar: Bar) -> str:
 
 
 def readme() -> str:
-    """README.md with its table of figures replaced."""
+    """Return README.md with its table of figures replaced."""
     rows = "".join(map(_headline, _HEADLINES))
     table = f"{_BEGIN}| figure | value | benchmark |\n|---|---|---|\n{rows}{_END}"
     text, num_tables = re.subn(

@@ -1,13 +1,12 @@
-"""Whether the router's default weights are the right ones: each is changed by itself, on simulated workers.
+"""Checks the router's default weights: varies each separately, on simulated workers.
 
 python benchmarks/fit_weights.py [--quick] [--json FILE]
 
-The load is one at which weights matter: the rate that keeps the `cost` router's own workers 80 % busy (round-robin's
-would have fallen behind long before). Every value gets the same requests, of several traces; what counts is the mean
-over traces of the TTFT's p50 and p99, each as a ratio to the default's. The loss of a default is what the best other
-value would gain, by the geometric mean of both. The simulated engine's constants are those of a 7B model, as the
-defaults are: on other engines `prefill_ms_per_token` and `encoder_ms_per_token` are to be set by what it is measured
-to take, the rest follows.
+The load is one at which weights matter: the rate that keeps the workers of the `cost` router 80 % busy (round-robin
+would be saturated). Every value gets the same requests, of several traces; the result is the mean over traces of the
+TTFT's p50 and p99, each as a ratio to the default's. The loss of a default is what the best other value would gain, by
+the geometric mean of both. The simulated engine's constants are those of a 7B model, like the defaults: for other
+engines set `prefill_ms_per_token` and `encoder_ms_per_token` to measured values; the other defaults can stay.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ WEIGHTS = (
 )
 FACTORS = (0.0, 0.5, 2.0, 4.0)
 UTILISATION = 0.8
-#: What another value may gain before a default counts as wrong: traces differ by about as much.
+#: The gain of another value above which a default counts as wrong: traces differ by about as much.
 MAX_LOSS = 1.1
 P50, P99 = "ttft p50 / default's", "ttft p99 / default's"
 
@@ -71,7 +70,7 @@ def fit(num_turns: int, num_traces: int, factors: Sequence[float] = FACTORS) -> 
 
 
 def judge(report: harness.Report, rows: Sequence[dict[str, object]]) -> None:
-    """What each default loses to the best other value. A weight that changes nothing here is not judged, only named:
+    """Add a bar for each default: its loss to the best other value. A weight that changes nothing here is only named:
     its bar could not fail."""
     idle = []
     for name in WEIGHTS:
@@ -88,7 +87,7 @@ def judge(report: harness.Report, rows: Sequence[dict[str, object]]) -> None:
 
 
 def _ratio(outcomes: Sequence[Outcome], wanted: Sequence[Outcome], share: float) -> float:
-    """The geometric mean over traces."""
+    """Return the geometric mean over traces."""
     logs = [
         math.log(harness.percentile(a.ttft_s, share) / harness.percentile(b.ttft_s, share))
         for a, b in zip(outcomes, wanted, strict=True)
@@ -99,7 +98,7 @@ def _ratio(outcomes: Sequence[Outcome], wanted: Sequence[Outcome], share: float)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short trace, few values")
-    parser.add_argument("--json", type=Path, help="keep the figures in this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     measured_on = harness.machine()
     report = fit(2000, 1, (0.0, 4.0)) if options.quick else fit(3000, 2)

@@ -1,7 +1,7 @@
-"""A whole gateway in a process of its own (vLLM's app, intake, arena, preparers), and a fake worker that answers.
+"""A whole gateway in a separate process (vLLM's app, intake, arena, preparers), and a fake worker.
 
-The worker runs in the benchmark's own process. What a benchmark wants to watch from inside the gateway it passes as a
-function of its module, `alongside`, which runs on the gateway's event loop until the gateway ends.
+The worker runs in the benchmark's own process. To observe the gateway from inside, a benchmark passes a function of its
+module, `alongside`, which runs on the gateway's event loop until the gateway stops.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from medialane.core.request import EngineRequest, OutputDelta
 from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
 from medialane.rpc.fake import FAKE_CARD
 
-#: vLLM is imported twice and processors are loaded; minutes where the cores are shared.
+#: vLLM is imported twice and processors are loaded: takes minutes on shared cores.
 START_S = 300.0
 
-#: Notes what it sees in the list that it is given.
+#: Appends its observations to the list passed to it.
 Alongside = Callable[[list[Any]], Coroutine[Any, Any, None]]
 
 
 class AgreeingWorker(FakeHandler):
-    """Takes features of any gateway: says that its processor is the gateway's, and that it maps the arena."""
+    """Accepts any gateway: reports the gateway's processor settings as its own, and that it maps the arena."""
 
     async def register(self, hello: Hello) -> Welcome:
         welcome = await super().register(hello)
@@ -53,7 +53,7 @@ class AgreeingWorker(FakeHandler):
 
 @contextlib.asynccontextmanager
 async def worker(address: str, *, delay_s: float = 0.0) -> AsyncIterator[AgreeingWorker]:
-    """A fake worker that listens at `address`; each of its tokens takes `delay_s`."""
+    """Run a fake worker that listens at `address`; each of its tokens takes `delay_s`."""
     handler = AgreeingWorker(card=FAKE_CARD, shm=True, delay_s=delay_s)
     server = RpcServer(handler, RpcConfig())
     await server.serve(address)
@@ -65,11 +65,11 @@ async def worker(address: str, *, delay_s: float = 0.0) -> AsyncIterator[Agreein
 
 @dataclass(frozen=True)
 class GatewayProcess:
-    """A started gateway, perhaps not ready yet."""
+    """A started gateway, possibly not ready yet."""
 
     pid: int
     url: str
-    #: Ends it and returns what `alongside` noted.
+    #: Stops it and returns the observations of `alongside`.
     end: Callable[[], list[Any]]
 
 
@@ -77,7 +77,7 @@ class GatewayProcess:
 def gateway_process(
     model: str, worker: str, *, config: Config, flags: Sequence[str], alongside: Alongside | None = None
 ) -> Iterator[GatewayProcess]:
-    """Start the gateway; it is killed at the end if it was not ended before."""
+    """Start the gateway; it is killed on exit unless it was stopped before."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     given = {"pipe": theirs, "config": config, "flags": flags, "alongside": alongside}
@@ -92,7 +92,7 @@ def gateway_process(
 
     try:
         if not ours.poll(START_S):
-            raise RuntimeError(f"the gateway's process said nothing for {START_S:g} s")
+            raise RuntimeError(f"the gateway's process has sent nothing for {START_S:g} s")
         assert process.pid is not None
         yield GatewayProcess(process.pid, f"http://127.0.0.1:{ours.recv()}", end)
     finally:
@@ -104,7 +104,7 @@ def gateway_process(
 def run_gateway(
     model: str, worker: str, *, pipe: Connection, config: Config, flags: Sequence[str], alongside: Alongside | None
 ) -> None:
-    """Be the gateway, as `medialane gateway` is."""
+    """Main function of the gateway process, like `medialane gateway`."""
     enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
     sys.setswitchinterval(gateway.SWITCH_INTERVAL_S)
     with gateway.bind("127.0.0.1", 0) as sock:
@@ -130,7 +130,7 @@ async def _serve(
 
 
 async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
-    """Raises TimeoutError when the gateway does not come up."""
+    """Wait for the gateway. Raises TimeoutError if it does not become ready."""
     async with asyncio.timeout(START_S):
         while True:
             with contextlib.suppress(aiohttp.ClientConnectionError):

@@ -1,8 +1,8 @@
-"""The two processes between which vLLM hands features over, without a model: its front end and its EngineCore.
+"""The two processes between which vLLM transfers features, without a model: its front end and its EngineCore.
 
 Both ends are vLLM's own code: `AsyncMPClient` with its encoder and sockets, and EngineCore's input and output threads
-with their decoders. In place of the scheduler and the model stands `EngineCoreEnd`, which looks at the tensor, answers,
-and tells the benchmark when. Clocks are CLOCK_MONOTONIC, one for all processes of the machine.
+with their decoders. `EngineCoreEnd` replaces the scheduler and the model: it reads the tensor, responds, and reports
+the times to the benchmark. Clocks are CLOCK_MONOTONIC, the same for all processes of the host.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ SIZES: dict[str, tuple[int, torch.dtype]] = {
 ROW = 1176
 NUM_TOKENS, PLACEHOLDER = 1016, (4, 999)
 
-#: The field of an item that holds its large tensor, as the Qwen family names it.
+#: The field of an item with its large tensor, as named in the Qwen family.
 PIXELS = "pixel_values"
 
 CARD = ModelCard(model="none", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "none"})
 
 
-#: The way of a request without any feature: what vLLM's own hop takes by itself.
+#: The transfer path of a request without features: the cost of vLLM's hop alone.
 NO_FEATURE = "no feature"
 
-#: Beginning of the ids of requests whose every byte EngineCore shall read.
+#: Prefix of the ids of requests of which EngineCore reads every byte.
 READ_WHOLE = "whole"
 
 _LIBC = ctypes.CDLL(None)
@@ -85,8 +85,8 @@ _PARAMS = SamplingParams(max_tokens=1)
 
 
 class Seen(NamedTuple):
-    """What EngineCore saw of one request: when the view was usable; for a request that shall be read whole, how long
-    that took, and its sum."""
+    """EngineCore's record of one request: when the view was usable; for a request that is read whole, how long that
+    took, and the sum of its bytes."""
 
     request_id: str
     usable_ns: int
@@ -95,7 +95,7 @@ class Seen(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where the processes meet."""
+    """Addresses of the processes' sockets."""
 
     engine_input: str
     engine_output: str
@@ -108,7 +108,7 @@ def token_ids() -> list[int]:
 
 
 def make_item(size: str) -> MultiModalKwargsItem:
-    """An item as Qwen2.5-VL's processor makes it, of any size."""
+    """Create an item like Qwen2.5-VL's processor, of any size."""
     rows, dtype = SIZES[size]
     generator = torch.Generator().manual_seed(rows)
     noise = torch.randint(0, 256, (rows, ROW), dtype=torch.uint8, generator=generator)
@@ -122,7 +122,7 @@ def make_item(size: str) -> MultiModalKwargsItem:
 
 
 def make_specs() -> list[MultiModalFeatureSpec]:
-    """One feature of each size, in the front end's heap."""
+    """Create one feature of each size, in the front end's heap."""
     place = VllmRange(*PLACEHOLDER)
     return [MultiModalFeatureSpec(make_item(size), "image", size, place, size) for size in SIZES]
 
@@ -135,7 +135,7 @@ class Looked(NamedTuple):
 
 
 class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
-    """EngineCore with its socket threads, and nothing behind them."""
+    """EngineCore with its socket threads only."""
 
     def __init__(self, tensors: Queue[Any], seen: Connection) -> None:
         self.tensor_ipc_receiver = TensorIpcReceiver(tensors)
@@ -145,7 +145,7 @@ class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
         self._seen = seen
 
     def run(self, addresses: Addresses) -> None:
-        """Answer requests until the benchmark ends this process."""
+        """Respond to requests until the benchmark terminates this process."""
         started = threading.Event()
         threads: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
             (self.process_input_sockets, ([addresses.engine_input], None, bytes(2), started)),
@@ -165,7 +165,7 @@ class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
             self.output_queue.put_nowait((client, answer))
 
     def _answer(self, request: EngineCoreRequest, looked: Looked) -> EngineCoreOutputs:
-        """Tell what was seen, and finish the request."""
+        """Report the record, and finish the request."""
         total = 0
         started = time.perf_counter_ns()
         if looked.pixels is not None and request.request_id.startswith(READ_WHOLE):
@@ -174,7 +174,7 @@ class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
         return EngineCoreOutputs(outputs=[EngineCoreOutput(request.request_id, [1], finish_reason=FinishReason.STOP)])
 
     def forget_pages(self) -> bool:
-        """Drop this process's page tables of the arenas: the next entry is as new to it as one never seen."""
+        """Drop this process's page tables of the arenas, so that the next read faults every page."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             if line.endswith(".arena"):
                 first, end = (int(address, 16) for address in line.split()[0].split("-"))
@@ -191,9 +191,9 @@ class EngineCoreEnd(core.EngineCoreProc):  # type: ignore[misc]
 
 
 def run_engine_core(addresses: Addresses, tensors: Queue[Any], seen: Connection) -> None:
-    """Be the EngineCore process."""
+    """Main function of the EngineCore process."""
     torch.set_num_threads(1)
-    core.EngineCore.preprocess_add_request = look  # what the input thread does first with a decoded request
+    core.EngineCore.preprocess_add_request = look  # called first by the input thread with a decoded request
     plugin.register()
     EngineCoreEnd(tensors, seen).run(addresses)
 
@@ -213,14 +213,14 @@ def look(_engine: EngineCoreEnd, request: EngineCoreRequest) -> tuple[EngineCore
 
 
 def checksum(pixels: torch.Tensor) -> int:
-    """Depends on every byte. Sizes here are multiples of 8."""
+    """Return a sum that depends on every byte. All sizes here are multiples of 8."""
     return int(pixels.view(-1).view(torch.int64).sum())
 
 
 class FrontEnd:
-    """vLLM's front end of one EngineCore; sends a feature by each of the ways, one request at a time.
+    """vLLM's front end of one EngineCore; sends a feature over each of the transfer paths, one request at a time.
 
-    For our own way it is a worker's engine (fills `worker.Engine`).
+    For medialane's path it is a worker's engine (implements `worker.Engine`).
     """
 
     def __init__(self, addresses: Addresses, tensors: Queue[Any]) -> None:
@@ -239,18 +239,18 @@ class FrontEnd:
         return [WorkerLoad()]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
-        """It has no KV cache."""
+        """There is no KV cache."""
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         return bool(await self._client.call_utility_async("medialane_attach", arena, self._directory, nonce.hex()))
 
     async def detach_arena(self, arena: str) -> None:
-        """The process ends with the run."""
+        """Nothing to do: the process exits with the run."""
 
     async def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
     ) -> AsyncGenerator[OutputDelta, None]:
-        """What `VllmEngine.generate` does with tensors, around the same encoder."""
+        """Do what `VllmEngine.generate` does with tensors, with the same encoder."""
         prompt = request.prompt
         assert isinstance(prompt, ExpandedPrompt)
         features = prompt.features
@@ -265,7 +265,7 @@ class FrontEnd:
     async def send_heap(
         self, way: str, request_id: str, token_ids: list[int], specs: list[MultiModalFeatureSpec]
     ) -> list[int]:
-        """Send features whose tensors lie in this process's heap by one of vLLM's own ways: (sent, answered) in ns."""
+        """Send features whose tensors are in this process's heap by one of vLLM's own paths: (sent, answered) in ns."""
         self._client.encoder.oob_tensor_consumer = self._sender if way == "torch_shm" else None
         started = time.perf_counter_ns()
         await self._exchange(_request(request_id, token_ids, specs))
@@ -278,7 +278,7 @@ class FrontEnd:
         raise NotImplementedError
 
     async def ping(self, timeout_s: float) -> None:
-        """Nothing here dies unseen."""
+        """Nothing to check: the benchmark notices if a process exits."""
 
     async def close(self) -> None:
         self._client.shutdown()
@@ -290,7 +290,7 @@ class FrontEnd:
 
 
 class HeapRequest(NamedTuple):
-    """The benchmark's wish: send item number `item` by `way`. `way` "" asks to forget pages."""
+    """A request of the benchmark: send item number `item` by `way`. An empty `way` requests to forget pages."""
 
     way: str
     request_id: str = ""
@@ -300,31 +300,31 @@ class HeapRequest(NamedTuple):
 def run_front_end(
     addresses: Addresses,
     tensors: Queue[Any],
-    wishes: Connection,
+    requests: Connection,
 ) -> None:
-    """Be the worker's process: an RPC server for our own way, and `wishes` for vLLM's."""
+    """Main function of the worker's process: an RPC server for medialane's path, and `requests` for vLLM's."""
     torch.set_num_threads(1)
-    uvloop.run(_serve(addresses, tensors, wishes))
+    uvloop.run(_serve(addresses, tensors, requests))
 
 
-async def _serve(addresses: Addresses, tensors: Queue[Any], wishes: Connection) -> None:
+async def _serve(addresses: Addresses, tensors: Queue[Any], requests: Connection) -> None:
     specs = make_specs()
     front_end = FrontEnd(addresses, tensors)
     server = RpcServer(Worker(front_end, WorkerConfig(), arena_directory=addresses.arena_directory), RpcConfig())
     await server.serve(addresses.worker)
     waiting = asyncio.Event()
-    asyncio.get_running_loop().add_reader(wishes.fileno(), waiting.set)
-    wishes.send("ready")
+    asyncio.get_running_loop().add_reader(requests.fileno(), waiting.set)
+    requests.send("ready")
     while True:
         await waiting.wait()
-        wish: HeapRequest = wishes.recv()
+        request: HeapRequest = requests.recv()
         waiting.clear()
-        if wish.way:
-            fresh = [] if wish.way == NO_FEATURE else [_on_fresh_heap(specs[wish.item])]
-            wishes.send(await front_end.send_heap(wish.way, wish.request_id, token_ids(), fresh))
+        if request.way:
+            fresh = [] if request.way == NO_FEATURE else [_on_fresh_heap(specs[request.item])]
+            requests.send(await front_end.send_heap(request.way, request.request_id, token_ids(), fresh))
         else:
             await front_end.forget_pages()
-            wishes.send(None)
+            requests.send(None)
 
 
 def _descriptors(feature: MediaPayload) -> list[TensorDescriptor]:
@@ -334,7 +334,7 @@ def _descriptors(feature: MediaPayload) -> list[TensorDescriptor]:
 
 
 def _on_fresh_heap(spec: MultiModalFeatureSpec) -> MultiModalFeatureSpec:
-    """As a processor leaves it: every request has tensors of its own (`torch_shm` moves them away while sending)."""
+    """Copy the tensors, as every request has its own from a processor (`torch_shm` moves them away while sending)."""
     item = MultiModalKwargsItem({name: _cloned(elem) for name, elem in spec.data.items()})
     return MultiModalFeatureSpec(item, spec.modality, spec.identifier, spec.mm_position, spec.mm_hash)
 
@@ -358,7 +358,7 @@ def _request(request_id: str, token_ids: list[int], specs: list[MultiModalFeatur
 
 
 def _client_config() -> Any:
-    """What `AsyncMPClient` reads of a VllmConfig."""
+    """The attributes of a VllmConfig that `AsyncMPClient` reads."""
     whole = VllmConfig()
     model = SimpleNamespace(multimodal_config=None, max_model_len=1)
     return SimpleNamespace(parallel_config=whole.parallel_config, cache_config=whole.cache_config, model_config=model)

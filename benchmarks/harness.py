@@ -1,7 +1,7 @@
-"""What every benchmark shares: the machine, the table, the bars, the JSON file.
+"""Shared by all benchmarks: the description of the machine, tables, bars, the JSON file.
 
-A benchmark module, `bench_<name>.py`, has `ABOUT` and `run(options) -> Report`. Peers run side by side in
-the same run, in turns, and the ratio is what counts: the machine's speed drifts.
+A benchmark module, `bench_<name>.py`, has `ABOUT` and `run(options) -> Report`. Peers alternate in one run, and the
+ratio is what counts: the machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Bar(msgspec.Struct):
-    """What a figure must reach: `value` at least or at most `limit`."""
+    """The requirement of a figure: `value` must be at least or at most `limit`."""
 
     name: str
     value: float
@@ -36,9 +36,9 @@ class Bar(msgspec.Struct):
 
 @dataclass
 class Options:
-    """Shared by all benchmarks. `quick` runs fewer rounds: for seeing that it works, not for figures.
+    """Options of all benchmarks. `quick` runs fewer rounds: a smoke test, whose figures are not meaningful.
 
-    `num_requests` is for benchmarks that send many: None leaves their own number.
+    `num_requests` is for benchmarks that send many: None is the benchmark's default.
     """
 
     quick: bool = False
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass
 class Report:
-    """Results as rows (one dict each, the same keys in every row of a table), and the bars."""
+    """Results as rows (one dict each, with the same keys in every row of a table), and the bars."""
 
     name: str
     tables: dict[str, list[dict[str, object]]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Report:
 
 
 def document(reports: Sequence[Report], measured_on: dict[str, object]) -> bytes:
-    """The JSON of one or several reports. `measured_on` is `machine()` as it was before the first of them."""
+    """Return the JSON of one or several reports. `measured_on` is `machine()` before the first of them."""
     found = {
         "machine": measured_on,
         "versions": versions(),
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured, marked when files differ from it."""
+    """Return the measured commit, marked if files differ from it."""
     head = _git("rev-parse", "--short", "HEAD")
     return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
@@ -103,7 +103,7 @@ def _git(*args: str) -> str:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that `share` of the values do not exceed."""
+    """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
 
@@ -113,7 +113,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """Rows as aligned text."""
+    """Format rows as aligned text."""
     if not rows:
         return "(no rows)"
     names = list(rows[0])
@@ -124,7 +124,7 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def show(report: Report) -> str:
-    """The whole report as text."""
+    """Format the whole report as text."""
     parts = [f"# {report.name}"]
     for name, rows in report.tables.items():
         parts += [f"\n{name}", table(rows)]

@@ -1,8 +1,8 @@
-"""What a cluster's workers hold, made up: prompts of 16-token blocks that share as real ones do.
+"""Synthetic contents of the workers' KV caches: prompts of 16-token blocks with realistic sharing.
 
-Each begins with one of some system prompts, which every slot holds. Half go on with one of some hundred images, the
-hotter ones held by more slots. Then comes the session's own part, which one slot holds, sometimes two. A prompt that
-arrives is such a session as far as it was stored, then new blocks: its next turn.
+Each begins with one of several system prompts, which every slot holds. Half continue with one of some hundred images,
+the hotter ones held by more slots. Then comes the session's own part, which one slot holds, sometimes two. An arriving
+prompt is a stored session and new blocks: its next turn.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SESSION_BLOCKS = (32, 128, 256, 512, 1024, 8192)
 SESSION_WEIGHTS = (30, 30, 20, 12, 6, 2)
 
 Blocks = NDArray[np.uint64]
-#: Tells that a slot holds blocks.
+#: Stores blocks for a slot.
 Store = Callable[[int, Blocks], None]
 
 
 @dataclass
 class IndexedPrompts:
-    """Stores until so many different blocks are held. The same seed makes the same."""
+    """Stores prompts until this many distinct blocks are held. Deterministic for a seed."""
 
     num_slots: int
     num_blocks: int
     seed: int = 1
-    #: (slot, the blocks of a session as stored there)
+    #: (slot, blocks of a session as stored there)
     sessions: list[tuple[int, Blocks]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class IndexedPrompts:
         self._images = [[self.new_blocks(IMAGE_BLOCKS) for _ in range(NUM_IMAGES)] for _ in range(NUM_SYSTEMS)]
 
     def new_blocks(self, count: int) -> Blocks:
-        """Ids that nobody holds."""
+        """Return ids that no slot holds."""
         return np.frombuffer(bytearray(self._random.randbytes(8 * count)), np.uint64)
 
     def store(self, store: Store) -> None:
@@ -58,7 +58,7 @@ class IndexedPrompts:
             held += num_new
 
     def arriving(self, num_blocks: int) -> Blocks:
-        """A prompt of this length, of which a session's part is held."""
+        """Return a prompt of this length whose beginning is a stored session."""
         _, ids = self._random.choice(self.sessions)
         known = ids[: self._random.randint(SYSTEM_BLOCKS, len(ids))][:num_blocks]
         return np.concatenate([known, self.new_blocks(num_blocks - len(known))])
@@ -71,7 +71,7 @@ class IndexedPrompts:
         if draw.random() < 0.5:
             number = min(NUM_IMAGES - 1, int(draw.paretovariate(1.0)) - 1)
             image = self._images[system][number]
-            # A hot image is on some slots, not on all: its sessions go where it is.
+            # A hot image is on some slots, not on all: its sessions are routed there.
             spread = max(1, min(self.num_slots, 16 // (number + 1)))
             slot = (number * 7919 + system * 104729 + draw.randrange(spread)) % self.num_slots
         own = self.new_blocks(draw.choices(SESSION_BLOCKS, SESSION_WEIGHTS)[0])

@@ -1,4 +1,4 @@
-"""Load on an OpenAI server, and what its processes spent on it."""
+"""Load generation for an OpenAI server, and the resources that the server's processes used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def data_url(jpeg: bytes) -> str:
 
 
 def image_request(model: str, url: str, text: str = "What is in the picture?") -> bytes:
-    """A streaming chat completion of one token about one image."""
+    """Build a streaming chat completion of one token about one image."""
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
     body = {
         "model": model,
@@ -50,7 +50,7 @@ def image_request(model: str, url: str, text: str = "What is in the picture?") -
 
 
 async def send(base_url: str, bodies: Sequence[bytes], *, concurrency: int, pids: Callable[[], list[int]]) -> Answered:
-    """Send all bodies, `concurrency` at a time, and account for them. Raises RuntimeError for a wrong answer."""
+    """Send all bodies, `concurrency` at a time, and measure. Raises RuntimeError for an unexpected response."""
     answered = Answered()
     todo = iter(bodies)
     headers = {"content-type": "application/json"}
@@ -76,7 +76,7 @@ async def send(base_url: str, bodies: Sequence[bytes], *, concurrency: int, pids
 
 
 def process_tree(root: int) -> list[int]:
-    """`root` and all its descendants."""
+    """Return `root` and all its descendants."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(int(name))):
@@ -90,7 +90,7 @@ def process_tree(root: int) -> list[int]:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """User and system time of the processes so far."""
+    """Return the user and system time of the processes so far."""
     total = 0
     for pid in pids:
         if fields := _stat(pid):
@@ -99,7 +99,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command name: state, ppid, ... (proc(5))."""
+    """Return the fields of /proc/PID/stat after the command name: state, ppid, ... (proc(5))."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Pictures, clips and sounds for benchmarks, made by code and encoded as users' files are."""
+"""Generated images, clips and audio for benchmarks, encoded like users' files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ FPS = 30
 _SAMPLE_RATE = 44100
 
 
-def kept(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` gives, kept as `name` in a folder: encoding a clip takes a minute. A name tells all of its recipe."""
+def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
+    """Return the result of `make`, cached as `name` in a folder: encoding a clip takes a minute. A name must identify
+    the recipe."""
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,14 +33,15 @@ def kept(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def image(kind: str, width: int, height: int, **options: object) -> bytes:
-    """A photo-like picture in one of Pillow's formats."""
+    """Return a photo-like image in one of Pillow's formats."""
     buffer = io.BytesIO()
     Image.fromarray(sample_pixels(0, width, height)).save(buffer, kind, **options)
     return buffer.getvalue()
 
 
 def clip(width: int, height: int, seconds: float, *, gop: int, seed: int = 0) -> bytes:
-    """An H.264 MP4 of 30 frames a second: a camera that pans over a large photo, a keyframe every `gop` frames."""
+    """Return an H.264 MP4 of 30 frames a second: a camera that pans over a large photo, a keyframe every `gop`
+    frames."""
     buffer = io.BytesIO()
     num_frames = round(seconds * FPS)
     scene = sample_pixels(seed, width * 2, height * 2)
@@ -57,8 +59,8 @@ def clip(width: int, height: int, seconds: float, *, gop: int, seed: int = 0) ->
     return buffer.getvalue()
 
 
-def sound(kind: str, seconds: float, *, seed: int = 0, num_channels: int = 2) -> bytes:
-    """Chords of rising tones in one of libsndfile's formats."""
+def audio(kind: str, seconds: float, *, seed: int = 0, num_channels: int = 2) -> bytes:
+    """Return chords of rising tones in one of libsndfile's formats."""
     rng = np.random.default_rng(seed)
     time = np.arange(round(seconds * _SAMPLE_RATE)) / _SAMPLE_RATE
     channels = []
@@ -71,5 +73,5 @@ def sound(kind: str, seconds: float, *, seed: int = 0, num_channels: int = 2) ->
 
 
 def noise(num_bytes: int) -> bytes:
-    """Bytes that nothing can compress; the same ones every time."""
+    """Return incompressible bytes; always the same ones."""
     return random.Random(0).randbytes(num_bytes)

@@ -1,4 +1,4 @@
-"""A web server in a process of its own, for benchmarks that fetch. It imports little, so that it starts at once."""
+"""A web server in a separate process, for benchmarks that fetch. It imports little, so that it starts quickly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class File(NamedTuple):
 
 @contextlib.contextmanager
 def origin(files: Mapping[str, File]) -> Iterator[str]:
-    """Serve `files` at /<name>/<anything>; the URL to put that after."""
+    """Serve `files` at /<name>/<anything>; yields the URL of the server."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_origin, args=(theirs, dict(files)), daemon=True)
@@ -38,7 +38,7 @@ def origin(files: Mapping[str, File]) -> Iterator[str]:
 
 
 def run_origin(pipe: Connection, files: dict[str, File]) -> None:
-    """Be the web server."""
+    """Main function of the web server process."""
     uvloop.run(_serve(pipe, files))
 
 

@@ -1,12 +1,12 @@
-"""`medialane serve` with one worker and plain vLLM's API server, both up at once, each at its own defaults.
+"""`medialane serve` with one worker and plain vLLM's API server, both running, each with its defaults.
 
-Nothing that decides about speed is set for either: no thread counts, no binding to cores. What is set is what two
-servers on one machine need (a bound on the KV cache, whose default is most of the memory) and what keeps them off the
-network.
+No setting that affects speed is changed for either: no thread counts, no binding to cores. The only settings are those
+that two servers on one machine need (a bound on the KV cache, whose default is most of the memory) and those that keep
+them off the network.
 
-Both servers are idle while the other is asked. An engine's processes may go on spinning for a second after their last
-step (vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores is half of what the other one has: so every turn
-begins when that is over (`settle`).
+Each server is idle while the other is measured. An engine's processes may busy-wait for a second after their last step
+(vLLM 0.32, `SpinCondition.busy_loop_s`), which on two cores takes half of what the other one has: so every turn starts
+after that (`settle`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from load import process_tree
 from medialane.cli.plain_vllm import plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 
-#: More than the second for which vLLM's engine spins when it has nothing to do.
+#: More than the second for which vLLM's idle engine busy-waits.
 SETTLE_S = 1.5
 
-#: What decides about the speed of vLLM on a CPU, and `medialane bench` or its user may have set for its own process.
+#: Variables that affect vLLM's speed on a CPU, which `medialane bench` or its user may have set for this process.
 _SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_KVCACHE_SPACE")
 
 _ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -40,7 +40,7 @@ _ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE
 
 @dataclass(frozen=True)
 class Server:
-    """A ready server: where its OpenAI API is (ends in /v1), and all of its processes."""
+    """A ready server: its OpenAI base URL (ends in /v1), and all of its processes."""
 
     name: str
     base_url: str
@@ -48,7 +48,7 @@ class Server:
 
 
 async def settle() -> None:
-    """Wait until no engine spins any more."""
+    """Wait until no engine busy-waits any more."""
     await asyncio.sleep(SETTLE_S)
 
 
@@ -91,4 +91,4 @@ async def _ready(process: subprocess.Popen[bytes], url: str) -> None:
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.2)
-    raise RuntimeError("medialane serve ended before it was ready")
+    raise RuntimeError("medialane serve exited before it was ready")

@@ -1,4 +1,4 @@
-"""The requests of a soak: a mix that is the same at every run, and what each may be answered with."""
+"""The requests of a soak: a reproducible mix, and the expected statuses of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from origin import File
 
 Kind = Literal["new image", "known image", "image by URL", "two images", "video", "sound", "text", "hostile"]
 
-#: Parts of a thousand. One request in ten, of whatever kind, is given up by its client somewhere on the way.
+#: Per mille. The client of one request in ten, of any kind, disconnects early.
 MIX: Mapping[Kind, int] = {
     "new image": 380,
     "known image": 200,
@@ -28,19 +28,19 @@ MIX: Mapping[Kind, int] = {
     "hostile": 50,
 }
 ABORTED = 0.10
-#: A client that gives up does so after up to so long: while it sends, or media are prepared, or the answer streams.
+#: A client that disconnects does so within this time: while it sends, while media are prepared, or during the stream.
 MAX_PATIENCE_S = 0.25
 
 _SIZES = ((224, 168), (336, 252), (512, 384))
-#: So many pictures, and files of the web server, come again and again.
+#: Number of repeated images, and of files of the web server.
 _NUM_KNOWN = 24
-#: Begins a JPEG: start of image, and a comment of nine characters, so that equal pictures have bytes of their own.
+#: Start of a JPEG: the SOI marker, and a comment of nine characters, so that equal images have different bytes.
 _HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
 
 
 @dataclass(frozen=True)
 class Request:
-    """`patience_s` is when the client gives up, None if it waits. `expected` are the statuses that it may see."""
+    """`patience_s` is when the client disconnects, None if it waits. `expected` are the allowed statuses."""
 
     kind: Kind
     body: bytes
@@ -49,7 +49,7 @@ class Request:
 
 
 class Requests:
-    """Makes requests. Equal seeds make equal ones."""
+    """Generates requests, deterministically for a seed."""
 
     def __init__(self, model: str, url: str, *, seed: int = 0) -> None:
         """`url` is that of an origin of `files`."""
@@ -58,7 +58,7 @@ class Requests:
         self._random = random.Random(seed)
         self._jpegs = [sample_jpeg(number, *size)[2:] for number, size in enumerate(_SIZES)]
         self._clip = samples.clip(160, 120, 1, gop=30)
-        self._audio = samples.sound("WAV", 0.5)
+        self._audio = samples.audio("WAV", 0.5)
         self._num_new = 0
         self._hostile = [json.dumps(part).encode() for part in _hostile_parts(self._jpegs[0])]
 
@@ -68,7 +68,7 @@ class Requests:
             yield self._make(kind)
 
     def one(self, kind: Kind) -> Request:
-        """One request of a kind, whose client waits."""
+        """Return one request of a kind, whose client waits."""
         return Request(kind, self._body(kind), _EXPECTED.get(kind, _FINE))
 
     def _make(self, kind: Kind) -> Request:
@@ -108,13 +108,14 @@ class Requests:
         return _part("image_url", _data_url("image/jpeg", _HEAD % number + jpeg))
 
 
-#: Enough: nothing here may be answered otherwise, not even with 503.
+#: High enough that no request here is rejected, not even with 503.
 _FINE = frozenset((200,))
 _EXPECTED: Mapping[Kind, frozenset[int]] = {"hostile": frozenset((400, 413, 415, 502))}
 
 
 def files() -> dict[str, File]:
-    """What the web server has: one picture that may be kept for a second, one that has to be asked for every time."""
+    """Return the files of the web server: an image that may be cached for a second, and one that must be
+    revalidated."""
     jpeg = sample_jpeg(99, 320, 240)
     return {
         "stored": File(jpeg, "image/jpeg", {"Cache-Control": "max-age=1", "ETag": '"1"'}),
@@ -123,12 +124,12 @@ def files() -> dict[str, File]:
     }
 
 
-#: An ID3 tag that says it is a quarter of a gigabyte long.
+#: An ID3 tag whose header claims a quarter of a gigabyte.
 _ENDLESS_TAG = b"ID3\4\0\0\x7f\x7f\x7f\x7f" + bytes(10_000)
 
 
 def _hostile_parts(jpeg: bytes) -> list[dict[str, Any]]:
-    """Media parts that must be refused, each in another room."""
+    """Return media parts that must be rejected, each by a different package."""
     huge = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (65000).to_bytes(4, "big") * 2 + b"\x08\x02\0\0\0" + bytes(64)
     urls = [
         "http://169.254.169.254/latest/meta-data/",
@@ -160,10 +161,10 @@ def _data_url(media_type: str, content: bytes) -> bytes:
 
 
 def _free_box(number: int) -> bytes:
-    """Ends an MP4 with bytes that no player looks at (ISO/IEC 14496-12, 8.1.2)."""
+    """Return an MP4 box that players ignore, to append to a file (ISO/IEC 14496-12, 8.1.2)."""
     return (16).to_bytes(4, "big") + b"free" + number.to_bytes(8, "big")
 
 
 def _riff_chunk(number: int) -> bytes:
-    """Ends a WAV file with bytes that no player listens to."""
+    """Return a RIFF chunk that players ignore, to append to a WAV file."""
     return b"note" + (8).to_bytes(4, "little") + number.to_bytes(8, "little")

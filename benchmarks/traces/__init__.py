@@ -1,4 +1,4 @@
-"""Traces for routing: requests that have what routing lives on. Made by seeded generators, never stored."""
+"""Traces for routing benchmarks, with repeated prefixes and images. Produced by seeded generators, never stored."""
 
 from traces.sessions import SessionTrace, Turn, session_turns
 

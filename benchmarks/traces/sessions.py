@@ -1,8 +1,8 @@
 """Multi-turn sessions about images.
 
-Sessions begin as a Poisson process. Each has one of a few system prompts, some by far more often than others (Zipf),
-then questions about 0 to 4 images; images come from one pool, again by Zipf, so that a few are hot. A follow-up is the
-whole conversation so far, its answer included, and one more question, sometimes with one more image.
+Session starts are a Poisson process. Each session has one of a few system prompts, with Zipf-distributed popularity,
+then questions about 0 to 4 images from one pool, again Zipf-distributed, so that a few are hot. A follow-up is the
+whole conversation so far, including the response, and one more question, sometimes with one more image.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from medialane.core.feature import MediaSpan
 from medialane.worker.simulated.scheduler import answer_token
 
-#: Stands for an image in a prompt; ids of words are above.
+#: Placeholder of an image in a prompt; ids of words are above.
 IMAGE_TOKEN = 50
 _FIRST_WORD, _NUM_WORDS = 1000, 100_000
 
 
 class Turn(NamedTuple):
-    """One request: when it comes, whose it is, its prompt, and how long its answer will be."""
+    """One request: its time, its session, its prompt, and the length of its response."""
 
     time_s: float
     session: str
@@ -32,7 +32,7 @@ class Turn(NamedTuple):
 
 
 class SessionTrace(NamedTuple):
-    """What a trace is made from. Lengths are tokens; `rate_per_s` counts requests, not sessions."""
+    """Parameters of a trace. Lengths are tokens; `rate_per_s` counts requests, not sessions."""
 
     rate_per_s: float = 20.0
     num_turns: int = 2000
@@ -52,7 +52,7 @@ class SessionTrace(NamedTuple):
 
 
 def session_turns(trace: SessionTrace) -> Iterator[Turn]:
-    """The trace's requests in the order of their times. Equal traces give equal requests."""
+    """Yield the trace's requests in the order of their times. Deterministic for a trace."""
     drawn = _Drawn(trace)
     begins = itertools.accumulate(iter(lambda: drawn.random.expovariate(trace.rate_per_s / trace.mean_turns), None))
     waiting: list[tuple[float, int, _Session]] = []
@@ -70,7 +70,7 @@ def session_turns(trace: SessionTrace) -> Iterator[Turn]:
 
 
 class _Drawn:
-    """What all sessions share."""
+    """Values shared by all sessions."""
 
     def __init__(self, trace: SessionTrace) -> None:
         self.trace = trace
@@ -121,7 +121,7 @@ class _Session:
         return self._num_turns < trace.max_turns and self._drawn.random.random() >= 1 / trace.mean_turns
 
     def pause_s(self) -> float:
-        """Reading and typing; never less than an answer takes."""
+        """Return the time for reading and typing; never less than a response takes."""
         return 4.0 + self._drawn.random.expovariate(1 / self._drawn.trace.mean_think_s)
 
 

@@ -87,9 +87,6 @@ def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembl
 def test_pixels_given_as_a_tensor_have_the_tensors_of_the_whole_request(renderer, size):
     processor = VllmProcessor(renderer.get_mm_processor())
     processor.warm_up()
-<<<<<<< HEAD
-    assert processor._takes_tensors  # this model's image processor is torch-based: the fast path is used
-=======
     assert processor._accepts_tensors  # this model's image processor is torch-based: the fast path is used
 
     array = pixels(*size)

@@ -1,6 +1,7 @@
-"""`medialane bench`: runs the checkout's `benchmarks/bench_*.py`, shows their tables, holds them against their bars.
+"""`medialane bench`: runs the checkout's `benchmarks/bench_*.py`, prints their tables and checks them against their
+bars.
 
-Benchmarks are no part of the package: they stand beside it in the checkout, and share `benchmarks/harness.py`.
+Benchmarks are not part of the package: they are next to it in the checkout, and share `benchmarks/harness.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 _PREFIX = "bench_"
 _ALL = "all"
-#: Takes a quarter of an hour or more: run by its name only.
+#: Takes a quarter of an hour or more: runs only by name.
 _NOT_IN_ALL = frozenset({"soak"})
 
 
@@ -37,26 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark, or all of them; 0 when every bar is reached, 1 when one is missed. Raises StartupFailed."""
-    # What vLLM takes from the environment only, before a benchmark imports it; the tiny model is a folder, as this is.
+    """Run the benchmark, or all of them; 0 if every bar is reached, 1 if one is missed. Raises StartupFailed."""
+    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like FOLDER.
     enter_environ(Config(), str(FOLDER), (), on_gpu=bool(find_hardware(process_environ()).gpus))
     return run_benchmarks(FOLDER, args.name, json=args.json, quick=args.quick, num_requests=args.requests)
 
 
 def names(folder: Path) -> list[str]:
-    """The benchmarks of a folder."""
+    """Return the names of the benchmarks in a folder."""
     return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
 
 
 def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool, num_requests: int | None = None) -> int:
-    """As `run`, for the benchmarks of `folder`. The JSON file is written after each of them, so that none is lost."""
+    """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
     wanted = _wanted(folder, name)
     if num_requests is not None and num_requests < 1:
         raise StartupFailed("--requests must be positive")
     if json is not None and not json.parent.is_dir():
         raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # so that processes started by a benchmark find it, too
+        sys.path.insert(0, str(folder))  # so that processes started by a benchmark can import from it, too
     harness = importlib.import_module("harness")
     machine = harness.machine()
     reports: list[Any] = []

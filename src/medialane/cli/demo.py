@@ -1,4 +1,4 @@
-"""`medialane demo`: photos through a gateway and two workers, every answer compared with plain vLLM token by token."""
+"""`medialane demo`: images through a gateway and two workers, each response compared with plain vLLM by token ids."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _STOP_S = 30.0
 _POLL_S = 0.2
 _MAX_TOKENS = 16
 
-#: Columns of the table of stages, in the order in which a request passes them.
+#: Rows of the table of stages, in the order of execution.
 _STAGES = ("lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
 
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """One request: what the tables call it, its message content, whether its answer is streamed."""
+    """One request: its name in the tables, its message content, whether its response is streamed."""
 
     name: str
     content: list[dict[str, Any]]
@@ -64,17 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0 when every answer equals plain vLLM's, 1 when one differs. Raises StartupFailed."""
-    return asyncio.run(_run(_pictures(args.image), keep=args.keep))
+    """Run the demo; 0 if every response equals plain vLLM's, 1 if one differs. Raises StartupFailed."""
+    return asyncio.run(_run(_images(args.image), keep=args.keep))
 
 
-async def _run(pictures: Sequence[bytes], *, keep: bool) -> int:
+async def _run(images: Sequence[bytes], *, keep: bool) -> int:
     console = Console()
     with console.status("building a tiny Qwen2.5-VL with random weights"):
         model = str(await asyncio.to_thread(build_tiny_model, cache_folder(process_environ())))
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
-    async with _web_server(pictures) as web_url:
-        questions = _requests(pictures, web_url)
+    async with _web_server(images) as web_url:
+        questions = _requests(images, web_url)
         async with _medialane(model) as url:
             ours = await _ask_all(url, model, questions)
             _show(console, questions, ours)
@@ -86,8 +86,8 @@ async def _run(pictures: Sequence[bytes], *, keep: bool) -> int:
     return _compare(console, questions, ours, theirs)
 
 
-def _pictures(paths: Sequence[Path]) -> list[bytes]:
-    """Two pictures: the user's, made ones where there are fewer."""
+def _images(paths: Sequence[Path]) -> list[bytes]:
+    """Return two images: the user's first, then generated ones."""
     try:
         given = [path.read_bytes() for path in paths[:2]]
     except OSError as error:
@@ -95,8 +95,8 @@ def _pictures(paths: Sequence[Path]) -> list[bytes]:
     return [*given, *(sample_jpeg(seed) for seed in range(len(given), 2))]
 
 
-def _requests(pictures: Sequence[bytes], web_url: str) -> list[DemoRequest]:
-    first, second = ({"type": "image_url", "image_url": {"url": _data_url(p)}} for p in pictures)
+def _requests(images: Sequence[bytes], web_url: str) -> list[DemoRequest]:
+    first, second = ({"type": "image_url", "image_url": {"url": _data_url(i)}} for i in images)
     first_by_url = {"type": "image_url", "image_url": {"url": f"{web_url}/0"}}
     ask = {"type": "text", "text": "What is in the picture?"}
     return [
@@ -107,17 +107,17 @@ def _requests(pictures: Sequence[bytes], web_url: str) -> list[DemoRequest]:
     ]
 
 
-def _data_url(picture: bytes) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+def _data_url(image: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(image).decode()
 
 
 @asynccontextmanager
-async def _web_server(pictures: Sequence[bytes]) -> AsyncIterator[str]:
-    """The pictures at /0, /1 of a web server on the loopback interface."""
+async def _web_server(images: Sequence[bytes]) -> AsyncIterator[str]:
+    """Serve the images as /0 and /1 on the loopback interface."""
 
     async def get(request: web.Request) -> web.Response:
         number = int(request.match_info["number"])
-        return web.Response(body=pictures[number], content_type="image/jpeg", headers={"Cache-Control": "max-age=60"})
+        return web.Response(body=images[number], content_type="image/jpeg", headers={"Cache-Control": "max-age=60"})
 
     app = web.Application()
     app.router.add_get("/{number:[01]}", get)
@@ -133,7 +133,7 @@ async def _web_server(pictures: Sequence[bytes]) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _medialane(model: str) -> AsyncIterator[str]:
-    """`medialane serve` with two workers, as a user starts it; its progress goes to the terminal."""
+    """Run `medialane serve` with two workers, as a user would; its progress is shown on the terminal."""
     port = _free_port()
     command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "2", "--port", str(port)]
     command += ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
@@ -217,12 +217,12 @@ async def _ask(client: AsyncOpenAI, model: str, question: DemoRequest) -> DemoAn
 
 
 def _token_ids(message: Any) -> list[int]:
-    """vLLM's extension of OpenAI's choices."""
+    """Return the ids from vLLM's extension of OpenAI's choices."""
     return [token for choice in message.choices for token in (choice.model_extra or {}).get("token_ids") or ()]
 
 
 def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[DemoAnswer]) -> None:
-    """A column a request, a row a stage: as wide as a terminal is, however many stages there are."""
+    """Print one column per request and one row per stage, so that the table fits a terminal."""
     table = Table("ms by stage (Server-Timing)", *(q.name for q in questions))
     durations = [dict(re.findall(r"(\w+);dur=([\d.]+)", a.server_timing)) for a in answers]
     described = [dict(re.findall(r'(\w+);desc="([^"]*)"', a.server_timing)) for a in answers]
@@ -231,7 +231,7 @@ def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[
     table.add_row("cache", *(found.get("cache", "") for found in described))
     table.add_row("bytes copied", *(f"{int(found.get('copied', 0)):,}" for found in described))
     console.print(table)
-    console.print("In a stream, what is known when its headers go out is shown.")
+    console.print("Streaming responses show the stages that were complete when the headers were sent.")
 
 
 def _compare(

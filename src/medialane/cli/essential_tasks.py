@@ -1,7 +1,7 @@
-"""The tasks without which a process does not serve: when one of them ends by itself, the process stops.
+"""Tasks that a process cannot serve without: if one of them ends unexpectedly, the process exits.
 
-A server whose half has ended answers 503 for ever, and whoever keeps it running (our supervisor, systemd, Kubernetes)
-sees a process that is alive. Started again, it serves.
+Otherwise the server would return 503 forever while its service manager (our supervisor, systemd, Kubernetes) sees a
+live process; exiting lets it be restarted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class EssentialTasks:
-    """Tasks that run until the context manager's exit, which cancels them and waits for their end.
+    """Tasks that run until the context manager's exit, which cancels and awaits them.
 
-    One that ends earlier, however it does, is logged, makes `failed` true, and sets `stop`.
+    If one ends earlier, for whatever reason, it is logged, `failed` becomes true, and `stop` is set.
     """
 
     def __init__(self, stop: asyncio.Event) -> None:
@@ -43,13 +43,13 @@ class EssentialTasks:
             await asyncio.wait(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, object], name: str) -> None:
-        """Run `work`, which is to end only when it is cancelled here."""
+        """Run `work`, which must not end before it is cancelled here."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def fail(self, name: str, error: BaseException | None = None) -> None:
-        """`name` has ended, and this process with it."""
+        """Record that `name` has ended, and stop this process."""
         logger.critical("%s exited unexpectedly: this process stops", name, exc_info=error)
         self.failed = True
         self._stop.set()
@@ -63,7 +63,7 @@ class EssentialTasks:
 
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns or raises; None if `stop` was set before its end, which cancels it."""
+    """Return or raise the result of `work`; if `stop` is set first, cancel it and return None."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Flags and their help, made from the settings of `medialane.config`."""
+"""Command-line flags and their help, generated from the settings of `medialane.config`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TITLES: dict[SectionName, str] = {
 def add_settings(
     parser: argparse.ArgumentParser, sections: Sequence[SectionName], *, common: Collection[str] = ()
 ) -> None:
-    """Give `parser` a flag for each setting of `sections`, and `--config FILE`.
+    """Add a flag to `parser` for each setting of `sections`, and `--config FILE`.
 
-    Help shows the settings named in `common`, and all of them with `--help-all`; without `common` it always does.
+    Help shows the settings named in `common`, and all of them with `--help-all`; without `common` it shows all.
     """
     every = not common or _ALL in (parser.get_default("argv") or ())
     usual = parser.add_argument_group("settings")
@@ -51,7 +51,7 @@ def add_settings(
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line gives, raw, by name."""
+    """Return the raw values of the settings given on the command line, by name."""
     return {k.removeprefix(_DEST): v for k, v in vars(args).items() if k.startswith(_DEST)}
 
 

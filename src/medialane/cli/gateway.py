@@ -1,4 +1,4 @@
-"""`medialane gateway`: one gateway process, wired from its parts."""
+"""`medialane gateway`: one gateway process, assembled from its components."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ from medialane.vllm_bridge.preparation import FactoryConfig
 
 logger = logging.getLogger(__name__)
 
-#: What the fork server of the preparers builds its processor with, but in stage `url`: there preparers only open what
-#: workers are about to decode.
+#: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
+#: workers will decode.
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
-#: Exit status of a gateway that cannot go on: EX_SOFTWARE of sysexits.h. Start it again.
+#: Exit status of a gateway that cannot continue: EX_SOFTWARE of sysexits.h. It should be restarted.
 EXIT_FAILED = 70
 
-#: How long a thread that runs Python may keep the event loop waiting for the interpreter lock; Python has 5 ms.
+#: Longest time that a thread running Python code may keep the event loop waiting for the GIL; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What a gateway is made of. `gateway_config` is `config.gateway` with the stage that the model allows."""
+class _Components:
+    """The components of a gateway. `gateway_config` is `config.gateway` with the stage that the model supports."""
 
     config: Config
     gateway_config: GatewayConfig
@@ -81,7 +81,7 @@ class _Parts:
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM (0), or until something has ended without which it cannot serve (EXIT_FAILED).
+    """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED).
 
     Raises StartupFailed.
     """
@@ -91,7 +91,8 @@ def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: clients are refused until the gateway is ready. Raises StartupFailed."""
+    """Return a bound socket that does not listen yet: connections are refused until the gateway is ready. Raises
+    StartupFailed."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -106,7 +107,7 @@ def bind(host: str, port: int) -> socket.socket:
 async def serve(
     config: Config, model: str, vllm_args: Sequence[str], *, workers: Sequence[str], sock: socket.socket
 ) -> int:
-    """What `run` does, on a bound socket, in the main thread's event loop."""
+    """Implement `run` on a bound socket, in the main thread's event loop."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -132,7 +133,7 @@ async def _start(
     stack: AsyncExitStack,
     tasks: EssentialTasks,
 ) -> tuple[Frontend, Any]:
-    """Make all parts, which end with `stack`; returns vLLM's front end and the ASGI app that it is to serve."""
+    """Create all components, owned by `stack`; return vLLM's front end and the ASGI app that it serves."""
     arena, prefaulted = await stack.enter_async_context(_arena(config))
     pool = _pool(config, model, vllm_args, arena)
     stack.push_async_callback(pool.close)
@@ -147,13 +148,13 @@ async def _start(
     fairness, metrics = LoopFairness(), Metrics()
     stack.callback(fairness.close)
     links = _links(config, frontend, arena=arena, workers=workers, metrics=metrics)
-    parts = _Parts(config, gateway_config, frontend, arena, pool, fetcher, links, fairness, metrics)
-    gateway = _gateway(parts)
+    components = _Components(config, gateway_config, frontend, arena, pool, fetcher, links, fairness, metrics)
+    gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
     tasks.start(links.run(), "connecting to workers")
-    app = await _app(parts, gateway)
-    await asyncio.shield(prefaulted)  # a page that cannot be had later would kill whoever writes it
+    app = await _app(components, gateway)
+    await asyncio.shield(prefaulted)  # if a page could not be allocated later, its writer would get SIGBUS
     return frontend, app
 
 
@@ -168,11 +169,11 @@ def _pool(config: Config, model: str, vllm_args: Sequence[str], arena: Arena) ->
 
 
 async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Frontend:
-    """Load vLLM's front end here and the preparers beside, at the same time. Raises StartupFailed."""
+    """Load vLLM's front end in this process while the preparers load theirs. Raises StartupFailed."""
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(pool.start())
-            # Imports and processors take seconds; the loop goes on to serve the preparers' start meanwhile.
+            # Imports and processors take seconds; the event loop must serve the preparers' start in the meantime.
             loading = tasks.create_task(asyncio.to_thread(Frontend, model, vllm_args))
     except* StartupFailed as failed:
         raise next(e for e in failed.exceptions if isinstance(e, StartupFailed)) from None
@@ -180,8 +181,8 @@ async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Fro
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
-    """The settings with the stage that this model allows: where its items cannot be processed one by one, workers do it
-    whole. Raises StartupFailed."""
+    """Return the settings with a stage that this model supports: if its items cannot be processed one by one, workers
+    do all processing. Raises StartupFailed."""
     if not frontend.takes_media:
         return msgspec.structs.replace(config, stage=RAW_STAGE)
     stage = prepared_stage(config.stage)
@@ -207,10 +208,10 @@ def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
 
 @asynccontextmanager
 async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
-    """The arena, removed at the end, and the task that makes its pages meanwhile."""
+    """Create the arena, removed on exit, and the task that prefaults its pages."""
     config.arena.validate()
     for dead in reap(config.arena.directory):
-        logger.info("removed the arena of a dead gateway: %s", dead.path)
+        logger.info("removed the arena of a gateway that has exited: %s", dead.path)
     arena = Arena.create(config.arena)
     stop = threading.Event()
     prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop))
@@ -231,47 +232,52 @@ def _links(config: Config, frontend: Frontend, *, arena: Arena, workers: Sequenc
     return WorkerPool([WorkerLink(w, hello, rpc=config.rpc, config=config.gateway, metrics=metrics) for w in workers])
 
 
-def _gateway(parts: _Parts) -> Gateway:
+def _gateway(components: _Components) -> Gateway:
     features = FeatureSource(
-        arena=parts.arena,
-        pool=parts.pool,
-        fetcher=parts.fetcher,
-        media=parts.config.media,
-        processor_digest=digest(parts.frontend.processor_settings),
-        fairness=parts.fairness,
-        aliases=Aliases(max_aliases=parts.gateway_config.max_uuids, ttl_s=parts.gateway_config.uuid_ttl_s),
+        arena=components.arena,
+        pool=components.pool,
+        fetcher=components.fetcher,
+        media=components.config.media,
+        processor_digest=digest(components.frontend.processor_settings),
+        fairness=components.fairness,
+        aliases=Aliases(max_aliases=components.gateway_config.max_uuids, ttl_s=components.gateway_config.uuid_ttl_s),
     )
-    inline = InlineTransport(parts.arena.view.tensor, max_bytes=parts.config.transfer.max_inline_bytes)
+    inline = InlineTransport(components.arena.view.tensor, max_bytes=components.config.transfer.max_inline_bytes)
     return Gateway(
-        config=parts.gateway_config,
-        transfer=parts.config.transfer,
+        config=components.gateway_config,
+        transfer=components.config.transfer,
         features=features,
-        handover=Handover(transports=[ShmTransport(), inline], max_inline_bytes=parts.config.transfer.max_inline_bytes),
-        assembler=parts.frontend.assembler(),
-        workers=parts.links,
-        router=Router(parts.config.routing),
-        metrics=parts.metrics,
+        handover=Handover(
+            transports=[ShmTransport(), inline], max_inline_bytes=components.config.transfer.max_inline_bytes
+        ),
+        assembler=components.frontend.assembler(),
+        workers=components.links,
+        router=Router(components.config.routing),
+        metrics=components.metrics,
     )
 
 
-async def _app(parts: _Parts, gateway: Gateway) -> Any:
-    """vLLM's app around the gateway, and the metrics of all parts."""
-    metrics, links = parts.metrics, parts.links
-    metrics.watch_arena(parts.arena.stats)
-    metrics.watch_preparers(parts.pool.stats)
+async def _app(components: _Components, gateway: Gateway) -> Any:
+    """Build vLLM's app around the gateway, and register the metrics of all components."""
+    metrics, links = components.metrics, components.links
+    metrics.watch_arena(components.arena.stats)
+    metrics.watch_preparers(components.pool.stats)
     metrics.watch_workers(links.endpoints)
     metrics.watch_routing(gateway.routes.stats)
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
-    return await parts.frontend.app(
+    return await components.frontend.app(
         gateway,
         outer=Middleware(ScopeMiddleware, metrics=metrics),
         inner=[
             Middleware(ScrapeMiddleware, refresh=scrape.refresh),
             Middleware(
-                IntakeMiddleware, media=parts.config.media, config=parts.gateway_config, fairness=parts.fairness
+                IntakeMiddleware,
+                media=components.config.media,
+                config=components.gateway_config,
+                fairness=components.fairness,
             ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
-        health=lambda: health_of(links, [parts.pool.degradation]).response(),
+        health=lambda: health_of(links, [components.pool.degradation]).response(),
     )

@@ -1,4 +1,4 @@
-"""`medialane gateway`: the command line of a gateway alone; `gateway.py` is what it runs."""
+"""`medialane gateway`: the command line of a standalone gateway; `gateway.py` implements it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SECTIONS: tuple[SectionName, ...] = (
 )  # fmt: skip
 _COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "router", "rpc-token", "log-level")
 
-#: vLLM's app asks the media connector of this name for every URL: ours, which leaves fetching to the gateway.
+#: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
 
 _EPILOG = """\
 example:
-  medialane worker ./model --listen tcp://10.0.0.2:7000        # there, with MEDIALANE_RPC_TOKEN set
-  medialane gateway ./model --worker tcp://10.0.0.2:7000       # here, with the same"""
+  medialane worker ./model --listen tcp://10.0.0.2:7000        # on 10.0.0.2, with MEDIALANE_RPC_TOKEN set
+  medialane gateway ./model --worker tcp://10.0.0.2:7000       # on this host, with the same token"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_worker(address: str) -> None:
-    """Raise StartupFailed for an address that no worker can ever be reached at."""
+    """Raise StartupFailed for an address that cannot be connected to."""
     try:
         target = parse_address(address)
     except StartupFailed as error:

@@ -1,7 +1,7 @@
-"""The command `medialane`: finds the subcommand, and loads nothing but it.
+"""The command `medialane`: dispatches to a subcommand and imports only its module.
 
-A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. What follows a lone `--` belongs to vLLM
-and arrives as `args.vllm_args`; the whole command line as `args.argv`.
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. Arguments after a lone `--` are vLLM's and
+are passed as `args.vllm_args`; the others as `args.argv`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 from medialane import __version__
 from medialane.core.errors import StartupFailed
 
-#: What a failed start-up's one line begins with; the supervisor looks for it in the logs of its parts.
+#: Prefix of the error line of a failed start-up; the supervisor searches for it in the logs of its processes.
 ERROR_PREFIX = "medialane: error: "
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):
-    """`usage` follows the command's name; only who takes vLLM's flags says so there."""
+    """`usage` follows the command's name; it is set only for commands that accept vLLM's flags."""
 
     module: str
     help: str
@@ -56,7 +56,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     top = _top_parser()
     if not words or words[0] not in COMMANDS:
-        top.parse_args(words[:1] or ["--help"])  # ends here: help, version, or what is wrong
+        top.parse_args(words[:1] or ["--help"])  # exits: prints the help, the version or the error
         return _EXIT_USAGE
     name, *rest = words
     command = COMMANDS[name]

@@ -1,8 +1,8 @@
-"""Plain vLLM's API server in a subprocess: what medialane's answers and times are compared with.
+"""Plain vLLM's API server in a subprocess: the reference for medialane's responses and times.
 
-The server gets a process group of its own, so that its engine ends with it whatever happens, and the kernel stops it
-should this process be killed. It is watched by polling instead of through a loop's child watcher: the object may be
-made in one event loop and used from another, as a test session does.
+The server gets its own process group, so that its engine is always killed with it, and the kernel stops it if this
+process is killed. It is polled, not watched by a loop's child watcher, because the object may be created in one event
+loop and used in another, as in a test session.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LOG_LINES = 30
 
 @dataclass(frozen=True)
 class PlainVllm:
-    """A ready server. `base_url` is what an OpenAI client wants (it ends in /v1), `model` what requests call the model;
-    `process_id` that of the API server, leader of its process group."""
+    """A ready server. `base_url` is that of an OpenAI client (it ends in /v1), `model` the model name in requests;
+    `process_id` is the pid of the API server, the leader of its process group."""
 
     base_url: str
     model: str
@@ -48,15 +48,15 @@ async def plain_vllm(
     start_s: float = 300,
     stop_s: float = 20,
 ) -> AsyncIterator[PlainVllm]:
-    """Run `vllm serve`'s server for `model` with vLLM's own `flags` on a free port of the loopback interface.
+    """Run `vllm serve`'s server for `model` with vLLM's `flags` on a free port of the loopback interface.
 
-    `environ` is the whole environment of the server (no plugins are loaded in it), `log` receives its output. Raises
-    StartupFailed with the end of the log when it ends early or is not ready after `start_s`. At the end, cancelled or
-    not, no process of it is left: it has `stop_s` to stop by itself.
+    `environ` is the whole environment of the server (it loads no plugins), `log` receives its output. Raises
+    StartupFailed with the end of the log if it exits early or is not ready after `start_s`. On exit, even if cancelled,
+    all of its processes are gone: it has `stop_s` to stop before it is killed.
     """
     port = _free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    # Installed beside it, our plugin would change its engine processes, too: plain is without any.
+    # Our plugin, if installed, would change its engine processes, too.
     environ = {**environ, "VLLM_PLUGINS": ""}
     process = _spawn([*command, "--host", "127.0.0.1", "--port", str(port), *flags], environ, log)
     try:
@@ -106,7 +106,7 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Look without reaping: as long as the leader is not reaped its group's id cannot be given to another group."""
+    """Check without reaping: until the leader is reaped, its group id cannot be reused."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -115,11 +115,11 @@ async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(stop_s):
-                while not _has_ended(process):  # noqa: ASYNC110 - no event tells of it in any loop
+                while not _has_ended(process):  # noqa: ASYNC110 - no event is available in every loop
                     await asyncio.sleep(_POLL_S)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()  # killed: over in a moment
+        process.wait()  # returns quickly after SIGKILL
 
 
 def _tail(log: Path) -> str:

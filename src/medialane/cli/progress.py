@@ -1,4 +1,4 @@
-"""What `medialane serve` shows of its parts: one line each that lives on a terminal, plain lines elsewhere."""
+"""The progress display of `medialane serve`: one live line per process on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-#: Without a terminal: how often a part that is still starting is mentioned again.
+#: Without a terminal: interval at which a process that is still starting is reported again.
 _REMIND_S = 15.0
 _MAX_STATUS = 90
 #: vLLM's `(EngineCore pid=7) INFO 11-21 03:54:41 [core.py:133] ` and our `2026-11-21 03:54:54 INFO medialane.worker: `.
@@ -44,7 +44,7 @@ class _State:
 
 
 def brief(line: str) -> str:
-    """What a log line says, without who says it and when."""
+    """Return the message of a log line, without its prefix, shortened to fit."""
     text = " ".join(_after_prefix(line).split())
     return text if len(text) <= _MAX_STATUS else text[: _MAX_STATUS - 3] + "..."
 
@@ -55,7 +55,7 @@ def _after_prefix(line: str) -> str:
 
 
 class Progress:
-    """Observes a supervisor. `tick` it a few times a second while parts start, `finish` it when they are ready."""
+    """Observes a supervisor. Call `tick` a few times a second while processes start, `finish` when they are ready."""
 
     def __init__(self, parts: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
@@ -63,7 +63,7 @@ class Progress:
         now = time.monotonic()
         self._states = {part: _State(now) for part in parts}
         self._reminded = now
-        # No refresh thread of rich's: this process forks, and what it shows changes on its event loop.
+        # No refresh thread: this process forks, and the display changes only on its event loop.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._is_live = self._console.is_terminal
         if self._is_live:
@@ -79,24 +79,24 @@ class Progress:
         self._print(f"{part}: ready after {seconds:.0f} s", unless_live=True)
 
     def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
-        self._states[part].phase = f"ended ({how})"
-        again = "" if restart_in_s is None else f"; it is started again in {restart_in_s:g} s"
-        self._print(f"{part}: ended ({how}){again}")
+        self._states[part].phase = f"exited ({how})"
+        again = "" if restart_in_s is None else f"; restarting in {restart_in_s:g} s"
+        self._print(f"{part}: exited ({how}){again}")
 
     def stopping(self, part: str) -> None:
         self._states[part].phase = "stopping"
         self._print(f"{part}: stopping", unless_live=True)
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
-        said = [line for line in lines if line.strip()]
-        if said:
-            self._states[part].last_line = said[-1]
+        shown = [line for line in lines if line.strip()]
+        if shown:
+            self._states[part].last_line = shown[-1]
         if self._verbose:
             for line in lines:
                 self._console.print(f"[{part}] {line}", markup=False, soft_wrap=True)
 
     def tick(self) -> None:
-        """Show how much time has passed."""
+        """Update the elapsed times."""
         if self._is_live:
             self._live.update(self._table(), refresh=True)
         elif time.monotonic() - self._reminded >= _REMIND_S:
@@ -106,7 +106,7 @@ class Progress:
                     self._print(f"{part}: {state.elapsed().strip()}, {state.status()}")
 
     def finish(self) -> None:
-        """Leave the lines as they are; from now on events are told one by one. Idempotent."""
+        """Leave the lines as they are; later events are printed one by one. Idempotent."""
         if self._is_live:
             self.tick()
             self._live.stop()

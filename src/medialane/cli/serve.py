@@ -1,4 +1,4 @@
-"""`medialane serve`: everything on this machine, started, watched and stopped."""
+"""`medialane serve`: starts, supervises and stops a gateway and workers on this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 
-SECTIONS: tuple[SectionName, ...] = tuple(room for room in get_args(SectionName) if room != "simulated")
+SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
     "workers", "preparers", "host", "port", "arena-size", "stage", "transport", "router", "single-gpu", "log-level",
 )  # fmt: skip
@@ -104,14 +104,14 @@ async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, 
 
 
 async def _supervised(supervisor: Supervisor, starting: asyncio.Task[None]) -> None:
-    """Ends with supervision, once it has begun: without it, parts would run or lie unwatched."""
+    """End when supervision ends, after the start: without it, processes would run unsupervised."""
     await asyncio.wait((starting,))
     await supervisor.wait()
     raise StartupFailed("supervision of the processes ended unexpectedly")
 
 
 class _Stop:
-    """Signals: the first asks for a clean stop, the second kills."""
+    """Signal handling: the first signal requests a graceful stop, the second kills."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.asked = asyncio.Event()
@@ -125,12 +125,12 @@ class _Stop:
             self.impatient = True
             self._supervisor.kill()
         else:
-            print("\nstopping (once more to kill)", file=sys.stderr, flush=True)
+            print("\nstopping (interrupt again to kill)", file=sys.stderr, flush=True)
         self.asked.set()
 
 
 def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
-    """What to tell the user who waits for the address, with an example to paste."""
+    """Return the message that announces the address, with an example command."""
     url = local.base_url(config, vllm_args)
     picture = "https://upload.wikimedia.org/wikipedia/commons/3/3a/Cat03.jpg"
     content = [

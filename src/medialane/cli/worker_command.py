@@ -1,4 +1,4 @@
-"""`medialane worker`: one worker, around vLLM's engine or around simulated ones."""
+"""`medialane worker`: one worker with vLLM's engine, or several simulated ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
-    # The arena's size is the gateway's affair, and this may be another host: that room is not validated here.
+    # The arena's size is a setting of the gateway, possibly on another host: that section is not validated here.
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     if args.engine == "simulated":
@@ -60,11 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_vllm(config: Config, args: argparse.Namespace) -> int:
-    """Load the engine, then serve until a signal (0) or until the engine is lost."""
+    """Load the engine, then serve until a signal (0) or until the engine dies."""
     from medialane.vllm_bridge.engine import build_engine  # vllm reads its environment when it is imported
     from medialane.worker.serve import serve_worker
 
-    # Until the worker listens for signals itself: leave by unwinding, so that vLLM ends the processes it has started.
+    # Until the worker handles signals itself: unwind the stack, so that vLLM stops the processes that it has started.
     signal.signal(signal.SIGTERM, _leave)
     arena_directory = config.arena.directory
     engine = build_engine(

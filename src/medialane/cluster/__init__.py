@@ -1,7 +1,7 @@
-"""Who runs where. A supervisor keeps the processes of one machine running and leaves none behind.
+"""Process placement and supervision: runs the processes of one host and leaves none behind.
 
-`medialane.cluster.local` knows what these processes are; it is imported by name, because it needs the whole
-configuration, which in turn is composed of this room's.
+`medialane.cluster.local` defines these processes. Import it by name: it needs the whole configuration, of which this
+package's is a part.
 """
 
 from medialane.cluster.config import ClusterConfig

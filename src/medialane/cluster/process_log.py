@@ -1,8 +1,8 @@
-"""The output of one part: a file that the part writes to directly, read here for its operator.
+"""The output of a supervised process: a file that the process writes to directly, read here for the operator.
 
-The part holds the file's descriptor itself, so that it never waits for this process, not even for a stopped one. The
-file is bounded by cutting: the newer half is kept in `<name>.old`, and the file starts anew. What the part writes while
-it is cut may be lost; that is the price of not standing between a part and its log.
+The process holds the file descriptor itself, so it never blocks on the supervisor, not even on a stopped one. The file
+size is bounded by rotation: the newer half is kept in `<name>.old`, and the file is truncated. Output written during a
+rotation may be lost; that is the price of not piping the log through the supervisor.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _MAX_READ_BYTES = 1 << 18
 _NUM_TAIL_LINES = 200
 _MAX_LINE_CHARACTERS = 2000
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-#: What our own commands print when they cannot start.
+#: Prefix of the error line of our own commands when they cannot start.
 REPORTED_ERROR = "medialane: error: "
 _EXCEPTION = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Exit)): (\S.*)")
-#: vLLM's front end tells that its engine failed after the engine has told why.
+#: vLLM's front end reports that its engine failed, after the engine has logged the cause.
 _SECONDARY_ERRORS = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
 
 
 class ProcessLog:
-    """Lines of one log file as they come. Lines are cut at 2000 characters and have no colours."""
+    """Reads a log file incrementally. Lines are cut at 2000 characters and stripped of ANSI codes."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
@@ -34,12 +34,12 @@ class ProcessLog:
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
 
     def open(self) -> int:
-        """A descriptor for a part to write to; the caller closes its own copy. One life's lines follow another's."""
+        """Return a descriptor for the process to write to, appending; the caller closes its own copy."""
         self._tail.clear()
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def read(self) -> list[str]:
-        """The complete lines since the last call, a quarter of a MiB of them at most."""
+        """Return the complete lines since the last call, from at most a quarter of a MiB."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -56,7 +56,7 @@ class ProcessLog:
         return found
 
     def tail(self, num_lines: int) -> list[str]:
-        """The last lines that were read and are not empty."""
+        """Return the last non-empty lines that were read."""
         return list(self._tail)[-num_lines:]
 
     @property
@@ -64,12 +64,12 @@ class ProcessLog:
         return self._tail[-1] if self._tail else ""
 
     def reported_error(self) -> str | None:
-        """What one of our own commands gave as the reason for its end."""
+        """Return the error that one of our own commands reported on exit."""
         found = [line.partition(REPORTED_ERROR)[2] for line in self._tail if line.startswith(REPORTED_ERROR)]
         return found[-1] if found else None
 
     def first_exception(self) -> str | None:
-        """The first exception that is not merely the consequence of another one."""
+        """Return the first exception that is not merely the consequence of another one."""
         found = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
         return next((f"{m[1]}: {m[2]}" for m in found if m), None)
 
@@ -78,7 +78,7 @@ class ProcessLog:
         with self.path.open("rb") as file:
             file.seek(self._offset - keep)
             self.path.with_suffix(".old").write_bytes(file.read(keep))
-        os.truncate(self.path, 0)  # O_APPEND: the part goes on at the new end
+        os.truncate(self.path, 0)  # O_APPEND: the process continues at the new end
         self._offset = 0
 
 

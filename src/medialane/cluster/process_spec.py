@@ -1,4 +1,4 @@
-"""What is started, and how it is known to be ready."""
+"""Specifications of supervised processes, and checks that they are ready."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import aiohttp
 
 
 class ReadyCheck(Protocol):
-    """Tells whether a part does its work."""
+    """Checks whether a process is ready."""
 
     def reset(self) -> None:
-        """Forget an earlier life of the part; called before each start."""
+        """Forget the previous run; called before each start."""
         ...
 
     async def passes(self) -> bool:
-        """Look once. Answers within seconds, and False rather than raising."""
+        """Check once. Must return within seconds, and False instead of raising."""
         ...
 
 
@@ -26,8 +26,8 @@ class ReadyCheck(Protocol):
 class ProcessSpec:
     """One process to keep running. `environ` is its whole environment.
 
-    Parts of a higher `layer` are stopped first; `after` names a part that must have been ready before this one is
-    started for the first time.
+    Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
+    is started for the first time.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class SocketExists:
-    """Ready when the part has made its unix socket: a worker does that last. Looking does not disturb it."""
+    """Ready when the process has created its unix socket, which a worker does last. The check does not disturb it."""
 
     path: Path
 
@@ -54,18 +54,18 @@ class SocketExists:
 
 @dataclass(frozen=True)
 class HttpAnswers:
-    """Ready when `url` answers 200. A certificate is not verified: it is this machine that is asked."""
+    """Ready when `url` returns 200. The certificate is not verified: the request goes to this host."""
 
     url: str
     timeout_s: float = 2.0
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Nothing to forget."""
 
     async def passes(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url, ssl=False) as answer:
-                return answer.status == 200
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url, ssl=False) as response:
+                return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

@@ -1,4 +1,4 @@
-"""Keeps one part running, through all its lives."""
+"""Supervises one process across restarts."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _SHOWN_LINES = 15
 
 
 class Observer(Protocol):
-    """Is told what happens to parts, on the event loop; must return at once."""
+    """Receives the events of processes, on the event loop; must return at once."""
 
     def starting(self, part: str) -> None: ...
 
     def ready(self, part: str, seconds: float) -> None: ...
 
     def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
-        """A part ended by itself. `restart_in_s` is None when it is not started again."""
+        """A process exited unexpectedly. `restart_in_s` is None if it is not restarted."""
         ...
 
     def stopping(self, part: str) -> None: ...
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
-        """What the part wrote to its log, some tenths of a second later."""
+        """The process wrote these lines to its log, some tenths of a second ago."""
         ...
 
 
 @dataclass(frozen=True)
 class SupervisorContext:
-    """What the keepers of one supervisor share. `fail` takes the reason why the start failed."""
+    """State shared by the process supervisors of one supervisor. `fail` is called with the reason why the start
+    failed."""
 
     config: ClusterConfig
     observer: Observer
@@ -51,7 +52,7 @@ class SupervisorContext:
 
 
 class ProcessSupervisor:
-    """One part. `gate` is waited for before the first start."""
+    """Runs one process. The first start waits for `gate`."""
 
     def __init__(
         self, part: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
@@ -66,12 +67,12 @@ class ProcessSupervisor:
         self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
 
     async def run(self) -> None:
-        """Until everything stops, or the part ended before all were ready."""
+        """Run until the supervisor stops, or the process exits before all processes were ready."""
         stopping = self._context.stopping
         if self._gate is not None:
             await first_of(stopping.wait(), self._gate.wait())
         while not stopping.is_set():
-            how, lifetime_s = await self._live()
+            how, lifetime_s = await self._run_once()
             if stopping.is_set():
                 return
             if not self._context.all_ready.is_set():
@@ -79,12 +80,12 @@ class ProcessSupervisor:
                 return
             if lifetime_s >= self._context.config.restart_reset_s:
                 self._backoff.reset()
-            pause_s = self._backoff.next()
-            self._context.observer.ended(self.part.name, how, pause_s)
-            await first_of(stopping.wait(), asyncio.sleep(pause_s))
+            delay_s = self._backoff.next()
+            self._context.observer.ended(self.part.name, how, delay_s)
+            await first_of(stopping.wait(), asyncio.sleep(delay_s))
 
     async def stop(self) -> None:
-        """End the present life. The event `stopping` must be set: then `run` ends with it."""
+        """Stop the process. The event `stopping` must be set, so that `run` returns."""
         if self.process is not None:
             self._context.observer.stopping(self.part.name)
             await self.process.stop(self.part.stop_timeout_s)
@@ -93,8 +94,8 @@ class ProcessSupervisor:
         if lines := self._log.read():
             self._context.observer.printed(self.part.name, lines)
 
-    async def _live(self) -> tuple[str, float]:
-        """One life, from start to end. Returns how it ended and how long it was."""
+    async def _run_once(self) -> tuple[str, float]:
+        """Run the process once, from start to exit. Returns how it ended and its lifetime in seconds."""
         self._context.observer.starting(self.part.name)
         try:
             process = self._spawn()
@@ -122,11 +123,11 @@ class ProcessSupervisor:
             os.close(output)
 
     async def _wait_until_ready(self, process: ChildProcess) -> str | None:
-        """Watch the part become ready; kill it if it does not, and return how to call that."""
+        """Wait for the process to become ready; on timeout, kill it and return the reason."""
         limit_s = self._context.config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while not await self.part.ready.passes():  # noqa: ASYNC110 - it is another process
+                while not await self.part.ready.passes():  # noqa: ASYNC110 - polls another process
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             process.kill()
@@ -137,7 +138,7 @@ class ProcessSupervisor:
         return None
 
     def _kill_unmonitored(self, process: ChildProcess, watching: asyncio.Task[str | None]) -> None:
-        """Kill a part of which it cannot be found out whether it became ready: waiting for that would have no end."""
+        """Kill a process if its readiness check failed with an exception: it would never become ready."""
         if not watching.cancelled() and watching.exception() is not None and not self.was_ready.is_set():
             process.kill()
 
@@ -148,7 +149,7 @@ class ProcessSupervisor:
 
 
 def failure_report(name: str, how: str, log: ProcessLog) -> str:
-    """One line that says why; unless the part said so itself, the end of its log follows."""
+    """Return one line with the cause; unless the process reported it itself, the end of its log follows."""
     if (ours := log.reported_error()) is not None:
         return f"{name}: {ours}"
     cause = log.first_exception()
@@ -160,7 +161,7 @@ def failure_report(name: str, how: str, log: ProcessLog) -> str:
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait for one of the coroutines; cancel the others."""
+    """Wait until one of the coroutines ends; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,13 @@
-"""Keeps the parts of one machine running.
+"""Supervises the processes of one host.
 
-Until all parts have been ready once, the end of any of them is the failure of the start: something that the operator
-must see and change. From then on a part that ends is started again after a pause, and the others go on.
+Until all processes have been ready once, the exit of any of them fails the start: the operator must see and fix the
+cause. From then on a process that exits is restarted after a backoff, and the others continue.
 
-Each part has a keeper, one task that starts it, waits until it is ready, waits until it ends, and pauses. `stop` sets
-one event and ends the parts layer by layer; every keeper ends after its part. `kill` is for whoever cannot wait.
+Each process has a `ProcessSupervisor`, one task that starts it, waits until it is ready, waits until it exits, and
+backs off. `stop` sets one event and stops the processes layer by layer; every task ends after its process. `kill` is
+for callers that cannot wait.
 
-A keeper that fails itself (an observer, a descriptor, a bug) is logged and started again like a part; the others go on.
+A process supervisor that itself fails (an observer, a descriptor, a bug) is logged and restarted; the others continue.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Runs parts: `start` once, then `stop`. For the main thread's event loop only.
+    """Runs processes: `start` once, then `stop`. For the main thread's event loop only.
 
-    Logs are written to the folder `logs`, a file per part.
+    Logs are written to the folder `logs`, one file per process.
     """
 
     def __init__(self, parts: Sequence[ProcessSpec], *, config: ClusterConfig, logs: Path, observer: Observer) -> None:
@@ -48,16 +49,16 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The parts that run now, and the ids of their process groups."""
+        """The running processes, and the ids of their process groups."""
         return {name: k.process.pid for name, k in self._process_supervisors.items() if k.process is not None}
 
     async def start(self) -> None:
-        """Start every part and wait until all are ready.
+        """Start every process and wait until all are ready.
 
-        Raises StartupFailed when one ends, or is not ready in time. What runs then, runs until `stop`.
+        Raises StartupFailed if one exits, or is not ready before its timeout. The others keep running until `stop`.
         """
         self._runner = asyncio.create_task(self._run(), name="supervisor")
-        waiting = asyncio.create_task(self._wait_all_ready(), name="everybody ready")
+        waiting = asyncio.create_task(self._wait_all_ready(), name="all ready")
         try:
             done, _ = await asyncio.wait((waiting, self._failure, self._runner), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -68,12 +69,12 @@ class Supervisor:
         self._context.all_ready.set()
 
     async def wait(self) -> None:
-        """Wait until supervision ends, which it does after `stop`; earlier only by a fault of ours, which is raised."""
+        """Wait until supervision ends, which it does after `stop`; earlier only because of a bug, which is raised."""
         if self._runner is not None:
             await asyncio.shield(self._runner)
 
     async def stop(self) -> None:
-        """Stop every part, those of higher layers first, each within its time. Cancelled, it kills."""
+        """Stop every process, those of higher layers first, each within its timeout. If cancelled, it kills."""
         self._context.stopping.set()
         try:
             for layer in sorted({k.part.layer for k in self._process_supervisors.values()}, reverse=True):
@@ -84,10 +85,10 @@ class Supervisor:
             self.kill()
             self._context.orphan_reaper.close()
             if not self._failure.cancel() and not self._failure.cancelled():
-                self._failure.exception()  # seen: whoever stops may have learnt of it in another way
+                self._failure.exception()  # retrieved: the caller of `stop` need not have awaited it
 
     def kill(self) -> None:
-        """Kill everything now; `stop` still has to be awaited."""
+        """Kill all processes now; `stop` still has to be awaited."""
         self._context.stopping.set()
         for process_supervisor in self._process_supervisors.values():
             if process_supervisor.process is not None:
@@ -98,23 +99,23 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for name, process_supervisor in self._process_supervisors.items():
-                    tasks.create_task(self._supervise(process_supervisor), name=f"keeper of {name}")
+                    tasks.create_task(self._supervise(process_supervisor), name=f"supervise {name}")
         finally:
             reading.cancel()
             await asyncio.wait((reading,))
 
     async def _supervise(self, process_supervisor: ProcessSupervisor) -> None:
-        """Let the keeper do its work, whatever it raises: then its part has ended, and begins again."""
-        house = self._context
-        while not house.stopping.is_set():
+        """Run a process supervisor; if it raises, its process has ended, and both are restarted."""
+        context = self._context
+        while not context.stopping.is_set():
             try:
                 await process_supervisor.run()
-            except Exception as error:  # the supervisor of keepers: the other parts must not end with this one
+            except Exception as error:  # top-level handler: the other processes must not end with this one
                 logger.exception("%s: supervision failed", process_supervisor.part.name)
-                if not house.all_ready.is_set():
-                    house.fail(StartupFailed(f"{process_supervisor.part.name} cannot be supervised: {error!r}"))
+                if not context.all_ready.is_set():
+                    context.fail(StartupFailed(f"{process_supervisor.part.name} cannot be supervised: {error!r}"))
                     return
-                await first_of(house.stopping.wait(), asyncio.sleep(house.config.restart_max_s))
+                await first_of(context.stopping.wait(), asyncio.sleep(context.config.restart_max_s))
             else:
                 return
 
@@ -129,23 +130,23 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
 
     def _read_log(self, process_supervisor: ProcessSupervisor) -> None:
-        """A log that cannot be read or shown ends nothing; it is said once."""
+        """Read one log; a log that cannot be read or shown is reported once and affects nothing else."""
         try:
             process_supervisor.read_log()
-        except Exception:  # a supervisor of its own: parts go on without anybody reading their logs
+        except Exception:  # top-level handler: processes run on without their logs being read
             if process_supervisor not in self._unreadable_logs:
                 logger.exception("%s: its log cannot be read", process_supervisor.part.name)
             self._unreadable_logs.add(process_supervisor)
 
     def _fail(self, error: StartupFailed) -> None:
-        """The first reason is the one that counts."""
+        """Fail the start; only the first reason counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
 
 @asynccontextmanager
 async def running(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    """The supervisor's parts, ready inside the block and gone after it. Raises StartupFailed."""
+    """Run the supervisor's processes: ready inside the block, stopped after it. Raises StartupFailed."""
     try:
         await supervisor.start()
         yield supervisor

@@ -1,4 +1,4 @@
-"""The few of vLLM's flags that matter before vLLM is loaded, read from a command line as vLLM would."""
+"""Parses the few vLLM flags that matter before vLLM is loaded, as vLLM's parser would."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from medialane.core.errors import StartupFailed
 
 
 def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
-    """The last value of a flag that goes by any of `names`; None if it is not there.
+    """Return the last value of a flag with any of `names`; None if it is absent.
 
-    As vLLM's parser does: `--a-b v`, `--a-b=v` and `--a_b v` are the same.
+    As in vLLM's parser, `--a-b v`, `--a-b=v` and `--a_b v` are the same.
     """
     found = None
     for position, arg in enumerate(vllm_args):
@@ -27,12 +27,12 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
 
 
 def has_flag(vllm_args: Sequence[str], *names: str) -> bool:
-    """Whether a flag is there, with a value or without."""
+    """Return whether a flag is present, with or without a value."""
     return any(arg.partition("=")[0].replace("_", "-") in names for arg in vllm_args)
 
 
 def gpus_per_worker(vllm_args: Sequence[str]) -> int:
-    """How many GPUs one engine takes. Raises StartupFailed for sizes that are no numbers."""
+    """Return the number of GPUs of one engine. Raises StartupFailed for sizes that are not numbers."""
     size = _positive(vllm_args, "--tensor-parallel-size", "-tp") * _positive(
         vllm_args, "--pipeline-parallel-size", "-pp"
     )

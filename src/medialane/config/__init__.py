@@ -1,5 +1,5 @@
-"""All settings: what there is (`settings`), where values come from (`loading`), and what processes are given
-(`environment`). This is the only room that reads or writes the process's environment, and only when asked."""
+"""All settings: their definitions (`settings`), the sources of their values (`loading`), and the environment of child
+processes (`environment`). This is the only package that accesses the process's environment, and only when called."""
 
 from medialane.config.environment import as_environ, child_environ, enter_environ, process_environ, vllm_defaults
 from medialane.config.loading import format_size, load_config, parse_size

@@ -1,4 +1,4 @@
-"""The environment of this process and of those that it starts: our settings in it, and vLLM's."""
+"""The environment of this process and of its children: our settings, and vLLM's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from medialane.config.settings import ARENA_DIR, PREFIX, Config, settings
 
 
 def as_environ(config: Config) -> dict[str, str]:
-    """The environment variables from which another process loads an equal configuration. Defaults are left out.
+    """Return the environment variables from which another process loads an equal configuration. Defaults are left out.
 
-    A process's environment is private to its user, where its command line is not: the token may travel this way.
+    A process's environment is readable only by its user, unlike its command line: the token may be passed this way.
     """
     found = {}
     for setting in settings():
@@ -26,7 +26,7 @@ def as_environ(config: Config) -> dict[str, str]:
 
 
 def process_environ() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
@@ -39,9 +39,9 @@ def child_environ(
     num_workers: int = 1,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """The whole environment of a gateway or worker process that inherits `environ`.
+    """Return the whole environment of a gateway or worker process that inherits `environ`.
 
-    vLLM has settings that exist only as environment variables; those that a user has set stay as they are.
+    Some of vLLM's settings exist only as environment variables; those that the user has set are not changed.
     """
     inherited = {k: v for k, v in environ.items() if not k.startswith(PREFIX)}
     return vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers) | inherited | _own_environ(config)
@@ -50,9 +50,9 @@ def child_environ(
 def enter_environ(
     config: Config, model: str, vllm_args: Sequence[str], *, on_gpu: bool, own: Mapping[str, str] | None = None
 ) -> None:
-    """Give this very process what `child_environ` gives a child. Call it before vllm is imported.
+    """Apply to this process what `child_environ` sets for a child. Call it before vllm is imported.
 
-    `own` is what this kind of process must have, whatever the user has set.
+    `own` are variables that this kind of process requires, whatever the user has set.
     """
     for name, value in vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1).items():
         os.environ.setdefault(name, value)
@@ -65,19 +65,19 @@ def _own_environ(config: Config) -> dict[str, str]:
 
 
 def vllm_defaults(model: str, vllm_args: Sequence[str], *, on_gpu: bool, num_workers: int) -> dict[str, str]:
-    """What we set for vLLM where the user has not."""
+    """Return our defaults of vLLM's environment variables."""
     found = {"VLLM_NO_USAGE_STATS": "1"}
     if Path(model).is_dir():
-        found["HF_HUB_OFFLINE"] = "1"  # nothing to fetch, and every look-up would wait for the network
+        found["HF_HUB_OFFLINE"] = "1"  # nothing to fetch, and every lookup would wait for the network
     if on_gpu:
         return found
-    # vLLM's own default is most of the machine's memory for each worker. The variable would beat the flag.
+    # vLLM's default is most of the machine's memory for each worker. The variable would override the flag.
     if not any(arg.replace("_", "-").startswith("--kv-cache-memory-bytes") for arg in vllm_args):
         found["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(num_workers))
     return found
 
 
 def _kv_cache_gib(num_workers: int) -> int:
-    """An eighth of the memory for all workers together, 1 to 4 GiB for each."""
+    """Return an eighth of the memory divided by the number of workers, between 1 and 4 GiB."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     return max(1, min(4, total // (8 * num_workers)))

@@ -1,7 +1,7 @@
-"""Where the values of settings come from: flags, environment, a TOML file; and how they are written there.
+"""Loads the values of settings from flags, environment and a TOML file, and parses them.
 
-A flag wins over the environment, the environment over the file, the file over the default. An unknown name is an error
-in each of the three.
+A flag takes precedence over the environment, the environment over the file, the file over the default. An unknown name
+is an error in each of the three.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     sections: Iterable[SectionName] = (),
 ) -> Config:
-    """Put the configuration together, and validate `sections`.
+    """Build the configuration and validate `sections`.
 
-    `flags` are raw values by setting name; `environ` is the process's environment unless given. Raises StartupFailed
-    naming the setting, and where its value came from.
+    `flags` are raw values by setting name; `environ` defaults to the process's environment. Raises StartupFailed naming
+    the setting and the source of its value.
     """
     environ = os.environ if environ is None else environ
     known = {setting.name: setting for setting in settings()}
@@ -134,7 +134,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNOREC
 
 
 def parse_size(text: str) -> int:
-    """`2GiB`, `2g` and `2147483648` are the same number of bytes; `2GB` is 2 * 10**9. Raises ValueError."""
+    """Parse a size: `2GiB`, `2g` and `2147483648` are equal; `2GB` is 2 * 10**9. Raises ValueError."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ValueError("must be a size such as 2GiB, 512MiB or a number of bytes")
@@ -144,7 +144,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """The shortest exact spelling that `parse_size` reads."""
+    """Return the shortest exact spelling that `parse_size` accepts."""
     for unit, exponent in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if num_bytes and num_bytes % 1024**exponent == 0:
             return f"{num_bytes // 1024**exponent}{unit}"

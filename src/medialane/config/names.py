@@ -1,7 +1,7 @@
-"""The names of all settings, as users write them: by room, the field of its configuration and the setting's name.
+"""The names of all settings, by section: the field of the configuration and the user-visible name.
 
-The flag is the name behind `--`, the environment variable is the name in capitals behind MEDIALANE_, and the line of
-the TOML file begins with the name itself. A new field needs a line here.
+The flag is `--` and the name, the environment variable is MEDIALANE_ and the name in capitals, the key in the TOML file
+is the name itself. A new field needs a line here.
 """
 
 from __future__ import annotations

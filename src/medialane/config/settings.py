@@ -1,7 +1,7 @@
-"""Every setting: the rooms' configurations composed, each field with its name in `names.NAMES`.
+"""Every setting: composed of the packages' configurations, each field with its name in `names.NAMES`.
 
-For the arena's size that is `arena-size`: the flag is `--arena-size`, the environment variable MEDIALANE_ARENA_SIZE,
-the line of the TOML file `arena-size = "2GiB"`.
+For `arena-size`, the flag is `--arena-size`, the environment variable MEDIALANE_ARENA_SIZE, the line of the TOML file
+`arena-size = "2GiB"`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from medialane.worker.config import WorkerConfig
 from medialane.worker.simulated.config import SimulatedConfig
 
 PREFIX: Final = "MEDIALANE_"
-#: Read by vLLM's engine processes, which load our plugin before they have any configuration of ours.
+#: Read by vLLM's engine processes, which load our plugin before our configuration.
 ARENA_DIR: Final = PREFIX + "ARENA_DIR"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the gateway answers HTTP."""
+    """The address on which the gateway serves HTTP."""
 
     host: Annotated[str, msgspec.Meta(description="address to listen on; 0.0.0.0 is all interfaces")] = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(description="port to listen on")] = 8000
@@ -49,7 +49,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Every room's configuration."""
+    """The configuration of every package."""
 
     server: ServerConfig = ServerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -65,7 +65,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     logging: LoggingConfig = LoggingConfig()
 
     def validate(self, sections: Iterable[SectionName]) -> None:
-        """Raise StartupFailed if a setting of `sections` cannot be, in the spelling of the command line."""
+        """Raise StartupFailed, with flags instead of field names, if a setting of `sections` is invalid."""
         for section in sections:
             try:
                 getattr(self, section).validate()
@@ -74,7 +74,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(NamedTuple):
-    """One field of one room, and its name outside."""
+    """One field of one section, and its user-visible name."""
 
     name: str
     section: SectionName
@@ -97,14 +97,14 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """Every setting there is, in the order of the rooms."""
+    """Return every setting, in the order of the sections."""
     found = []
     for section in msgspec.structs.fields(Config):
-        room_name = typing.cast("SectionName", section.name)
+        section_name = typing.cast("SectionName", section.name)
         for field in msgspec.structs.fields(section.type):
             kind, description = _unwrap(field.type)
-            name = NAMES[room_name][field.name]
-            found.append(Setting(name, room_name, field.name, kind, field.default, description))
+            name = NAMES[section_name][field.name]
+            found.append(Setting(name, section_name, field.name, kind, field.default, description))
     return found
 
 
@@ -120,7 +120,7 @@ def _unwrap(annotated: Any) -> tuple[Any, str]:
 
 
 def _spell_flags(message: str, section: str) -> str:
-    """Rooms name their own fields; whoever reads the message knows flags."""
+    """Replace the field names in a message by their flags."""
     flags = {s.field: s.flag for s in settings() if s.section == section}
     names = "|".join(map(re.escape, flags))
     return re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda found: flags[found[1]], message)

@@ -1,6 +1,6 @@
-"""Which worker a request goes to.
+"""Routing: selects a worker for each request.
 
-The router loads when first used: it brings numba, and who only reads its settings needs none.
+The router is imported lazily: processes that only parse settings do not pay for numba.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The arrays of `native_table.py` and their growth: which bits hold which blocks."""
+"""Allocates and grows the arrays of `native_table.py`: which bits hold which blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST_LENGTH: Final = 64
 
 
 class BlockHolders:
-    """Holders are bits, 0 to `num_bits`. Ids are contiguous, writable arrays. Pure."""
+    """Holders are bits, 0 to `num_bits`. Ids must be contiguous, writable arrays. Pure."""
 
     def __init__(self) -> None:
         self._now = Holders(
@@ -39,22 +39,22 @@ class BlockHolders:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that some bit holds, retired ones included."""
+        """Distinct blocks held by some bit, including retired bits."""
         return self._state(native.NUM_NEW) + self._state(native.NUM_OLD)
 
     @property
     def num_entries(self) -> int:
-        """Blocks held, summed over bits that are not retired."""
+        """Blocks held, summed over the bits that are not retired."""
         return int(self._now.held.sum()) - self.num_stale
 
     @property
     def num_stale(self) -> int:
-        """Blocks that retired bits still hold, summed over them."""
+        """Blocks still held by retired bits, summed over them."""
         return self._state(native.NUM_STALE)
 
     @property
     def num_sets(self) -> int:
-        """Different sets of holders."""
+        """Distinct sets of holders."""
         return int(np.count_nonzero(self._now.places))
 
     def num_held(self, bit: int) -> int:
@@ -64,74 +64,75 @@ class BlockHolders:
         return native.holds(self.view.addresses, self._checked(bit), np.uint64(block))
 
     def store(self, bit: int, ids: BlockIds) -> None:
-        """The bit holds these blocks from now on."""
-        self._change(native.store, bit, ids)
+        """Add these blocks to those that the bit holds."""
+        self._apply(native.store, bit, ids)
 
     def remove(self, bit: int, ids: BlockIds) -> None:
-        """The bit holds these blocks no more."""
-        self._change(native.remove, bit, ids)
+        """Remove these blocks from those that the bit holds."""
+        self._apply(native.remove, bit, ids)
 
     def retire(self, bit: int) -> None:
-        """What the bit holds does not count any more, and is swept. It must not be used before it holds nothing."""
+        """Exclude the bit's blocks from the counts and leave them to `sweep`. The bit must not be used until it holds
+        none."""
         native.retire(self.view.addresses, self._checked(bit))
 
     def reuse(self, bit: int) -> None:
-        """The bit, which was retired and holds nothing, may be used again."""
+        """Release a retired bit that holds nothing for use."""
         self._now.retired[bit >> 6] &= ~np.uint64(1 << (bit & 63))
 
     def sweep(self, num_places: int, num_blocks: int) -> None:
-        """One step: look at so many places, and take retired bits from so many blocks."""
+        """Do one step: inspect up to `num_places` places and remove retired bits from up to `num_blocks` blocks."""
         while not native.sweep(self.view.addresses, num_places, num_blocks):
-            self._more_rows()
+            self._add_rows()
 
     def widen(self, num_bits: int) -> None:
-        """Let there be so many bits at least."""
+        """Grow to at least this many bits."""
         now = self._now
         words = (num_bits + 63) // 64
         more = words - now.sets.shape[1]
         if more > 0:
-            self._use(
+            self._replace_arrays(
                 sets=np.pad(now.sets, ((0, 0), (0, more))),
                 held=np.pad(now.held, (0, 64 * more)),
                 retired=np.pad(now.retired, (0, more)),
             )
 
-    def _change(self, change: Callable[[Ints, int, BlockIds, int], int], bit: int, ids: BlockIds) -> None:
+    def _apply(self, change: Callable[[Ints, int, BlockIds, int], int], bit: int, ids: BlockIds) -> None:
         done, view = 0, self.view.addresses
         self._checked(bit)
         while (done := change(view, bit, ids, done)) < len(ids):
             self._grow()
         if len(self._now.old) > 1 and not self._state(native.NUM_OLD):
-            self._use(old=_no_table())
+            self._replace_arrays(old=_no_table())
 
     def _checked(self, bit: int) -> int:
-        """Native code does not look whether there is such a bit."""
+        """Return `bit`, or raise IndexError: native code does no bounds checks."""
         if not 0 <= bit < len(self._now.held):
             raise IndexError(f"there is no bit {bit}")
         return bit
 
     def _grow(self) -> None:
-        """Let there be room for another block, or another set. When a table is full, `old` is empty."""
+        """Make space for another block or another set. When a table is full, `old` is empty."""
         now = self._now
         if 4 * self._state(native.NUM_NEW) < 3 * len(now.table):
-            self._more_rows()
+            self._add_rows()
             return
         now.state[native.NUM_OLD], now.state[native.NUM_NEW] = now.state[native.NUM_NEW], 0
         now.state[native.MOVED] = 0
-        self._use(old=now.table, table=np.zeros((2 * len(now.table), 2), np.uint64))
+        self._replace_arrays(old=now.table, table=np.zeros((2 * len(now.table), 2), np.uint64))
 
-    def _more_rows(self) -> None:
+    def _add_rows(self) -> None:
         now = self._now
         count = len(now.sets)
-        self._use(
+        self._replace_arrays(
             sets=np.pad(now.sets, ((0, count), (0, 0))),
             rows=np.pad(now.rows, ((0, count), (0, 0))),
             places=np.zeros(4 * count, np.int64),
         )
         native.intern_all(self.view.addresses)
 
-    def _use(self, **arrays: Any) -> None:
-        """Other arrays from now on."""
+    def _replace_arrays(self, **arrays: Any) -> None:
+        """Replace some of the arrays."""
         self._now = self._now._replace(**arrays)
         self.view.show(*self._now)
 

@@ -1,8 +1,8 @@
-"""Which slots hold which KV blocks: what workers report, and what they will have soon by the requests sent to them.
+"""Maps KV blocks to the slots that hold them: as reported by workers, and pending from requests in flight.
 
-A block maps to the set of its holders (`native_table.py`), in which a slot has a bit. A slot may hold a hundred
-thousand blocks, and to take it from all their sets would hold the event loop for 10 ms. So a slot that loses all at
-once gives up its bit and goes on with another; the bit is swept away in small steps, with calls that store or note.
+A block maps to the set of its holders (`native_table.py`), in which a slot is a bit. A slot may hold a hundred thousand
+blocks, and removing it from all their sets would block the event loop for 10 ms. So a slot that loses all blocks at
+once is given another bit; the old one is swept in small steps, by later calls of `store` and `note`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ import numpy as np
 
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_match import LAYOUT, MAX_WAITING, NUM_WORK_ROWS, match
+from medialane.routing.native_match import LAYOUT, MAX_INTERVALS, NUM_WORK_ROWS, match
 from medialane.routing.native_view import Prefixes, View
 from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
 from medialane.routing.slot_words import slot_words
 
-#: Bounds a match's time: a dozen of different lengths are found exactly.
+#: Bounds a match's time: enough to find a dozen different lengths exactly.
 MAX_PROBES: Final = 128
-#: A step of sweeping, in places looked at and in blocks changed: a few tenths of a millisecond.
+#: One step of sweeping, in places inspected and in blocks changed: a few tenths of a millisecond.
 _SWEPT_PLACES: Final = 1 << 13
 _SWEPT_BLOCKS: Final = 256
 _FIRST_SLOTS: Final = 64
-#: An answer may overtake the events of its own blocks: the worker collects those for 10 ms (`worker.block_reports`),
-#: and loops under load are late. Long enough for that, and short against the time in which a cache is turned over.
-_EVENTS_LATE_S: Final = 0.5
+#: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
+#: (`worker.block_reports`), and event loops under load lag. Long enough for that, and short compared with the turnover
+#: time of a cache.
+_EVENT_DELAY_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class MatchCounts:
-    """Of all matches so far. `num_holes`: slots that lacked a block inside the prefix that they seemed to hold, where a
-    probe happened to see it; `num_bounded`: matches that ran out of probes, some of their lengths are lower bounds."""
+    """Totals of all matches. `num_holes`: slots that lacked a block inside their apparent prefix, where a probe
+    happened to see it; `num_bounded`: matches that ran out of probes, so that some of their lengths are lower
+    bounds."""
 
     num_matches: int = 0
     num_probes: int = 0
@@ -44,18 +46,18 @@ class MatchCounts:
 
 
 class Matches(NamedTuple):
-    """Longest prefixes by slot, in blocks; slots that were not asked for have 0. `held`: by what workers report.
-    `blocks`: with what they will hold soon, too. They are written anew by the next match."""
+    """Longest prefixes by slot, in blocks; 0 for slots that are not candidates. `held`: reported by workers. `blocks`:
+    pending ones included. Both are overwritten by the next match."""
 
     blocks: Prefixes
     held: Prefixes
 
 
 class BlockIndex:
-    """One index for all workers of one model. Slots are small ints; a data-parallel rank of a worker is a slot. Ids are
+    """One index for all workers of one model. Slots are small ints, one per data-parallel rank of a worker. Ids must be
     contiguous, writable arrays.
 
-    Pure: one thread, no I/O, `clock` in seconds. `ttl_s` is how long a note counts at most.
+    Pure: one thread, no I/O, `clock` in seconds. `ttl_s` is the longest time that a pending prefix counts.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class BlockIndex:
         self._retired: list[int] = []
         self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
         self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
-        self._spans = np.zeros((MAX_WAITING, 4), np.int64)
+        self._spans = np.zeros((MAX_INTERVALS, 4), np.int64)
         self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
         self._bit_of = np.empty(0, np.int64)
         self._plain = np.empty(0, np.uint64)
@@ -82,7 +84,7 @@ class BlockIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that some slot holds, or held and that are not swept away yet."""
+        """Distinct blocks held by some slot, including those not swept yet."""
         return self._holders.num_blocks
 
     @property
@@ -95,40 +97,40 @@ class BlockIndex:
         return len(self._pending_blocks)
 
     def num_held(self, slot: int) -> int:
-        """Blocks that the slot holds."""
+        """Return the number of blocks that the slot holds."""
         bit = self._bit(slot)
         return self._holders.num_held(bit) if bit >= 0 else 0
 
     def holds(self, slot: int, block: int) -> bool:
-        """Whether the slot has reported this block."""
+        """Return whether the slot has reported this block."""
         bit = self._bit(slot)
         return bit >= 0 and self._holders.holds(bit, block)
 
     def store(self, slot: int, ids: BlockIds) -> None:
-        """The slot holds these blocks from now on. Those that it holds already make no difference."""
+        """Add blocks to those that the slot holds; those it holds already are ignored."""
         self.sweep()
         bit = self._bit(slot)
-        self._holders.store(bit if bit >= 0 else self._give_bit(slot), ids)
+        self._holders.store(bit if bit >= 0 else self._assign_bit(slot), ids)
 
     def remove(self, slot: int, ids: BlockIds) -> None:
-        """The slot holds these blocks no more. Those that it does not hold make no difference."""
+        """Remove blocks from those that the slot holds; those it does not hold are ignored."""
         bit = self._bit(slot)
         if bit >= 0:
             self._holders.remove(bit, ids)
 
     def clear(self, slot: int) -> None:
-        """The slot is gone, or begins anew: neither blocks nor notes of it are left."""
-        self._lose(slot)
+        """Drop all blocks and pending prefixes of a slot that left or restarted."""
+        self._retire_bit(slot)
         self._pending_blocks.clear(slot)
 
     def replace(self, slot: int, ids: BlockIds) -> None:
-        """The slot holds exactly these blocks. Notes stay: what was sent there is still on its way."""
-        self._lose(slot)
+        """Set the blocks that the slot holds. Pending prefixes stay: those requests are still in flight."""
+        self._retire_bit(slot)
         self.store(slot, ids)
 
     def sweep(self) -> bool:
-        """One step of sweeping away what slots have lost; `store` and `note` take one each. Tells whether there is
-        nothing left to sweep."""
+        """Do one step of sweeping blocks of retired bits; `store` and `note` do one each. Return whether none are
+        left."""
         if not self._retired:
             return True
         self._holders.sweep(_SWEPT_PLACES, _SWEPT_BLOCKS)
@@ -137,10 +139,10 @@ class BlockIndex:
         return not self._retired
 
     def note(self, slot: int, ids: BlockIds) -> PendingPrefix:
-        """A request with these blocks, from its prompt's start on, was sent to the slot: it will hold them soon.
+        """Register a request sent to the slot: its blocks, from the prompt's start on, are pending there.
 
-        The note counts until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. Several notes
-        of the same blocks count each by itself: they are cached soon until the last of these is gone.
+        They count until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. A block of several
+        pending prefixes is pending until the last of them ends.
         """
         now = self._clock()
         self._pending_blocks.expire(now)
@@ -148,22 +150,22 @@ class BlockIndex:
             self.sweep()
         return self._pending_blocks.note(slot, ids, deadline=now + self._ttl_s)
 
-    def forget(self, note: PendingPrefix) -> None:
-        """The note counts no more; it may have ended before."""
-        self._pending_blocks.forget(note)
+    def forget(self, prefix: PendingPrefix) -> None:
+        """Drop a pending prefix. Idempotent."""
+        self._pending_blocks.forget(prefix)
 
-    def fade(self, note: PendingPrefix, ids: BlockIds) -> None:
-        """The request with these blocks has ended, and they were computed: unless the slot has reported the last of
-        them, the note counts a little longer, since the events that tell so may still be on their way."""
-        if len(ids) and not self.holds(note.slot, ids.item(-1)):
-            self._pending_blocks.fade(note, deadline=self._clock() + _EVENTS_LATE_S)
+    def fade(self, prefix: PendingPrefix, ids: BlockIds) -> None:
+        """Expire the pending prefix of a request that ended after its prefill: at once if the slot has reported its
+        last block, else after a delay, since the KV events may still be in transit."""
+        if len(ids) and not self.holds(prefix.slot, ids.item(-1)):
+            self._pending_blocks.fade(prefix, deadline=self._clock() + _EVENT_DELAY_S)
         else:
-            self._pending_blocks.forget(note)
+            self._pending_blocks.forget(prefix)
 
     def match(self, ids: BlockIds, slots: int) -> Matches:
-        """The longest prefix of `ids` that each of `slots` (a mask) holds, or will hold soon.
+        """Return the longest prefix of `ids` that each of `slots` (a mask) holds, or that is pending there.
 
-        The arrays are as long as the highest of `slots` needs. What will be held soon is short by a third at most.
+        The arrays end at the highest of `slots`. Pending lengths are too short by at most a third.
         """
         num_slots = slots.bit_length()
         self.have_slots(num_slots)
@@ -173,25 +175,25 @@ class BlockIndex:
         return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
 
     def expire(self, now: float) -> None:
-        """Forget the notes that have counted for long enough."""
+        """Drop pending prefixes whose time has passed."""
         self._pending_blocks.expire(now)
 
     def have_slots(self, count: int) -> None:
-        """Let the arrays over slots be so long at least; they are as long as the next multiple of 64."""
+        """Grow the arrays indexed by slot to at least `count`, rounded up to a multiple of 64."""
         old = len(self._bit_of)
         if count > old:
             new = (count + 63) // 64 * 64
             self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
             self._plain = np.pad(self._plain, (0, new // 64 - len(self._plain)))
             self._lengths = np.zeros((2, new), np.int32)
-            self._look_again()
+            self._update_view()
 
     def _bit(self, slot: int) -> int:
-        """-1 if the slot has never held anything."""
+        """Return the slot's bit; -1 if it has never held anything."""
         return self._bit_of.item(slot) if slot < len(self._bit_of) else -1
 
-    def _give_bit(self, slot: int) -> int:
-        """A bit of its own for the slot; if it is free that of its number, which is found fastest."""
+    def _assign_bit(self, slot: int) -> int:
+        """Assign a bit to the slot: the one of its own number, which is the fastest to find, if free."""
         self.have_slots(slot + 1)
         if slot >= self._holders.num_bits:
             self._widen(slot + 1)
@@ -207,7 +209,7 @@ class BlockIndex:
             self._plain[slot >> 6] |= np.uint64(1 << (slot & 63))
         return bit
 
-    def _lose(self, slot: int) -> None:
+    def _retire_bit(self, slot: int) -> None:
         bit = self._bit(slot)
         if bit < 0 or not self._holders.num_held(bit):
             return
@@ -217,7 +219,7 @@ class BlockIndex:
         self._plain[slot >> 6] &= ~np.uint64(1 << (slot & 63))
 
     def _collect(self) -> None:
-        """Let bits that are swept away be used again."""
+        """Make fully swept bits available again."""
         swept = {bit for bit in self._retired if not self._holders.num_held(bit)}
         for bit in swept:
             self._holders.reuse(bit)
@@ -231,10 +233,10 @@ class BlockIndex:
         self._free.update(dict.fromkeys(range(old, new)))
         self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
         self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
-        self._look_again()
+        self._update_view()
 
-    def _look_again(self) -> None:
-        """Arrays are others."""
+    def _update_view(self) -> None:
+        """Update the view after arrays were replaced."""
         self.view.show(
             self._bit_of,
             self._slot_of,

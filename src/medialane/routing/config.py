@@ -1,4 +1,4 @@
-"""How the router chooses: the policy, and what things cost."""
+"""Router settings: the policy and the costs that it weighs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MUST_BE_POSITIVE = ("session_ttl_s", "max_sessions", "pending_ttl_s", "num_deci
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs are expected milliseconds until the first token, and what others lose by them. Only their ratios decide.
+    """Costs are expected milliseconds until the first token, plus the delay of other requests. Only ratios matter.
 
-    The times are those of a 7B vision-language model on one large GPU. That, of all values tried at 80 % utilisation,
-    none does better by much than these defaults, is what `benchmarks/fit_weights.py` shows.
+    The times are those of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` shows that at 80 %
+    utilisation no other value tried does much better than these defaults.
     """
 
     router: Annotated[
@@ -92,7 +92,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot work."""
+        """Raise StartupFailed naming the invalid setting."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not isinstance(value, str) and not value >= 0:

@@ -1,8 +1,8 @@
-"""What a request costs a worker: expected milliseconds until its first token.
+"""The cost of a request at a worker: expected milliseconds until its first token.
 
 Some parts depend on the worker alone (its queue, its sequences, its KV cache): `SlotTable` keeps their sum. The others
-are what the request costs a worker that knows nothing of it, less what each one holds of it: `native_choice.py` adds
-them up for all slots, by the rates that are worked out here.
+are the cost of the request at a worker that has none of it cached, minus the savings by each worker's caches:
+`native_choice.py` computes them for all slots, with the rates defined here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Slot
 
 _MIB: Final = 1 << 20
-#: Embeddings of an item of which nobody knows yet how many it has: those of a picture of 1024x768, about.
+#: Embeddings of an item whose count is not known yet: about those of an image of 1024x768.
 _UNKNOWN_EMBEDS: Final = 1024
 
 
 class EncoderItem(msgspec.Struct, frozen=True):
-    """A distinct item of a prompt. It need not be encoded where the first `num_blocks` blocks are cached."""
+    """A distinct item of a prompt. It need not be encoded if the first `num_blocks` blocks are cached."""
 
     mm_hash: str
     num_embeds: int
@@ -33,10 +33,11 @@ class EncoderItem(msgspec.Struct, frozen=True):
 
 
 def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderItem, ...]:
-    """The distinct items, in the order in which a growing prefix covers them.
+    """Return the distinct items, in the order in which a growing prefix covers them.
 
-    vLLM encodes an item once however often a prompt has it, and not at all if no token of it has to be computed.
-    A span without length stands for an item somewhere behind what is known of the prompt: no known prefix covers it.
+    vLLM encodes an item once, however often a prompt contains it, and not at all if all of its tokens are cached. A
+    span without length is an item at an unknown position behind the known part of the prompt: no known prefix covers
+    it.
     """
     if not media:
         return ()
@@ -57,8 +58,8 @@ def _item(span: MediaSpan, block_size: int) -> EncoderItem:
 
 
 class ScoringInput(msgspec.Struct, frozen=True, eq=False):
-    """A request and who may take it: what a policy chooses by. `holders` are the slots that have each item in their
-    encoder cache, `candidates` those that may be chosen, as bit masks."""
+    """A request and its candidates: the input of a policy. `holders` are the slots that have each item in their encoder
+    cache, `candidates` the slots that may be selected, as bit masks."""
 
     request: RoutingRequest
     items: tuple[EncoderItem, ...]
@@ -68,7 +69,7 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rates(NamedTuple):
-    """What a slot's score is made of besides what stands there, in the order of `native_choice`."""
+    """Rates of a slot's score besides its base cost, in the order of `native_choice`."""
 
     request: float = 0.0
     token: float = 0.0
@@ -81,7 +82,7 @@ class Rates(NamedTuple):
 
 
 class SlotCost(NamedTuple):
-    """An offer as one slot sees it: what its engine has of the prompt, and what choosing it costs."""
+    """The cost of an offer at one slot, and the part of the prompt that is cached there."""
 
     cached_blocks: int
     needed: list[EncoderItem]
@@ -90,7 +91,7 @@ class SlotCost(NamedTuple):
 
 
 class CostModel:
-    """Expected milliseconds: the rates by which all slots are compared, and the parts of one slot's cost."""
+    """Expected milliseconds: the rates by which all slots are compared, and the breakdown for one slot."""
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
@@ -107,7 +108,7 @@ class CostModel:
         )
 
     def terms(self, offer: ScoringInput, slot: Slot, cached_blocks: int) -> SlotCost:
-        """The cost of one slot, which has so much of the prompt, told apart."""
+        """Return the cost breakdown of one slot, which has the first `cached_blocks` of the prompt."""
         config, request = self._config, offer.request
         queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode = [], 0, 0

@@ -1,4 +1,4 @@
-"""The last decisions, for whoever asks why."""
+"""The last routing decisions, for diagnosis."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from medialane.core.request import RoutingDecision
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
-    """A decision when it was made (seconds since the epoch), for which request, and what came of it: the cached tokens
-    that the engine reported and the milliseconds from the choice to the first token, None until then."""
+    """A decision, when it was made (seconds since the epoch), its request, and the outcome: the cached tokens that the
+    engine reported and the milliseconds from the choice to the first token, None until then."""
 
     number: int
     time_s: float
@@ -20,7 +20,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
 
 
 class Decisions:
-    """A ring of the last `size` decisions."""
+    """A ring buffer of the last `size` decisions."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -28,7 +28,7 @@ class Decisions:
         self._num_added = 0
 
     def add(self, request_id: str, decision: RoutingDecision, *, time_s: float) -> int:
-        """Record a decision; returns its number."""
+        """Record a decision and return its number."""
         number = self._num_added
         record = DecisionRecord(number, time_s, request_id, decision)
         if number < self._size:
@@ -39,7 +39,7 @@ class Decisions:
         return number
 
     def prefilled(self, number: int, *, reported_cached_tokens: int | None, first_token_ms: float) -> None:
-        """The request's first token has come. Nothing, if the decision is no longer in the ring."""
+        """Record the first token of a request; ignored if the decision is no longer in the ring."""
         place = number % self._size
         if place >= len(self._ring) or self._ring[place].number != number:
             return
@@ -48,6 +48,6 @@ class Decisions:
         )
 
     def last(self, count: int | None = None) -> list[DecisionRecord]:
-        """The records, the newest first; at most `count`."""
+        """Return the records, newest first; at most `count`."""
         newest_first = sorted(self._ring, key=lambda record: -record.number)
         return newest_first if count is None else newest_first[:count]

@@ -1,9 +1,9 @@
-"""What the engines' encoder caches hold, as far as it can be known from here.
+"""A model of the engines' encoder caches.
 
-Engines do not tell. vLLM's `EncoderCacheManager` is simple enough to be mirrored from the requests that are sent: an
-item enters when it is encoded, is pinned while a request still has to prefill it, and the item that has been unpinned
-for longest makes room when another needs it. The mirror is wrong where another gateway sends to the same worker; it is
-a guess that costs or saves one run of the encoder, never an answer.
+Engines do not report their contents. vLLM's `EncoderCacheManager` is simple enough to be mirrored from the requests
+that are sent: an item enters when it is encoded, is pinned while a request still has to prefill it, and the item that
+has been unpinned for longest is evicted when another needs the space. The mirror is wrong if another gateway sends to
+the same worker; a wrong guess costs or saves one run of the encoder and never affects results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _Entry:
 
 
 class EncoderCacheModel:
-    """One engine's cache of `capacity` embeddings. Pure; `on_drop` is told of each item that is held no more.
+    """One engine's cache of `capacity` embeddings. Pure; `on_drop` is called with each item that is evicted.
 
-    An item counts as held from the moment a request that brings it is sent. What is pinned is never dropped, so
-    requests that wait may together hold more than fits; that is settled when they let go.
+    An item counts as cached from the moment a request with it is sent. Pinned items are never evicted, so waiting
+    requests may together hold more than the capacity; that is resolved when they unpin.
     """
 
     def __init__(self, capacity: int, on_drop: Callable[[str], None]) -> None:
@@ -46,7 +46,7 @@ class EncoderCacheModel:
         return self._num_embeds
 
     def pin(self, mm_hash: str, num_embeds: int) -> bool:
-        """A request needs the item: it is held until `unpin`. False if the cache can never hold it."""
+        """Hold an item for a request until `unpin`. Return False if it is larger than the cache."""
         if num_embeds > self._capacity:
             return False
         entry = self._entries.get(mm_hash)
@@ -59,7 +59,8 @@ class EncoderCacheModel:
         return True
 
     def unpin(self, mm_hash: str, *, computed: bool) -> None:
-        """The request has prefilled the item (`computed`), or will not: then nobody else's encoding is left of it."""
+        """Unpin an item that was prefilled (`computed`), or will not be: unless another request computed it, it is
+        dropped."""
         entry = self._entries.get(mm_hash)
         if entry is None or not entry.num_pins:
             return
@@ -74,7 +75,7 @@ class EncoderCacheModel:
             self._drop(mm_hash)
 
     def clear(self) -> None:
-        """The engine has started again."""
+        """Drop all items, after a restart of the engine."""
         self._unpinned.clear()
         for mm_hash in list(self._entries):
             self._drop(mm_hash)
@@ -90,7 +91,7 @@ class EncoderCacheModel:
 
 
 class EncoderCaches:
-    """All slots' caches, and which slots hold an item (a bit mask: 1 << slot)."""
+    """All slots' caches, and the slots that hold each item (bit masks: 1 << slot)."""
 
     def __init__(self) -> None:
         self._models: dict[int, EncoderCacheModel] = {}
@@ -98,11 +99,11 @@ class EncoderCaches:
 
     @property
     def num_items(self) -> int:
-        """Items that at least one slot holds."""
+        """Items in at least one slot's cache."""
         return len(self._holders)
 
     def join(self, slot: int, capacity: int) -> None:
-        """A slot with an empty cache of `capacity` embeddings (0: none that we know of)."""
+        """Add a slot with an empty cache of `capacity` embeddings (0: none, or unknown)."""
         self.leave(slot)
         self._models[slot] = EncoderCacheModel(capacity, lambda mm_hash: self._dropped(slot, mm_hash))
 
@@ -112,14 +113,14 @@ class EncoderCaches:
             model.clear()
 
     def clear(self, slot: int) -> None:
-        """The slot's engine holds no item any more."""
+        """Drop all items of the slot."""
         self._models[slot].clear()
 
     def holders(self, mm_hash: str) -> int:
         return self._holders.get(mm_hash, 0)
 
     def pin(self, slot: int, items: Iterable[tuple[str, int]]) -> list[str]:
-        """A request with these items, (mm_hash, embeddings), goes to `slot`; returns those to `unpin` later."""
+        """Pin the items, (mm_hash, embeddings), of a request sent to `slot`; return the hashes to `unpin` later."""
         model, pinned = self._models[slot], []
         for mm_hash, num_embeds in items:
             if model.pin(mm_hash, num_embeds):
@@ -128,7 +129,7 @@ class EncoderCaches:
         return pinned
 
     def unpin(self, slot: int, mm_hashes: Iterable[str], *, computed: bool) -> None:
-        """What `pin` returned has been prefilled (`computed`) or given up. A slot that left meanwhile is nothing."""
+        """Unpin items after prefill (`computed`) or when the request was dropped. Ignored if the slot has left."""
         model = self._models.get(slot)
         if model is not None:
             for mm_hash in mm_hashes:

@@ -1,4 +1,4 @@
-"""A choice told with its reasons."""
+"""Builds the record of a routing decision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medialane.routing.slots import Slot, SlotTable
 def explain(
     offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, slots: SlotTable, policy: PolicyName
 ) -> RoutingDecision:
-    """What was chosen, as the slots are now: before the request counts at its own."""
+    """Describe the choice, with the state of the slots before the request counts at its own."""
     block_size = offer.request.block_size
     alternatives = tuple(
         [Alternative(*slots[slot].place, score, blocks * block_size) for slot, score, blocks in choice.alternatives]

@@ -1,7 +1,7 @@
-"""The choice: what each candidate costs, who is taken, and who would have been next.
+"""The choice: scores all candidates, selects one, and reports the next best.
 
-One pass over the slots adds up what depends on the slot alone, what the request costs a slot that knows nothing of it,
-and takes off what each one holds of it.
+One pass over the slots adds the cost that depends on the slot uncached to that of the request without any cache, and
+subtracts what each slot's caches save.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from medialane.routing.native_view import (
     word_rows,
 )
 
-#: Scores are sums of floats in different orders: so close is equal (ms).
+#: Scores are sums of floats in different orders: differences up to this count as equal (ms).
 _EQUAL: Final = 1e-6
-#: Rows of `table`, which has a column for each slot: what scores begin with, by policy; 1 on another host; the scores
-#: of the last choice.
+#: Rows of `table`, which has a column for each slot: initial scores, by policy; 1 if on another host; the scores of the
+#: last choice.
 BASE_COST: Final = 0
 SEQUENCES: Final = 1
 FLAT: Final = 2
 IS_REMOTE: Final = 3
 SCORES: Final = 4
 NUM_ROWS: Final = 5
-#: Arrays of the view: the table; bit masks of slots, of the candidates and of who has each item in its encoder cache;
-#: the items, in the order in which a growing prefix covers them; the rates of the policy; what it begins with (a row of
-#: the table) and which slot it picked last; the index's view. Over slots all are of one length, a multiple of 64.
+#: Arrays of the view: the table; bit masks of slots: the candidates, then the holders of each item in their encoder
+#: cache; the items, in the order in which a growing prefix covers them; the rates of the policy; its row of initial
+#: scores in the table and the slot that it selected last; the index's view. All arrays over slots have one length, a
+#: multiple of 64.
 TABLE: Final = 0
 MASKS: Final = 1
 ITEMS: Final = 2
@@ -54,9 +55,9 @@ LAST: Final = 1
 #: Columns of items: blocks of the prompt that cover it, and its embeddings.
 COVERED_BY: Final = 0
 EMBEDS: Final = 1
-#: What is paid for: any request, a token that is not cached, an embedding that is in neither cache, a byte handed over,
-#: on another host anything handed over and a byte of it besides, and less where the session was last; in the unit of
-#: scores. With a temperature a slot is drawn with weight exp(-score / temperature), without, the least is taken.
+#: Rates, in the unit of scores: per request, per token that is not cached, per embedding that is in neither cache, per
+#: byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot. With a
+#: temperature a slot is sampled with weight exp(-score / temperature), otherwise the lowest score wins.
 REQUEST: Final = 0
 TOKEN: Final = 1
 EMBED: Final = 2
@@ -65,7 +66,7 @@ REMOTE: Final = 4
 REMOTE_BYTE: Final = 5
 SESSION: Final = 6
 TEMPERATURE: Final = 7
-#: Rows of `best`: the slot that is taken, and the next best; then the longest prefix of a candidate alone.
+#: Rows of `best`: the selected slot, the next best, then a row with only the longest prefix of all candidates.
 NUM_BEST: Final = 4
 LONGEST: Final = 4
 NUM_BEST_ROWS: Final = 5
@@ -73,7 +74,7 @@ NUM_BEST_ROWS: Final = 5
 SLOT: Final = 0
 SCORE: Final = 1
 BLOCKS: Final = 2
-TOLD: Final = 3
+REPORTED: Final = 3
 NUM_COLUMNS: Final = 4
 
 _ONE: Final = np.uint64(1)
@@ -92,10 +93,11 @@ def choose(
     session_slot: int,
     drawn: float,
 ) -> int:
-    """Find every candidate's prefix (`native_match.match`), score them, pick one, and fill `best`. Returns the slot
-    that is picked; there is a candidate.
+    """Find every candidate's prefix (`native_match.match`), score them, select one, fill `best`, and return the
+    selected slot. There must be a candidate.
 
-    `is_open`: candidates are all whose standing is finite. `session_slot` is -1 if there is none; `drawn` is in [0, 1).
+    `is_open`: the candidates are exactly the slots with a finite base cost. `session_slot` is -1 if there is none;
+    `drawn` is a random number in [0, 1).
     """
     table, masks, index, rates = score_rows(view, TABLE), word_rows(view, MASKS), ints(view, INDEX), scores(view, RATES)
     items, picked = score_rows(view, ITEMS)[:num_items], ints(view, PICKED)
@@ -104,22 +106,22 @@ def choose(
     find_prefixes(ids, candidates, index, min(len(ids), max(num_tokens - 1, 0) // block_size))
     lengths = prefix_rows(index, LENGTHS)
     blocks = lengths[0]
-    alone = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
-    alone += handover_bytes * rates[BYTE]
+    uncached = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
+    uncached += handover_bytes * rates[BYTE]
     remote = rates[REMOTE] + handover_bytes * rates[REMOTE_BYTE] if handover_bytes else 0.0
-    _score(found, table[picked[BEGIN]], blocks, table[IS_REMOTE], alone, block_size * rates[TOKEN], remote)
+    _score(found, table[picked[BEGIN]], blocks, table[IS_REMOTE], uncached, block_size * rates[TOKEN], remote)
     if not is_open:
-        _leave_out(found, candidates)
+        _exclude_others(found, candidates)
     if session_slot >= 0:
         found[session_slot] -= rates[SESSION]
     longest = _greatest(blocks)
     if num_items:
-        _take_off_covered(found, blocks, items, longest, rates[EMBED])
+        _subtract_covered(found, blocks, items, longest, rates[EMBED])
         for item in range(num_items):
             saved = items[item, EMBEDS] * rates[EMBED]
-            _take_off_held(found, blocks, candidates, masks[1 + item], items[item, COVERED_BY], saved)
+            _subtract_encoder_cached(found, blocks, candidates, masks[1 + item], items[item, COVERED_BY], saved)
     temperature = rates[TEMPERATURE]
-    slot = _least(found, picked[LAST]) if temperature == 0.0 else _draw(found, temperature, drawn)
+    slot = _lowest(found, picked[LAST]) if temperature == 0.0 else _sample(found, temperature, drawn)
     picked[LAST] = slot
     _fill(best, found, slot)
     _add_prefixes(best, lengths, longest)
@@ -129,7 +131,7 @@ def choose(
 @compiled_part
 def _greatest(blocks: Prefixes) -> int:
     greatest = np.int32(0)
-    for slot in range(len(blocks)):  # max() would take twenty times as long
+    for slot in range(len(blocks)):  # max() takes twenty times as long
         greatest = blocks[slot] if blocks[slot] > greatest else greatest
     return signed(greatest)
 
@@ -139,31 +141,31 @@ def _add_prefixes(best: Scores, lengths: Prefixes, longest: int) -> None:
     for row in range(NUM_BEST):
         slot = signed(best[row, SLOT])
         if slot >= 0:
-            best[row, BLOCKS], best[row, TOLD] = lengths[0, slot], lengths[1, slot]
+            best[row, BLOCKS], best[row, REPORTED] = lengths[0, slot], lengths[1, slot]
     best[LONGEST, BLOCKS] = longest
 
 
 @compiled_part
 def _score(
-    found: Scores, base_cost: Scores, blocks: Prefixes, is_remote: Scores, alone: float, block: float, remote: float
+    found: Scores, base_cost: Scores, blocks: Prefixes, is_remote: Scores, uncached: float, block: float, remote: float
 ) -> None:
     for slot in range(len(found)):
-        found[slot] = base_cost[slot] + alone - blocks[slot] * block + is_remote[slot] * remote
+        found[slot] = base_cost[slot] + uncached - blocks[slot] * block + is_remote[slot] * remote
 
 
 @compiled_part
-def _leave_out(found: Scores, candidates: Words) -> None:
+def _exclude_others(found: Scores, candidates: Words) -> None:
     for slot in range(len(found)):
         if not candidates[slot >> 6] >> np.uint64(slot & 63) & _ONE:
             found[slot] = np.inf
 
 
 @compiled_part
-def _take_off_covered(found: Scores, blocks: Prefixes, items: Scores, longest: int, embed: float) -> None:
-    """Items within a slot's prefix need no encoding there."""
+def _subtract_covered(found: Scores, blocks: Prefixes, items: Scores, longest: int, embed: float) -> None:
+    """Subtract the encoding of items that are covered by a slot's prefix."""
     if items[0, COVERED_BY] > longest:
         return
-    known, saved = 0, 0.0  # of the slot before: the next mostly has as many
+    known, saved = 0, 0.0  # of the previous slot: the next mostly has an equal prefix
     for slot in range(len(found)):
         if found[slot] == np.inf:
             continue
@@ -177,10 +179,10 @@ def _take_off_covered(found: Scores, blocks: Prefixes, items: Scores, longest: i
 
 
 @compiled_part
-def _take_off_held(
+def _subtract_encoder_cached(
     found: Scores, blocks: Prefixes, candidates: Words, holders: Words, covered_by: float, saved: float
 ) -> None:
-    """Nor do those in its encoder cache; the others of the two are taken off already."""
+    """Subtract the encoding of an item in a slot's encoder cache, unless the prefix covers it (subtracted already)."""
     for word in range(len(holders)):
         bits = holders[word] & candidates[word]
         slot = 64 * word
@@ -192,8 +194,8 @@ def _take_off_held(
 
 
 @compiled_part
-def _least(found: Scores, last: int) -> int:
-    """The slot with the least score; between equals, the next after `last`."""
+def _lowest(found: Scores, last: int) -> int:
+    """Return the slot with the lowest score; ties are broken round-robin, starting after `last`."""
     equal = _minimum(found) + _EQUAL
     first = -1
     for slot in range(len(found)):
@@ -207,7 +209,8 @@ def _least(found: Scores, last: int) -> int:
 
 @compiled_part
 def _minimum(found: Scores) -> float:
-    """Of an even number of scores; two at a time, since each comparison waits for the one before."""
+    """Return the minimum of an even number of scores, in two independent chains: each comparison waits for the
+    previous."""
     one, other = np.inf, np.inf
     for slot in range(0, len(found), 2):
         one = found[slot] if found[slot] < one else one
@@ -216,8 +219,8 @@ def _minimum(found: Scores) -> float:
 
 
 @compiled_part
-def _draw(found: Scores, temperature: float, drawn: float) -> int:
-    """A slot drawn with weight exp(-score / temperature)."""
+def _sample(found: Scores, temperature: float, drawn: float) -> int:
+    """Sample a slot with weight exp(-score / temperature)."""
     least = _minimum(found)
     total = 0.0
     for score in found:
@@ -236,7 +239,7 @@ def _draw(found: Scores, temperature: float, drawn: float) -> int:
 
 @compiled_part
 def _fill(best: Scores, found: Scores, picked: int) -> None:
-    """The slot that is picked, then the least of the others; -1 where there is none."""
+    """Write the selected slot, then the lowest of the others; -1 if there are fewer."""
     best[:, SLOT] = -1.0
     best[:, SCORE] = np.inf
     best[0, SLOT], best[0, SCORE] = picked, found[picked]

@@ -1,15 +1,15 @@
-"""Longest held prefix of one prompt, for all slots at once.
+"""Longest cached prefix of one prompt, for all slots at once.
 
-A block's id stands for the whole prompt up to its end, and engines free a prompt's blocks from its tail. So the slots
-that hold block i hold those before it, too: along a prompt the sets of holders nest, and where they shrink is found by
-probing, not by walking: lengths 1, 4, 16, ... until nobody is left, then bisection wherever the set is smaller at an
-interval's end than at its start. That is some tens of look-ups for thousands of blocks and of slots.
+A block's id identifies the whole prompt up to its end, and engines evict a prompt's blocks from its tail. So the slots
+that hold block i also hold all blocks before it: the sets of holders shrink along a prompt. Where they shrink is found
+by exponential search (prefix lengths 1, 4, 16, ... until no slot is left), then binary search in each interval whose
+end has fewer holders than its start: some tens of lookups for thousands of blocks and slots.
 
-Slots that differ in thousands of lengths would take as many probes: the longest prefixes are found first, and when the
-probes are used up the rest get a lower bound. A slot that lacks a block inside the prefix that it seems to hold has a
-hole: where a probe sees it, its prefix ends there.
+Thousands of different lengths would take as many probes: the longest prefixes are found first, and when the probe
+budget is spent the rest get a lower bound. A slot that lacks a block inside its apparent prefix has a hole: if a probe
+sees it, its prefix ends there.
 
-What slots will hold soon is noted for some lengths only (`pending_blocks.py`), which are looked up one after the other.
+Pending prefixes are stored for some lengths only (`pending_blocks.py`), which are looked up in order.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from medialane.routing.native_view import (
     words,
 )
 
-#: Places of `counts`: those of `MatchCounts`, and how many probes a match may take.
+#: Elements of `counts`: those of `MatchCounts`, and the limit of probes per match.
 NUM_MATCHES: Final = 0
 NUM_PROBES: Final = 1
 NUM_HOLES: Final = 2
 NUM_BOUNDED: Final = 3
 MAX_PROBES: Final = 4
 
-#: Intervals that wait: each is at most half as long as the one before, and prompts are shorter than 2^30 blocks; some
-#: fifteen are there from the start.
-MAX_WAITING: Final = 64
-#: Rows of `work`: those that are left or that a loop is at, those whose length is known, the holders of the longest
-#: prefix, and of the ends of the interval at hand; from then on two rows for each interval that waits.
+#: Capacity of the interval stack: each interval is at most half as long as the one below, and prompts are shorter than
+#: 2^30 blocks; about fifteen are pushed by the exponential search.
+MAX_INTERVALS: Final = 64
+#: Rows of `work` (bit sets): the current holders, the bits whose length is known, the holders of the longest prefix,
+#: and those of both ends of the current interval; then two rows for each interval on the stack.
 _FOUND: Final = 0
 _KNOWN: Final = 1
 _TOP: Final = 2
 _LOW: Final = 3
 _HIGH: Final = 4
-_WAITING: Final = 5
-NUM_WORK_ROWS: Final = _WAITING + 2 * MAX_WAITING
-#: A step that reaches all parts of an interval evenly: 2^32 over the golden ratio.
+_STACK: Final = 5
+NUM_WORK_ROWS: Final = _STACK + 2 * MAX_INTERVALS
+#: A stride that visits all parts of an interval evenly: 2^32 / golden ratio.
 _STRIDE: Final = 0x9E3779B1
 
 _ONE: Final = np.uint64(1)
 _NONE: Final = np.uint64(0)
 
 
-#: Arrays of the index's view. Two are views themselves: of who holds and of who will hold soon. `lengths` has two rows:
-#: with what will be held soon, and without. `plain` are the slots whose bit has the slot's number.
+#: Arrays of the index's view. Two are views themselves: reported holders and pending holders. `lengths` has two rows:
+#: with and without pending blocks. `plain` are the slots whose bit has the slot's number.
 BIT_OF: Final = 0
 SLOT_OF: Final = 1
 WORK: Final = 2
@@ -71,18 +71,18 @@ SPANS: Final = 3
 COUNTS: Final = 4
 LENGTHS: Final = 5
 HELD: Final = 6
-SOON: Final = 7
+PENDING: Final = 7
 PLAIN: Final = 8
 LAYOUT: Final = (INTS, INTS, WORD_ROWS, INT_ROWS, INTS, PREFIX_ROWS, INTS, INTS, WORDS)
 
 
 @compiled
 def match(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
-    """Write the longest prefix of `ids` that each candidate holds, or will hold soon, to `lengths`; 0 for other slots,
-    none above `max_length`.
+    """Write the longest prefix of `ids` that each candidate holds, or that is pending there, to `lengths`; 0 for other
+    slots, at most `max_length`.
 
-    After `counts[MAX_PROBES]` probes of bisection no other interval is begun; to end the one at hand takes log2 of the
-    number of blocks at most, as does what comes before the bisection.
+    After `counts[MAX_PROBES]` probes no new interval is bisected; finishing the current one takes at most log2 of the
+    number of blocks, as does the exponential search before.
     """
     find_prefixes(ids, candidates, view, max_length)
 
@@ -105,7 +105,7 @@ def find_prefixes(ids: Words, candidates: Words, view: Ints, max_length: int) ->
     )
     for slot in range(lengths.shape[1]):
         lengths[0, slot] = lengths[1, slot]
-    _match_soon(ids, candidates, lengths[0], seen(ints(view, SOON)), spans, max_length)
+    _match_pending(ids, candidates, lengths[0], seen(ints(view, PENDING)), spans, max_length)
 
 
 @compiled_part
@@ -126,22 +126,22 @@ def _match_held(
     _clear(work, _KNOWN)
     _clear(work, _TOP)
     counts[NUM_MATCHES] += 1
-    if not len(ids) or not _take_candidates(candidates, bit_of, plain, work):
+    if not len(ids) or not _load_candidates(candidates, bit_of, plain, work):
         return
-    num_waiting = _grow(ids, now, work, spans, counts)
+    num_intervals = _gallop(ids, now, work, spans, counts)
     limit = counts[NUM_PROBES] + counts[MAX_PROBES]
     num_holes = counts[NUM_HOLES]
     is_exact = True
     longest = 0
-    while num_waiting:
-        num_waiting -= 1
-        low, high = spans[num_waiting, 0], spans[num_waiting, 1]
-        _copy(work, _WAITING + 2 * num_waiting, _LOW)
-        _copy(work, _WAITING + 2 * num_waiting + 1, _HIGH)
+    while num_intervals:
+        num_intervals -= 1
+        low, high = spans[num_intervals, 0], spans[num_intervals, 1]
+        _copy(work, _STACK + 2 * num_intervals, _LOW)
+        _copy(work, _STACK + 2 * num_intervals + 1, _HIGH)
         if counts[NUM_PROBES] >= limit:
             is_exact = is_exact and high - low == 1
             high = low + 1
-        low, num_waiting = _bisect(ids, lengths, slot_of, now, work, spans, counts, num_waiting, high, num_holes)
+        low, num_intervals = _bisect(ids, lengths, slot_of, now, work, spans, counts, num_intervals, high, num_holes)
         if low >= 0:
             if not longest:
                 longest = low + 1
@@ -149,10 +149,10 @@ def _match_held(
             _write(lengths, slot_of, work, _LOW, min(low + 1, max_length))
     counts[NUM_BOUNDED] += not is_exact
     if longest:
-        # One block inside the longest prefix: engines that free blocks from the middle would be seen.
+        # Check one block inside the longest prefix, to detect engines that evict from the middle.
         place = (counts[NUM_MATCHES] - 1) * _STRIDE % longest
         row = set_of(now.table, now.old, now.state, ids[place])
-        _note_holes(now.sets, row, _TOP, place, lengths, slot_of, work, counts)
+        _record_holes(now.sets, row, _TOP, place, lengths, slot_of, work, counts)
 
 
 @compiled_part
@@ -164,44 +164,47 @@ def _bisect(
     work: Words,
     spans: Ints,
     counts: Ints,
-    num_waiting: int,
+    num_intervals: int,
     high: int,
     num_holes: int,
 ) -> tuple[int, int]:
-    """Find the end of what holders of an interval's start hold: that of the interval that was the last to wait. `high`
-    may be nearer than its end. Returns the end, whose holders are then the interval's at hand, and how many wait."""
-    low, row_low, row_high = spans[num_waiting, 0], spans[num_waiting, 2], spans[num_waiting, 3]
-    has_hole = counts[NUM_HOLES] > num_holes  # of this match
+    """Bisect the interval popped from the stack (`num_intervals` is its index): find the last block that the holders of
+    its start hold. `high` may be lower than its end. Returns that block, whose holders are then in `work[_LOW]`, and
+    the size of the stack."""
+    low, row_low, row_high = spans[num_intervals, 0], spans[num_intervals, 2], spans[num_intervals, 3]
+    has_hole = counts[NUM_HOLES] > num_holes  # in this match
     while high - low > 1:
         counts[NUM_PROBES] += 1
         middle = (low + high) >> 1
         row = set_of(now.table, now.old, now.state, ids[middle])
-        if not has_hole:  # then it is mostly one of the two sets, and equal sets are one row
+        if not has_hole:  # fast path: equal sets are one row
             if row == row_high:
                 high = middle
                 continue
             if row == row_low:
                 low = middle
                 continue
-        has_hole |= _look(now.sets, row, middle, lengths, slot_of, work, counts)
+        has_hole |= _probe(now.sets, row, middle, lengths, slot_of, work, counts)
         if _equal(work, _FOUND, _HIGH):
             high, row_high = middle, row
             continue
         if not _equal(work, _FOUND, _LOW):
-            num_waiting = _wait(work, spans, num_waiting, low, row_low, middle, row)
+            num_intervals = _push(work, spans, num_intervals, low, row_low, middle, row)
             _copy(work, _FOUND, _LOW)
         low, row_low = middle, row
-    return low, num_waiting
+    return low, num_intervals
 
 
 @compiled_part
-def _match_soon(ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int) -> None:
-    """Raise the lengths of candidates that will hold more soon; bits are slots. Short by a third at most."""
+def _match_pending(
+    ids: Words, candidates: Words, lengths: Prefixes, now: Holders, spans: Ints, max_length: int
+) -> None:
+    """Raise the lengths of candidates with longer pending prefixes; bits are slots. Too short by at most a third."""
     num_found = 0
     length = 1 if len(ids) else 0
     while length:
         row = set_of(now.table, now.old, now.state, ids[length - 1])
-        if not _meet(now.sets, row, candidates):
+        if not _intersects(now.sets, row, candidates):
             break
         spans[num_found, 0], spans[num_found, 1] = length, row
         num_found += 1
@@ -222,7 +225,7 @@ def _match_soon(ids: Words, candidates: Words, lengths: Prefixes, now: Holders, 
 
 @compiled_part
 def next_noted(length: int, num_blocks: int) -> int:
-    """The next of a prompt's lengths that are noted: half as much again each time, and the whole. 0 after that."""
+    """Return the next length of a prompt that is stored: half as long again, at most the whole; 0 after that."""
     if length == num_blocks:
         return 0
     return min(length + max(1, length >> 1), num_blocks)
@@ -230,8 +233,8 @@ def next_noted(length: int, num_blocks: int) -> int:
 
 @compiled
 def note(table: Words, ids: Words, offset: np.uint64, noted: Words, out: Words) -> tuple[int, int]:
-    """Write the last block of each length that is noted to `noted`; one note more of each is counted in `table` under
-    its id + offset. Those that had none go to `out`. Returns how many are in both."""
+    """Write the last block of each stored length to `noted` and increment its count in `table`, under its id + offset.
+    Blocks whose count was 0 are written to `out`. Returns the sizes of both."""
     num_noted = count = 0
     length = 1 if len(ids) else 0
     while length:
@@ -251,7 +254,7 @@ def note(table: Words, ids: Words, offset: np.uint64, noted: Words, out: Words) 
 
 @compiled
 def count_down(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
-    """One note less of each key; those that have none any more go to `out`. Returns how many."""
+    """Decrement the count of each key; write those that reach 0 to `out` and return their number."""
     count = 0
     for key in keys:
         place = find(table, key + offset)
@@ -259,7 +262,7 @@ def count_down(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
             continue
         table[place, 1] -= _ONE
         if table[place, 1] == _NONE:
-            table[place, 1] = _ONE  # `delete` takes entries only
+            table[place, 1] = _ONE  # `delete` expects an entry
             delete(table, place)
             out[count] = key
             count += 1
@@ -268,7 +271,7 @@ def count_down(table: Words, keys: Words, offset: np.uint64, out: Words) -> int:
 
 @compiled
 def copy_entries(source: Words, table: Words) -> None:
-    """Put what is in one table into another, which is empty."""
+    """Copy all entries of a table into another, which is empty."""
     for place in range(len(source)):
         if source[place, 1] != _NONE:
             to = ~find(table, source[place, 0])
@@ -276,8 +279,8 @@ def copy_entries(source: Words, table: Words) -> None:
 
 
 @compiled_part
-def _take_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words) -> bool:
-    """Write the candidates, as bits instead of slots, to the first row; False if nobody holds anything."""
+def _load_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words) -> bool:
+    """Write the candidates, as bits instead of slots, to `work[_FOUND]`; return False if none of them has a bit."""
     _clear(work, _FOUND)
     is_any = False
     for word in range(len(candidates)):
@@ -298,10 +301,10 @@ def _take_candidates(candidates: Words, bit_of: Ints, plain: Words, work: Words)
 
 
 @compiled_part
-def _grow(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> int:
-    """Probe prefixes of length 1, 4, 16, ... until nobody holds so much, or the whole is held. Returns how many
-    intervals wait in which the set of holders shrinks, the deepest last."""
-    num_waiting = 0
+def _gallop(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> int:
+    """Probe prefixes of length 1, 4, 16, ... until no candidate holds one, or all blocks are held. Push the intervals
+    in which the set of holders shrinks, the deepest last, and return their number."""
+    num_intervals = 0
     low, place, last = -1, 0, len(ids) - 1
     row_low = -1
     is_any = True
@@ -316,47 +319,49 @@ def _grow(ids: Words, now: Holders, work: Words, spans: Ints, counts: Ints) -> i
             is_other |= bits != work[_LOW, word]
             work[_FOUND, word] = bits
         if is_other:
-            num_waiting = _wait(work, spans, num_waiting, low, row_low, place, row)
+            num_intervals = _push(work, spans, num_intervals, low, row_low, place, row)
         low, row_low, place = place, row, min(4 * place + 3, last)
     if is_any:
         _copy(work, _FOUND, _LOW)
         _clear(work, _FOUND)
-        num_waiting = _wait(work, spans, num_waiting, low, row_low, low + 1, EMPTY)
-    return num_waiting
+        num_intervals = _push(work, spans, num_intervals, low, row_low, low + 1, EMPTY)
+    return num_intervals
 
 
 @compiled_part
-def _wait(work: Words, spans: Ints, num_waiting: int, low: int, row_low: int, high: int, row_high: int) -> int:
-    """An interval more: from `low`, the interval's at hand, to `high`, whose holders were just found; with the rows of
-    both places' sets, of which these holders are those that count."""
-    spans[num_waiting, 0], spans[num_waiting, 1] = low, high
-    spans[num_waiting, 2], spans[num_waiting, 3] = row_low, row_high
-    _copy(work, _LOW, _WAITING + 2 * num_waiting)
-    _copy(work, _FOUND, _WAITING + 2 * num_waiting + 1)
-    return num_waiting + 1
+def _push(work: Words, spans: Ints, num_intervals: int, low: int, row_low: int, high: int, row_high: int) -> int:
+    """Push the interval from `low`, with the holders in `work[_LOW]`, to `high`, with those in `work[_FOUND]`; and the
+    rows of both blocks' sets, of which these holders are the candidates."""
+    spans[num_intervals, 0], spans[num_intervals, 1] = low, high
+    spans[num_intervals, 2], spans[num_intervals, 3] = row_low, row_high
+    _copy(work, _LOW, _STACK + 2 * num_intervals)
+    _copy(work, _FOUND, _STACK + 2 * num_intervals + 1)
+    return num_intervals + 1
 
 
 @compiled_part
-def _look(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints) -> bool:
-    """Find a probe's holders, none but of the interval's start. Those of its end must be among them: else there is a
-    hole, which it tells, and they count as if there were none."""
+def _probe(sets: Words, row: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints) -> bool:
+    """Write the holders of a probed block, among those of the interval's start, to `work[_FOUND]`. They must include
+    those of its end: otherwise there is a hole, which is recorded and otherwise ignored. Returns whether there is
+    one."""
     has_hole = False
     for word in range(work.shape[1]):
         bits = sets[row, word] & work[_LOW, word]
         has_hole |= work[_HIGH, word] & ~bits != _NONE
         work[_FOUND, word] = bits | work[_HIGH, word]
     if has_hole:
-        _note_holes(sets, row, _HIGH, place, lengths, slot_of, work, counts)
+        _record_holes(sets, row, _HIGH, place, lengths, slot_of, work, counts)
     return has_hole
 
 
 @compiled_part
-def _note_holes(
-    sets: Words, row: int, wanted: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints
+def _record_holes(
+    sets: Words, row: int, expected: int, place: int, lengths: Prefixes, slot_of: Ints, work: Words, counts: Ints
 ) -> None:
-    """End the prefixes of those wanted that lack the block at `place`. Their lengths are written already."""
+    """End the prefixes of those slots of `work[expected]` that lack the block at `place`. Their lengths are already
+    set."""
     for word in range(work.shape[1]):
-        bits = work[wanted, word] & ~sets[row, word]
+        bits = work[expected, word] & ~sets[row, word]
         bit = 64 * word
         while bits:
             if bits & _ONE:
@@ -402,7 +407,7 @@ def _equal(work: Words, one: int, other: int) -> bool:
 
 
 @compiled_part
-def _meet(sets: Words, row: int, candidates: Words) -> bool:
+def _intersects(sets: Words, row: int, candidates: Words) -> bool:
     for word in range(min(len(candidates), sets.shape[1])):  # noqa: SIM110 - numba has no generators here
         if sets[row, word] & candidates[word]:
             return True

@@ -1,21 +1,20 @@
-"""Which bits hold which blocks, in arrays that native code works on.
+"""Hash table from block id to its set of holders (bits), in arrays for native code.
 
-Theory of operation. `table` maps a block's id to the row of a set of bits; consecutive blocks of a prompt mostly have
-the same holders, so sets are few, and each is one row of the matrix `sets`, counted by the blocks that have it. Equal
-sets are one row: `places` finds it by a hash of the set's words. Rows of no block are used again.
+Theory of operation. `table` maps a block's id to the row of a bitmap; consecutive blocks of a prompt mostly have the
+same holders, so distinct bitmaps are few. They are interned: each is one row of the matrix `sets`, reference-counted by
+the blocks that have it, and found through the hash table `places`. Rows without blocks are reused.
 
-Both tables are open: what belongs at a place stands there or right behind it, without a gap. Removing closes the gap by
-moving up what stands behind it, so no marks of what was removed pile up.
+Both tables use open addressing with linear probing and backward-shift deletion, so there are no tombstones.
 
-`table` grows without a pause: the full one becomes `old`, and with each block that is stored some of its places are
-emptied into the next one, which is twice as long: long before that is full. A block is in one of the two. From `old`
-entries are only taken, from its start on: up to `state[MOVED]` it is empty.
+`table` is rehashed incrementally: a full one becomes `old`, and each stored block moves a few of its entries to the new
+one, which is twice as long and is not full before `old` is empty. A block is in one of the two. Entries are only
+removed from `old`, in order of position: below `state[MOVED]` it is empty.
 
-A bit that is retired is one whose holder lost all at once. Sets that have such bits are marked `STALE`, and `sweep`
-goes round both tables, some places with each call, replacing them by sets without. Removing moves entries, so it may
-miss one and find it on its next round: it is done when the count of the bits' blocks is zero.
+A retired bit is one whose holder lost all blocks at once. Bitmaps with such bits are marked `STALE`, and `sweep` scans
+both tables, some places per call, replacing them by bitmaps without. Deletion moves entries, so a scan may miss one
+that the next finds: sweeping is complete when the count of the retired bits' blocks is zero.
 
-Ints are signed but for ids and words; numba makes a float of the sum of a signed and an unsigned one.
+Ints are signed, except ids and words: numba converts the sum of a signed and an unsigned int to float.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ from medialane.routing.native_view import (
     words,
 )
 
-#: Rows that are no interned set: the empty one, and that in which the next one is put together.
+#: Rows that are not interned: the empty set, and the one in which the next set is composed.
 EMPTY: Final = 0
 DRAFT: Final = 1
 FIRST_ROW: Final = 2
-#: Columns of `rows`. `NEXT` is the next unused row, in an unused one.
+#: Columns of `rows`. In an unused row, `NEXT` links to the next unused one.
 HASH: Final = 0
 COUNT: Final = 1
 STALE: Final = 2
 NEXT: Final = 3
-#: Places of `state`: entries of `table` and of `old`; how far `old` is moved; rows in use so far, and the first unused
-#: one among them (0: none); where the next sweep begins, and blocks that retired bits still hold, summed over them.
+#: Elements of `state`: entries of `table` and of `old`; the position up to which `old` is moved; rows used so far, and
+#: the head of the list of unused ones (0: none); the position of the next sweep, and the blocks still held by retired
+#: bits, summed over them.
 NUM_NEW: Final = 0
 NUM_OLD: Final = 1
 MOVED: Final = 2
@@ -58,38 +58,38 @@ UNUSED: Final = 4
 SWEPT: Final = 5
 NUM_STALE: Final = 6
 
-#: Steps of moving for each block stored. `old` takes 1.75 for each of its places, three quarters of which have an
-#: entry: it is empty after 0.44 blocks a place, and the next table is not full before 0.75.
+#: Steps of moving for each block stored. `old` takes 1.75 steps per place, as three quarters have an entry: it is empty
+#: after 0.44 stored blocks per place; the next table is not full before 0.75.
 _NUM_MOVED: Final = 4
 
 _ONE: Final = np.uint64(1)
 _NONE: Final = np.uint64(0)
-#: 2^64 over the golden ratio, and the last factor of MurmurHash3's fmix64.
+#: 2^64 / golden ratio, and the last factor of MurmurHash3's fmix64.
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xC4CEB9FE1A85EC53)
 _HALF: Final = np.uint64(32)
 
 
 class Holders(NamedTuple):
-    """The arrays, in the order in which a view has them. Lengths of tables are powers of two."""
+    """The arrays, in the order of the view. Lengths of tables are powers of two."""
 
-    table: Words  # [n, 2]: block, row of its set; no entry where the row is 0
+    table: Words  # [n, 2]: block, row of its set; 0 is an empty place
     old: Words  # [m, 2]
     sets: Words  # [rows, words]
     rows: Ints  # [rows, 4]
-    places: Ints  # [p]: row, or 0; p is more than the number of rows
-    held: Ints  # [64 * words]: blocks by bit
+    places: Ints  # [p]: row, or 0; p exceeds the number of rows
+    held: Ints  # [64 * words]: blocks per bit
     retired: Words  # [words]
     state: Ints  # [7]
 
 
-#: Of the view that `seen` reads.
+#: Layout of the view that `seen` reads.
 LAYOUT: Final = (WORD_ROWS, WORD_ROWS, WORD_ROWS, INT_ROWS, INTS, INTS, WORDS, INTS)
 
 
 @compiled_part
 def find(table: Words, block: np.uint64) -> int:
-    """The block's place in a table, or ~place of where it would be put."""
+    """Return the block's place in a table, or ~place of where to insert it."""
     place = _home(table, block)
     while table[place, 1] != _NONE:
         if table[place, 0] == block:
@@ -100,14 +100,14 @@ def find(table: Words, block: np.uint64) -> int:
 
 @compiled_part
 def delete(table: Words, hole: int) -> None:
-    """Take the entry out of a table."""
+    """Delete an entry of a table by backward shift."""
     last = len(table) - 1
     place = hole
     while True:
         place = (place + 1) & last
         if table[place, 1] == _NONE:
             break
-        # It may move up unless that is before the place where it belongs.
+        # An entry may move up, but not before its home place.
         if ((place - _home(table, table[place, 0])) & last) >= ((place - hole) & last):
             table[hole, 0], table[hole, 1] = table[place, 0], table[place, 1]
             hole = place
@@ -116,7 +116,7 @@ def delete(table: Words, hole: int) -> None:
 
 @compiled_part
 def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
-    """The row of the block's holders."""
+    """Return the row of the block's holders."""
     place = find(table, block)
     if place >= 0:
         return signed(table[place, 1])
@@ -129,7 +129,7 @@ def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
 
 @compiled_part
 def seen(view: Ints) -> Holders:
-    """The arrays of a view."""
+    """Return the arrays of a view."""
     return Holders(
         word_rows(view, 0),
         word_rows(view, 1),
@@ -151,11 +151,11 @@ def holds(view: Ints, bit: int, block: np.uint64) -> bool:
 
 @compiled
 def store(view: Ints, bit: int, ids: Words, first: int) -> int:
-    """The bit holds ids[first:], too. Returns how many of `ids` are done: not all, if there must be more room."""
+    """Add ids[first:] to the bit. Returns how many of `ids` are done: fewer than all if the arrays must grow first."""
     now = seen(view)
     table, sets, state = now.table, now.sets, now.state
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
-    before = after = -1  # the last change of a set: the next block mostly has the same
+    before = after = -1  # the last change of a set: the next block mostly needs the same
     for number in range(first, len(ids)):
         if state[NUM_OLD]:
             _move(now, _NUM_MOVED)
@@ -184,7 +184,7 @@ def store(view: Ints, bit: int, ids: Words, first: int) -> int:
 
 @compiled
 def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
-    """The bit holds ids[first:] no more. Returns as `store`."""
+    """Remove ids[first:] from the bit. Returns as `store` does."""
     now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     before = after = -1
@@ -206,7 +206,7 @@ def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
                 return number
             before = row
         now.held[bit] -= 1
-        _put(now, table, counter, place, after)
+        _set_row(now, table, counter, place, after)
         if _recount(now, row, after):
             before = -1
     return len(ids)
@@ -214,7 +214,7 @@ def remove(view: Ints, bit: int, ids: Words, first: int) -> int:
 
 @compiled
 def retire(view: Ints, bit: int) -> None:
-    """What the bit holds is to be swept."""
+    """Leave the bit's blocks to `sweep`."""
     now = seen(view)
     word, flag = bit >> 6, _ONE << np.uint64(bit & 63)
     now.retired[word] |= flag
@@ -226,8 +226,8 @@ def retire(view: Ints, bit: int) -> None:
 
 @compiled
 def sweep(view: Ints, num_places: int, num_blocks: int) -> bool:
-    """Look at so many places at most, and take retired bits from so many blocks at most. False if there must be more
-    room first."""
+    """Inspect up to `num_places` places and remove retired bits from up to `num_blocks` blocks. Returns False if the
+    arrays must grow first."""
     now = seen(view)
     state = now.state
     while num_places > 0 and num_blocks > 0 and state[NUM_STALE] > 0:
@@ -247,15 +247,15 @@ def sweep(view: Ints, num_places: int, num_blocks: int) -> bool:
         if after < 0:
             return False
         num_blocks -= 1
-        _discount(now, row)
-        _put(now, table, counter, place, after)  # may move another one here, which is looked at next
+        _uncount_retired(now, row)
+        _set_row(now, table, counter, place, after)  # may move another entry here, which is inspected next
         _recount(now, row, after)
     return True
 
 
 @compiled
 def intern_all(view: Ints) -> None:
-    """Put every row that is in use into `places`, which are empty."""
+    """Insert every row in use into `places`, which must be empty."""
     now = seen(view)
     last = len(now.places) - 1
     for row in range(FIRST_ROW, now.state[NUM_ROWS]):
@@ -268,7 +268,7 @@ def intern_all(view: Ints) -> None:
 
 @compiled_part
 def _is_full(num_entries: int, length: int) -> bool:
-    """Whether a table is too full for one more: past three quarters, looking up takes long."""
+    """Return whether a table is full: above a load factor of three quarters, probing gets slow."""
     return 4 * num_entries >= 3 * length
 
 
@@ -279,7 +279,7 @@ def _home(table: Words, block: np.uint64) -> int:
 
 @compiled_part
 def _find_moved(now: Holders, block: np.uint64) -> int:
-    """As `find` in `table`, where the block is moved to if it is in `old`."""
+    """Like `find` in `table`; moves the block there if it is in `old`."""
     place = find(now.table, block)
     if place >= 0 or not now.state[NUM_OLD]:
         return place
@@ -295,7 +295,7 @@ def _find_moved(now: Holders, block: np.uint64) -> int:
 
 @compiled_part
 def _move(now: Holders, num_steps: int) -> None:
-    """Move entries of `old` on: so many places of it are looked at or emptied."""
+    """Move entries of `old` to `table`, in up to `num_steps` steps; a step moves an entry or skips an empty place."""
     table, old, state = now.table, now.old, now.state
     while num_steps > 0 and state[NUM_OLD] > 0:
         num_steps -= 1
@@ -311,8 +311,8 @@ def _move(now: Holders, num_steps: int) -> None:
 
 
 @compiled_part
-def _put(now: Holders, table: Words, counter: int, place: int, row: int) -> None:
-    """Give an entry another set; without any holder it goes."""
+def _set_row(now: Holders, table: Words, counter: int, place: int, row: int) -> None:
+    """Set the row of an entry; delete the entry if the row is empty."""
     if row == EMPTY:
         delete(table, place)
         now.state[counter] -= 1
@@ -322,7 +322,7 @@ def _put(now: Holders, table: Words, counter: int, place: int, row: int) -> None
 
 @compiled_part
 def _toggled(now: Holders, row: int, word: int, flag: np.uint64) -> int:
-    """The row of a set that has one bit more or less."""
+    """Return the row of a set with one bit flipped; -1 if `sets` is full."""
     sets = now.sets
     for other in range(sets.shape[1]):
         sets[DRAFT, other] = sets[row, other]
@@ -332,7 +332,7 @@ def _toggled(now: Holders, row: int, word: int, flag: np.uint64) -> int:
 
 @compiled_part
 def _swept(now: Holders, row: int) -> int:
-    """The row of a set without retired bits."""
+    """Return the row of a set without its retired bits; -1 if `sets` is full."""
     for word in range(now.sets.shape[1]):
         now.sets[DRAFT, word] = now.sets[row, word] & ~now.retired[word]
     return _intern(now)
@@ -340,14 +340,14 @@ def _swept(now: Holders, row: int) -> int:
 
 @compiled_part
 def _intern(now: Holders) -> int:
-    """The row that equals the draft, a new one if there is none; -1 if there is no room for one."""
+    """Return the row that equals the draft, inserting it if there is none; -1 if `sets` is full."""
     sets, rows, places = now.sets, now.rows, now.places
     found, mixed, stale = _NONE, _NONE, _NONE
     for word in range(sets.shape[1]):
         bits = sets[DRAFT, word]
         found |= bits
         stale |= bits & now.retired[word]
-        bits *= _SPREAD * np.uint64(2 * word + 1)  # nothing for nothing: sets may become wider
+        bits *= _SPREAD * np.uint64(2 * word + 1)  # 0 for 0: the hash must not change when sets get wider
         mixed ^= (bits ^ bits >> _HALF) * _MIX
     if found == _NONE:
         return EMPTY
@@ -357,7 +357,7 @@ def _intern(now: Holders) -> int:
         if rows[places[place], HASH] == code and _equals_draft(sets, places[place]):
             return places[place]
         place = (place + 1) & (len(places) - 1)
-    row = _unused_row(now)
+    row = _allocate_row(now)
     if row > 0:
         for word in range(sets.shape[1]):
             sets[row, word] = sets[DRAFT, word]
@@ -377,8 +377,8 @@ def _equals_draft(sets: Words, row: int) -> bool:
 
 
 @compiled_part
-def _unused_row(now: Holders) -> int:
-    """A row for a new set, -1 if there is none."""
+def _allocate_row(now: Holders) -> int:
+    """Allocate a row; -1 if `sets` is full."""
     state = now.state
     row = state[UNUSED]
     if row:
@@ -392,7 +392,7 @@ def _unused_row(now: Holders) -> int:
 
 @compiled_part
 def _recount(now: Holders, before: int, after: int) -> bool:
-    """A block's set is another one now. Tells whether that was the last block of the one before."""
+    """Update the reference counts after a block's set changed. Returns whether the old set was freed."""
     if after != EMPTY:
         now.rows[after, COUNT] += 1
     if before == EMPTY:
@@ -400,13 +400,13 @@ def _recount(now: Holders, before: int, after: int) -> bool:
     now.rows[before, COUNT] -= 1
     if now.rows[before, COUNT]:
         return False
-    _forget_set(now, before)
+    _free_row(now, before)
     return True
 
 
 @compiled_part
-def _discount(now: Holders, row: int) -> None:
-    """A block of this set is taken from the retired bits."""
+def _uncount_retired(now: Holders, row: int) -> None:
+    """Update the counts of the retired bits for a block that is removed from them."""
     for word in range(now.sets.shape[1]):
         bits = now.sets[row, word] & now.retired[word]
         bit = 64 * word
@@ -419,8 +419,8 @@ def _discount(now: Holders, row: int) -> None:
 
 
 @compiled_part
-def _forget_set(now: Holders, row: int) -> None:
-    """Take a row out of `places`, closing the gap as `delete` does; it is unused then."""
+def _free_row(now: Holders, row: int) -> None:
+    """Remove a row from `places` by backward shift, and free it."""
     rows, places, last = now.rows, now.places, len(now.places) - 1
     hole = rows[row, HASH] & last
     while places[hole] != row:

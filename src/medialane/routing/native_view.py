@@ -1,11 +1,11 @@
-"""Many arrays as one argument.
+"""Passes many arrays to native code as one argument.
 
-Handing an array to native code takes half a microsecond, and a whole decision has some ten. Structures whose arrays are
-the same from call to call are handed over as a view: one array of their addresses and shapes.
+Passing an array to native code takes half a microsecond, and a routing decision needs about ten. Arrays that stay the
+same between calls are passed as a view: one array of their addresses and shapes.
 
-Only a `View` writes addresses, and it holds references to the arrays: as long as anything can pass the view on, what it
-points to is there. Each view has a layout, which stands beside the native function that reads it: an array of another
-kind than the function expects is refused before its address is written.
+Only a `View` writes addresses, and it holds references to the arrays, so they live as long as the view. Each view has a
+layout, defined next to the native function that reads it: an array of a different dtype or rank is rejected before its
+address is written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Prefixes = NDArray[np.int32]
 
 Scores = NDArray[np.float64]
 
-#: Numbers of a view for each of its arrays: address, rows, columns.
+#: Numbers per array of a view: address, rows, columns.
 _PER_ARRAY: Final = 3
 
 
 class Kind(NamedTuple):
-    """What native code takes an array of a view for."""
+    """The type of an array in a view, as native code expects it."""
 
     dtype: type[np.generic]
     ndim: int
@@ -48,8 +48,8 @@ SCORE_ROWS: Final = Kind(np.float64, 2)
 
 
 class View:
-    """Arrays of a fixed layout, for native code, which gets `addresses`: always the same array, so that views can be
-    parts of other views (as `INTS`)."""
+    """Arrays of a fixed layout for native code, which is passed `addresses`. That array never moves, so views can be
+    part of other views (as `INTS`)."""
 
     def __init__(self, layout: tuple[Kind, ...]) -> None:
         self._layout = layout
@@ -57,7 +57,7 @@ class View:
         self.addresses: Ints = np.zeros(_PER_ARRAY * len(layout), np.int64)
 
     def show(self, *arrays: NDArray[Any] | View) -> None:
-        """These arrays from now on. Raises TypeError for what is not of the layout, contiguous and writable."""
+        """Set the arrays. Raises TypeError for one that does not match the layout or is not contiguous and writable."""
         numbers: list[int] = []
         for kind, part in zip(self._layout, arrays, strict=True):
             array = part.addresses if isinstance(part, View) else part
@@ -65,7 +65,7 @@ class View:
                 raise TypeError(f"native code expects a contiguous array of {kind.ndim} x {kind.dtype.__name__}")
             numbers += (array.ctypes.data, array.shape[0], array.shape[1] if array.ndim == 2 else 1)
         self.addresses[:] = numbers
-        self._arrays = arrays  # after the addresses: what they pointed to must not be freed before
+        self._arrays = arrays  # set after the addresses: the old arrays must not be freed before
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -94,7 +94,7 @@ def _to_pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: 
 
 @compiled_part
 def signed(number: np.generic) -> int:
-    """The same number, or bits, as a signed int of 64 bits."""
+    """Cast a number, bit by bit, to a signed 64-bit int."""
     return np.int64(number)  # type: ignore[return-value]  # to numba it is an int
 
 

@@ -1,8 +1,8 @@
-"""Blocks that slots will hold soon: those of requests that were sent there and that no event tells of yet.
+"""Pending blocks: those of requests in flight, which a slot will hold soon but no KV event has reported yet.
 
-A note of thousands of blocks must cost microseconds, since every request makes one. So it keeps ids at some lengths of
-the prompt only: 1, 2, 3, and from there on half as much again each time, and the whole. A search probes the same
-lengths of another prompt. What it finds is short of the truth by a third at most, and exact for the same prompt.
+Every request registers a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some
+lengths of the prompt are stored: 1, 2, 3, then growing by half each time, and the whole. A search probes the same
+lengths of another prompt. The prefix found is too short by at most a third, and exact for the same prompt.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from medialane.routing import native_match as native
 from medialane.routing.block_holders import BlockHolders
 from medialane.routing.native_view import View
 
-#: Ids of a note at most: half as much again each time is beyond any prompt by then.
-_MAX_NOTED: Final = 64
+#: Most ids stored per prefix: growing by half each time, enough for any prompt.
+_MAX_STORED: Final = 64
 _FIRST_LENGTH: Final = 256  # a prompt's ids fit in half of it
-#: Notes are counted by block and slot, under the sum of the block's id and a multiple of the slot's number. Two such
-#: pairs have the same sum by chance only (2^-64), as two blocks have the same id.
-_APART: Final = 0x9E3779B97F4A7C15
+#: Pending ids are counted per block and slot, under the key id + slot * constant. Two pairs collide with probability
+#: 2^-64, like block ids.
+_SLOT_STRIDE: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
 
 
 class PendingPrefix:
-    """That a slot was sent a prompt. For `PendingBlocks.forget` only; counts until `deadline` at most."""
+    """A prompt that was sent to a slot. An opaque handle for `PendingBlocks.forget`; expires at `deadline`."""
 
     __slots__ = ("deadline", "ids", "slot")
 
@@ -41,80 +41,80 @@ class PendingPrefix:
 
 
 class PendingBlocks:
-    """Notes, and who by them will hold which blocks soon. A block that two notes of a slot name counts until both are
-    gone. Pure; times are of any one clock."""
+    """Pending prefixes, and the slots that will hold their blocks. A block in two prefixes of a slot counts until both
+    are forgotten. Pure; all times are of one clock."""
 
     def __init__(self) -> None:
-        self._notes: dict[PendingPrefix, None] = {}  # in order of making, which is that of their first deadlines
-        self._fading: deque[PendingPrefix] = deque()  # in order of their last deadlines
-        self._nothing_until = math.inf  # no deadline comes before
+        self._prefixes: dict[PendingPrefix, None] = {}  # in order of creation, which is that of their initial deadlines
+        self._fading: deque[PendingPrefix] = deque()  # in order of their final deadlines
+        self._next_deadline = math.inf  # the earliest deadline is not before this
         self._holders = BlockHolders()
         self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
         self._num_counts = 0
-        self._noted = np.empty(_MAX_NOTED, np.uint64)
-        self._changed = np.empty(_MAX_NOTED, np.uint64)
+        self._stored = np.empty(_MAX_STORED, np.uint64)
+        self._changed = np.empty(_MAX_STORED, np.uint64)
 
     def __len__(self) -> int:
-        return len(self._notes)
+        return len(self._prefixes)
 
     @property
     def view(self) -> View:
-        """Who will hold what, for `native_match`: bits are slots."""
+        """The slots that will hold each block, for `native_match`: bits are slots."""
         return self._holders.view
 
     @property
     def num_counts(self) -> int:
-        """Blocks of notes, each counted once for each slot."""
+        """Stored ids, each counted once per slot."""
         return self._num_counts
 
     def note(self, slot: int, ids: BlockIds, *, deadline: float) -> PendingPrefix:
-        """The slot was sent a prompt with these blocks, which begin at the prompt's start. Deadlines never go back."""
-        if 4 * (self._num_counts + _MAX_NOTED) > 3 * len(self._counts):
+        """Register a prompt sent to the slot; `ids` start at the prompt's start. Deadlines must not decrease."""
+        if 4 * (self._num_counts + _MAX_STORED) > 3 * len(self._counts):
             self._grow()
-        num_noted, count = native.note(self._counts, ids, _offset(slot), self._noted, self._changed)
-        note = PendingPrefix(slot, self._noted[:num_noted].copy(), deadline)
-        self._notes[note] = None
-        if deadline < self._nothing_until:
-            self._nothing_until = deadline
+        num_stored, count = native.note(self._counts, ids, _offset(slot), self._stored, self._changed)
+        prefix = PendingPrefix(slot, self._stored[:num_stored].copy(), deadline)
+        self._prefixes[prefix] = None
+        if deadline < self._next_deadline:
+            self._next_deadline = deadline
         if slot >= self._holders.num_bits:
             self._holders.widen(slot + 1)
         self._num_counts += count
         self._holders.store(slot, self._changed[:count])
-        return note
+        return prefix
 
-    def forget(self, note: PendingPrefix) -> None:
-        """The note counts no more. Again, or after its end: nothing happens."""
-        if note not in self._notes:
+    def forget(self, prefix: PendingPrefix) -> None:
+        """Drop a pending prefix. Idempotent."""
+        if prefix not in self._prefixes:
             return
-        del self._notes[note]
-        count = native.count_down(self._counts, note.ids, _offset(note.slot), self._changed)
+        del self._prefixes[prefix]
+        count = native.count_down(self._counts, prefix.ids, _offset(prefix.slot), self._changed)
         self._num_counts -= count
-        self._holders.remove(note.slot, self._changed[:count])
+        self._holders.remove(prefix.slot, self._changed[:count])
 
-    def fade(self, note: PendingPrefix, *, deadline: float) -> None:
-        """The note counts until `deadline` at most. Deadlines given here never go back."""
-        if note in self._notes and deadline < note.deadline:
-            note.deadline = deadline
-            self._fading.append(note)
+    def fade(self, prefix: PendingPrefix, *, deadline: float) -> None:
+        """Bring the deadline forward. Deadlines passed here must not decrease."""
+        if prefix in self._prefixes and deadline < prefix.deadline:
+            prefix.deadline = deadline
+            self._fading.append(prefix)
 
     def expire(self, now: float) -> None:
-        """Forget the notes whose deadline has come."""
+        """Drop the prefixes whose deadline has passed."""
         while self._fading and self._fading[0].deadline <= now:
             self.forget(self._fading.popleft())
-        if now < self._nothing_until:
+        if now < self._next_deadline:
             return
-        while self._notes:
-            oldest = next(islice(self._notes, 1))
+        while self._prefixes:
+            oldest = next(islice(self._prefixes, 1))
             if oldest.deadline > now:
-                self._nothing_until = oldest.deadline
+                self._next_deadline = oldest.deadline
                 return
             self.forget(oldest)
-        self._nothing_until = math.inf
+        self._next_deadline = math.inf
 
     def clear(self, slot: int) -> None:
-        """Forget every note of the slot."""
-        for note in [note for note in self._notes if note.slot == slot]:
-            self.forget(note)
+        """Drop all pending prefixes of the slot."""
+        for prefix in [prefix for prefix in self._prefixes if prefix.slot == slot]:
+            self.forget(prefix)
 
     def _grow(self) -> None:
         counts = np.zeros((2 * len(self._counts), 2), np.uint64)
@@ -124,4 +124,4 @@ class PendingBlocks:
 
 @lru_cache(maxsize=1024)
 def _offset(slot: int) -> np.uint64:
-    return np.uint64(_APART * slot & _MASK)
+    return np.uint64(_SLOT_STRIDE * slot & _MASK)

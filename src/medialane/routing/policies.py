@@ -1,4 +1,4 @@
-"""Policies: what slots are scored by (lower is better), and how one is picked by it."""
+"""Policies: how slots are scored (lower is better), and how one is selected by score."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from medialane.routing.native_choice import (
     NUM_BEST,
     NUM_BEST_ROWS,
     NUM_COLUMNS,
+    REPORTED,
     SCORE,
     SEQUENCES,
-    TOLD,
     choose,
 )
 from medialane.routing.native_view import View
 from medialane.routing.slots import SlotTable
 
-#: Room for items of a prompt at first.
+#: Initial capacity for items of a prompt.
 _FIRST_ITEMS: Final = 4
-#: A row of items, as `native_choice` has it.
+#: Layout of a row of items in `native_choice`.
 _ITEM: Final = struct.Struct("=2d")
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False):
-    """The slot picked, and the rows of `best` as `native_choice` has them."""
+    """The selected slot, and the rows of `best` in the layout of `native_choice`."""
 
     slot: int
     rows: list[list[float]]
 
     @property
     def longest(self) -> int:
-        """The greatest of all candidates' prefixes, in blocks."""
+        """The longest prefix of all candidates, in blocks."""
         return int(self.rows[LONGEST][BLOCKS])
 
     @property
@@ -52,13 +52,13 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def blocks(self) -> int:
-        """The picked slot's prefix."""
+        """The selected slot's prefix, in blocks."""
         return int(self.rows[0][BLOCKS])
 
     @property
     def is_reported(self) -> bool:
-        """Whether all of that is held by what the worker told, none by what was sent there."""
-        return self.rows[0][BLOCKS] == self.rows[0][TOLD]
+        """Whether the worker has reported the whole prefix; False if some of it is only pending."""
+        return self.rows[0][BLOCKS] == self.rows[0][REPORTED]
 
     @property
     def alternatives(self) -> list[tuple[int, float, int]]:
@@ -67,8 +67,8 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
 
 
 class Policy:
-    """Scores and picks. `begin` is what scores begin with (a row of the slots' table), `rates` what else counts; `seed`
-    is for drawing."""
+    """Scores slots and selects one. `begin` is the row of the slots' table with the initial scores, `rates` the other
+    terms; `seed` is for sampling."""
 
     def __init__(
         self, slots: SlotTable, index: BlockIndex, begin: int, rates: Rates, *, seed: int | None = None
@@ -77,14 +77,14 @@ class Policy:
         self._index = index
         self._rates = np.array(rates)
         self._draws = rates.temperature > 0
-        self._random = random.Random(seed)  # noqa: S311 - spreads load, keeps no secret
+        self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._picked = np.array([begin, -1], np.int64)
         self._best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
         self._view = View(LAYOUT)
-        self._have(_FIRST_ITEMS)
+        self._allocate(_FIRST_ITEMS)
 
-    def _have(self, num_items: int) -> None:
-        """Room for so many items, and all slots."""
+    def _allocate(self, num_items: int) -> None:
+        """Reallocate for this number of items and all slots."""
         self._table = self._slots.table
         num_slots = self._table.shape[1]
         self._index.have_slots(num_slots)
@@ -92,15 +92,15 @@ class Policy:
         items = np.zeros((num_items, 2))
         self._num_items = num_items
         self._mask_bytes = num_slots // 8
-        self._written = 0  # the candidates that stand there
+        self._written = 0  # the candidates in `_masks`
         self._masks, self._items = masks.data.cast("B"), items.data.cast("B")
         self._view.show(self._table, masks, items, self._rates, self._picked, self._index.view)
 
     def choose(self, offer: ScoringInput) -> Choice:
-        """Pick one of the offer's candidates, of which there is at least one."""
+        """Select one of the offer's candidates, of which there must be at least one."""
         request, items, slots = offer.request, offer.items, self._slots
         if slots.table is not self._table or len(items) > self._num_items:
-            self._have(max(len(items), self._num_items))
+            self._allocate(max(len(items), self._num_items))
         self._write(offer)
         slot = choose(
             request.block_ids,
@@ -117,7 +117,7 @@ class Policy:
         return Choice(slot, self._best.tolist())
 
     def _write(self, offer: ScoringInput) -> None:
-        """Candidates, items and their holders, where native code looks for them."""
+        """Write candidates, items and their holders into the arrays that native code reads."""
         candidates, size = offer.candidates, self._mask_bytes
         if candidates != self._written:
             self._masks[:size] = candidates.to_bytes(size, "little")
@@ -129,7 +129,7 @@ class Policy:
 
 
 def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:
-    """The policy of this name; `seed` is for those that draw."""
+    """Return the policy of this name; `seed` is for those that sample."""
     if name == "cost":
         return Policy(slots, index, BASE_COST, costs.rates, seed=seed)
     if name == "prefix-only":

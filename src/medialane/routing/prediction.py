@@ -1,17 +1,17 @@
-"""Whether workers cache what is predicted of them.
+"""Monitors whether workers cache what the router predicts.
 
-Two things are compared for each request that got its first token: the cached tokens that the engine reports against
-those predicted, and whether the worker told of the prompt's last full block within a while. Where block ids are made
-differently here and there, or events are lost, neither holds, and routing by cache degrades to routing by load without
-a word. So the outcomes of the last requests of each slot are kept, and a warning is logged when half of them are bad.
+Two predictions are checked for each request that got its first token: the number of cached tokens that the engine
+reports, and that a KV event reports the prompt's last full block within the grace period. If router and engine compute
+block ids differently, or events are lost, both checks fail, and cache-aware routing silently degrades to routing by
+load. So the outcomes of each slot's last requests are kept, and a warning is logged if half of them are bad.
 
-What must not cry wolf:
+Cases that must not raise a false alarm:
 
 * A block that is evicted between choice and prefill: its removal is seen, and the request is not judged.
-* A block that was only expected (of a request under way): the engine may start both in one step.
-* One block less than predicted: some schedulers compute the last block again (speculative decoding).
-* A block that came and went before it was looked for: it is marked when it comes.
-* A snapshot in between: what happened before it is unknown, so the requests under way are not judged.
+* A block that was only pending (of a request in flight): the engine may start both in one step.
+* One block less than predicted: some schedulers recompute the last block (speculative decoding).
+* A block that was stored and removed before it was checked: it is marked when it is stored.
+* A snapshot in between: earlier events are unknown, so the requests in flight are not judged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _WARN_INTERVAL_S: Final = 300.0
 
 
 class PredictionCounts(msgspec.Struct):
-    """Since the start. Tokens are those of requests whose engine reported; `num_unexplained` had fewer cached tokens
-    than predicted although nothing was evicted; `num_never_stored` prompts' last blocks were never told of."""
+    """Totals since the start. Tokens are those of requests whose engine reported cached tokens; `num_unexplained`
+    requests had fewer cached tokens than predicted although nothing was evicted; the last blocks of `num_never_stored`
+    prompts were never reported."""
 
     num_reported: int = 0
     predicted_tokens: int = 0
@@ -48,7 +49,7 @@ class PredictionCounts(msgspec.Struct):
 
 
 class Expectation:
-    """What is predicted of one request at one slot."""
+    """The prediction for one request at one slot."""
 
     __slots__ = (
         "block_size", "due_s", "is_over", "last_id", "predicted_tokens", "prefix_id", "slot", "usable_tokens",
@@ -62,8 +63,8 @@ class Expectation:
         self.block_size = block_size
         self.usable_tokens = usable_tokens
         self.predicted_tokens = predicted_tokens
-        self.last_id = last_id  # of the last full block, unless all that can be is predicted to be held
-        self.prefix_id: int | None = None  # of the last held block that the worker has told of
+        self.last_id = last_id  # of the last full block; None if the prediction covers all usable blocks
+        self.prefix_id: int | None = None  # of the last block of the predicted prefix, if the worker reported it
         self.was_stored = False
         self.was_evicted = False
         self.is_over = False
@@ -71,7 +72,7 @@ class Expectation:
 
 
 class _SlotOutcomes:
-    """One slot: expectations by the block whose storing or removal decides them, and the last outcomes."""
+    """One slot: expectations by the block whose storing or removal decides them, and the latest outcomes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,7 +83,8 @@ class _SlotOutcomes:
 
 
 class PredictionMonitor:
-    """Keeps the counts and warns. `clock` is monotonic, `grace_s` how long blocks may take to be told of; seconds."""
+    """Keeps the counts and logs warnings. `clock` is monotonic, `grace_s` the longest delay of KV events, in
+    seconds."""
 
     def __init__(self, *, grace_s: float, clock: Callable[[], float]) -> None:
         self.counts = PredictionCounts()
@@ -101,9 +103,9 @@ class PredictionMonitor:
     def sent(
         self, slot: int, block_ids: BlockIds, *, block_size: int, num_usable: int, num_held: int, is_reported: bool
     ) -> Expectation:
-        """A prompt with these full blocks goes to `slot`. The engine may take the first `num_usable` from its cache and
-        is predicted to take `num_held`; `is_reported`: by what the worker told, not by what was sent to it a moment
-        ago."""
+        """Record a prompt with these full blocks that is sent to `slot`. The engine can use at most the first
+        `num_usable` from its cache and is predicted to use `num_held`; `is_reported`: the worker reported them, they
+        are not only pending."""
         watched = self._slots[slot]
         expected = Expectation(
             watched,
@@ -120,46 +122,46 @@ class PredictionMonitor:
         return expected
 
     def stored(self, slot: int, ids: BlockIds) -> None:
-        """The worker tells that it holds these."""
+        """Apply a report that the worker stored these blocks."""
         awaited = self._slots[slot].by_last
         for block_id in awaited.keys() & ids.tolist() if awaited else ():
             for expected in awaited[block_id]:
                 expected.was_stored = True
 
     def removed(self, slot: int, ids: BlockIds) -> None:
-        """The worker tells that it holds these no more."""
+        """Apply a report that the worker removed these blocks."""
         predicted = self._slots[slot].by_prefix
         for block_id in predicted.keys() & ids.tolist() if predicted else ():
             for expected in predicted[block_id]:
                 expected.was_evicted = True
 
     def forget_all(self, slot: int) -> None:
-        """What happened at the slot is not known: nothing under way there is judged."""
+        """Drop all expectations of the slot: its events up to now are unknown."""
         watched = self._slots[slot]
         for expected in [e for held in (watched.by_last, watched.by_prefix) for each in held.values() for e in each]:
             self.drop(expected)
 
     def prefilled(self, expected: Expectation, reported_tokens: int | None) -> None:
-        """The first token has come, and the engine took so many tokens from its cache (None: it does not tell)."""
+        """Record the first token and the cached tokens that the engine reported (None: it does not report them)."""
         self.look()
         if expected.is_over:
             return
         self._unlist(expected.slot.by_prefix, expected.prefix_id, expected)
         if reported_tokens is not None:
             self._compare(expected, reported_tokens)
-            expected.was_stored |= reported_tokens >= expected.usable_tokens  # all was there: nothing to tell
+            expected.was_stored |= reported_tokens >= expected.usable_tokens  # fully cached: no event will follow
         expected.due_s = self._clock() + self._grace_s
         self._due.append(expected)
 
     def drop(self, expected: Expectation) -> None:
-        """The request ended before its first token: nothing is learnt. Idempotent."""
+        """Drop the expectation of a request that ended before its first token. Idempotent."""
         if not expected.is_over:
             expected.is_over = True
             self._unlist(expected.slot.by_prefix, expected.prefix_id, expected)
             self._unlist(expected.slot.by_last, expected.last_id, expected)
 
     def look(self) -> None:
-        """Judge the prompts whose blocks have had their time."""
+        """Judge the prompts whose grace period has passed."""
         now = self._clock()
         while self._due and self._due[0].due_s <= now:
             expected = self._due.popleft()

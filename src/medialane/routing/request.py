@@ -1,4 +1,4 @@
-"""What the router needs to know of a request."""
+"""The router's view of a request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from medialane.core.kv_events import BlockIds
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
-    """A prompt on its way to a worker.
+    """A prompt to be routed.
 
-    `block_ids` are those of its full blocks of `block_size` tokens, in order, contiguous and writable; `media` stand in
-    the order of their offsets. `handover_bytes` is what a worker on another host would be sent. `lora` is the adapter's
-    name, `model` what the worker must serve, `rank` the data-parallel rank that the client asks for (None: any).
-    `request_id` names the request in records of decisions.
+    `block_ids` are those of its full blocks of `block_size` tokens, in order, contiguous and writable; `media` are in
+    the order of their offsets. `handover_bytes` is the size of its media if sent to a worker on another host. `lora` is
+    the adapter's name, `model` the model that the worker must serve, `rank` the data-parallel rank that the client
+    requested (None: any). `request_id` identifies the request in decision records.
     """
 
     block_ids: BlockIds
@@ -31,12 +31,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         ids = self.block_ids
-        if ids.dtype != np.uint64 or not ids.flags.carray:  # native code would be compiled for anything else
+        if ids.dtype != np.uint64 or not ids.flags.carray:  # numba would compile a specialisation for anything else
             raise ValueError("block_ids must be a contiguous, writable array of uint64")
 
     @property
     def max_cached_blocks(self) -> int:
-        """An engine computes at least the last token, so at most these blocks can come from its cache."""
+        """Most blocks that can come from an engine's cache: it always computes at least the last token."""
         return min(len(self.block_ids), max(self.num_tokens - 1, 0) // self.block_size)
 
     def __repr__(self) -> str:

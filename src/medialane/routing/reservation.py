@@ -1,4 +1,4 @@
-"""What a request takes from its slot: a place in the queue until its first token, and one in flight until its end."""
+"""What a request occupies at its slot: a queue position until its first token, and one in flight until its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from medialane.routing.slots import Slot, SlotTable
 
 @dataclass(frozen=True)
 class SlotState:
-    """All that the router knows of its slots."""
+    """All of the router's state about its slots."""
 
     slots: SlotTable
     index: BlockIndex
@@ -24,8 +24,8 @@ class SlotState:
     predictions: PredictionMonitor
 
     def reserve(self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> Reservation:
-        """Count a request at a slot, which must not have left. `is_reported`: its prefix there is held by what the
-        worker reported."""
+        """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
+        the worker, not inferred from requests in flight."""
         work_ms = terms.parts.prefill + terms.parts.encoder
         expected = self.predictions.sent(
             slot.number,
@@ -35,17 +35,27 @@ class SlotState:
             num_held=terms.cached_blocks,
             is_reported=is_reported,
         )
-        note = self.index.note(slot.number, request.block_ids)
+        prefix = self.index.note(slot.number, request.block_ids)
         pinned = self.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in terms.needed])
         self.slots.queue(slot, work_ms)
-        return Reservation(self, slot, request.block_ids, work_ms=work_ms, expected=expected, note=note, pinned=pinned)
+        return Reservation(
+            self, slot, request.block_ids, work_ms=work_ms, expected=expected, prefix=prefix, pinned=pinned
+        )
 
 
 class Reservation:
-    """Both methods may be called again, and after the slot has left. `release` is owed."""
+    """Both methods are idempotent and may be called after the slot has left. The owner must call `release`."""
 
     __slots__ = (
-        "_block_ids", "_expected", "_is_computed", "_is_released", "_note", "_pinned", "_slot", "_state", "_work_ms",
+        "_block_ids",
+        "_expected",
+        "_is_computed",
+        "_is_released",
+        "_pinned",
+        "_prefix",
+        "_slot",
+        "_state",
+        "_work_ms",
         "is_queued",
     )  # fmt: skip
 
@@ -57,7 +67,7 @@ class Reservation:
         *,
         work_ms: float,
         expected: Expectation,
-        note: PendingPrefix,
+        prefix: PendingPrefix,
         pinned: list[str],
     ) -> None:
         self._state = state
@@ -65,20 +75,20 @@ class Reservation:
         self._block_ids = block_ids
         self._work_ms = work_ms
         self._expected = expected
-        self._note = note
+        self._prefix = prefix
         self._pinned = pinned
         self.is_queued = True
         self._is_computed = False
         self._is_released = False
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
-        """The first token has come; the engine took so many tokens from its KV cache (None: it does not report)."""
+        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""
         if self.is_queued:
             self._unqueue(computed=True)
             self._state.predictions.prefilled(self._expected, num_cached_tokens)
 
     def release(self) -> None:
-        """The request has ended, in whichever way."""
+        """Release the slot's resources; the request has finished, failed or been aborted."""
         if self._is_released:
             return
         self._is_released = True
@@ -88,9 +98,9 @@ class Reservation:
         if not self._state.slots.is_current(self._slot):
             return
         if self._is_computed:
-            self._state.index.fade(self._note, self._block_ids)
+            self._state.index.fade(self._prefix, self._block_ids)
         else:
-            self._state.index.forget(self._note)
+            self._state.index.forget(self._prefix)
         self._state.slots.finish(self._slot)
 
     def _unqueue(self, *, computed: bool) -> None:

@@ -1,4 +1,4 @@
-"""A request between the router's choice and its end."""
+"""A request from the router's choice until its release."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medialane.routing.slots import Slot
 
 
 class Begun(NamedTuple):
-    """A request that was sent: why there, the number of its record, and what it takes from its slot (None: the slot had
+    """A request that was sent: the decision, the number of its record, and its reservation (None: the slot had
     left)."""
 
     decision: RoutingDecision
@@ -28,7 +28,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterState:
-    """What the router knows. `clock` is monotonic, `wall_clock` since the epoch, in seconds."""
+    """State shared by the router and its requests. `clock` is monotonic, `wall_clock` since the epoch, in seconds."""
 
     policy: PolicyName
     costs: CostModel
@@ -52,15 +52,15 @@ class RouterState:
 
 
 class RoutedRequest:
-    """Where a request goes, known at once: `slot`, and the `worker_id`, `rank` and `num_ranks` of its worker.
+    """A routing choice, available at once: `slot`, and the `worker_id`, `rank` and `num_ranks` of its worker.
 
-    `begin` does what a choice entails: to be called right after the request was sent, before anything else is reported
-    to the router or routed. From then on there is a `decision`; until its first token the request counts in its slot's
-    queue, and pins its items in the encoder cache there; until its release it is in flight, and blocks that the worker
-    has not reported yet count as cached soon.
+    `begin` does the bookkeeping of the choice. Call it right after the request was sent, before anything else is
+    reported to the router or routed. It sets `decision`; until its first token the request counts in its slot's queue
+    and pins its items in the encoder cache there; until its release it is in flight, and blocks that the worker has not
+    reported yet count as pending.
 
-    `release` is owed by the request's scope. All three may be called again, and after the slot has left; without
-    `begin`, or after `release`, nothing happens.
+    The request's scope must call `release`. All three methods are idempotent and may be called after the slot has left;
+    without `begin`, or after `release`, they do nothing.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RoutedRequest:
 
     @property
     def decision(self) -> RoutingDecision:
-        """The choice and its reasons. Raises RuntimeError before `begin`."""
+        """The choice and its reason. Raises RuntimeError before `begin`."""
         if self._begun is None:
             raise RuntimeError("the request has not begun")
         return self._begun.decision
@@ -86,13 +86,13 @@ class RoutedRequest:
         return self._begun is not None
 
     def begin(self) -> None:
-        """Record the choice, and count the request at its slot."""
+        """Record the choice and count the request at its slot."""
         if self._pending is not None:
             self._begun = self._state.begin(*self._pending)
             self._pending = None
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
-        """The first token has come; the engine took so many tokens from its KV cache (None: it does not report)."""
+        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""
         begun = self._begun
         if begun is None or begun.reservation is None or not begun.reservation.is_queued:
             return
@@ -104,7 +104,7 @@ class RoutedRequest:
         )
 
     def release(self) -> None:
-        """The request has ended, in whichever way."""
+        """Release what the request holds; it has finished, failed or been aborted."""
         self._pending = None
         if self._begun is not None and self._begun.reservation is not None:
             self._begun.reservation.release()

@@ -1,10 +1,10 @@
-"""The router: keeps what it knows of the workers up to date, and picks one for each request.
+"""The router: tracks the state of the workers and selects one for each request.
 
-One thread; nothing here waits or reads a socket. What workers report comes in by `join`, `report`, `change` and
-`leave`; what is sent to them is known from `pick` and what becomes of its result.
+Single-threaded; nothing here blocks or does I/O. Worker state arrives by `join`, `report`, `change` and `leave`; the
+requests sent to workers are known from `pick` and the methods of its result.
 
-A request waits for `pick`, so it does no more than choose; what the choice entails is done by `RoutedRequest.begin`,
-once the request is sent.
+`pick` is on the request's critical path, so it only chooses; the bookkeeping is done by `RoutedRequest.begin`, after
+the request was sent.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from medialane.routing.slots import SlotTable
 from medialane.routing.warm_up import warm_up
 
 _BLOCK_ID: Final = np.dtype("<u8")
-#: While no worker has told: vLLM's own default on GPUs.
+#: Until a worker has reported its own: vLLM's default on GPUs.
 _BLOCK_SIZE: Final = 16
 
 
 class Router:
-    """`clock` is monotonic, `wall_clock` tells the time since the epoch, both in seconds; `seed` is for policies that
-    draw. The first one of a process may take a dozen seconds to make: native code is compiled."""
+    """`clock` is monotonic, `wall_clock` returns the time since the epoch, both in seconds; `seed` is for policies that
+    sample. The first instance in a process may take a dozen seconds to create: native code is compiled."""
 
     def __init__(
         self,
@@ -78,12 +78,13 @@ class Router:
 
     @property
     def predictions(self) -> PredictionCounts:
-        """What became of what was predicted."""
+        """Predicted compared with reported cache hits."""
         return self._predictions.counts
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block, as the workers have it. Those that have another than the first hold nothing for us."""
+        """Tokens per KV block, as reported by the workers. Workers with a block size other than the first never
+        match."""
         cards = (slot.card for slot in self._slots if slot.card is not None)
         return next((card.block_size for card in cards), _BLOCK_SIZE)
 
@@ -93,7 +94,7 @@ class Router:
 
     @property
     def num_encoder_items(self) -> int:
-        """Media items that are thought to be in some worker's encoder cache."""
+        """Media items assumed to be in at least one worker's encoder cache."""
         return self._caches.num_items
 
     @property
@@ -101,33 +102,32 @@ class Router:
         return len(self._sessions)
 
     def decisions(self, count: int | None = None) -> list[DecisionRecord]:
-        """The last decisions, the newest first."""
+        """Return the last decisions, newest first; at most `count`."""
         return self._decisions.last(count)
 
     def join(self, endpoint: Endpoint) -> int:
-        """A worker, or one rank of it, from now on: its slot, which holds nothing yet. Its number may have been that of
-        one that left. Raises ValueError if this rank has one."""
+        """Add a worker, or one rank of it, and return its slot, which holds no blocks yet. Slot numbers are reused.
+        Raises ValueError if this rank has a slot already."""
         slot = self._slots.join(endpoint)
         self._caches.join(slot.number, endpoint.card.encoder_cache_tokens if endpoint.card is not None else 0)
         self._predictions.join(slot.number, f"{endpoint.worker_id} (rank {endpoint.rank})")
         return slot.number
 
     def leave(self, slot: int) -> None:
-        """The worker is lost, and with it all that it held. Raises KeyError for a slot that there is not; so do the
-        others."""
+        """Remove a lost worker and all state about it. Raises KeyError for an unknown slot, like the other methods."""
         self._slots.leave(self._slots[slot])
         self.index.clear(slot)
         self._caches.leave(slot)
         self._predictions.leave(slot)
 
     def report(self, slot: int, load: WorkerLoad) -> None:
-        """How busy the worker says that it is."""
+        """Update the worker's load, as reported by it."""
         found = self._slots[slot]
         found.load = load
         self._slots.update(found)
 
     def change(self, slot: int, change: KvChange) -> None:
-        """What the worker tells of its KV cache; in the order in which it was sent."""
+        """Apply a change of the worker's KV cache; changes must be passed in the order in which they were sent."""
         number = self._slots[slot].number
         stored = _ids(change.stored)
         if change.snapshot:
@@ -141,11 +141,11 @@ class Router:
         self._predictions.stored(number, stored)
 
     def clear_encoder(self, slot: int) -> None:
-        """The worker's encoder cache was emptied."""
+        """Forget the worker's encoder cache contents: it was cleared."""
         self._caches.clear(self._slots[slot].number)
 
     def pick(self, request: RoutingRequest) -> RoutedRequest:
-        """The slot for this request. Its `begin` is owed right after the request was sent. Raises NoWorkerReady."""
+        """Select a slot for this request. The caller must call `begin` right after sending it. Raises NoWorkerReady."""
         candidates = self._slots.candidates(request)
         if not candidates:
             raise self._no_candidate(request)
@@ -176,5 +176,5 @@ class Router:
 
 
 def _ids(packed: bytes) -> BlockIds:
-    """A copy: native code takes writable arrays only."""
+    """Copy the ids into a writable array: native code is compiled for writable arrays only."""
     return np.frombuffer(packed, _BLOCK_ID).astype(np.uint64)

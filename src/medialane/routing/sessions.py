@@ -1,16 +1,16 @@
-"""Which worker a session's last request went to."""
+"""The worker that served a session's last request."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
 
-#: worker_id and data-parallel rank: a worker that comes back has its sessions again.
+#: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
 WorkerRank = tuple[str, int]
 
 
 class Sessions:
-    """Session -> place, for `ttl_s` after its last request, and at most `max_sessions`: the oldest is forgotten."""
+    """LRU map from session to worker rank: entries expire `ttl_s` after the last request; at most `max_sessions`."""
 
     def __init__(self, *, ttl_s: float, max_sessions: int, clock: Callable[[], float]) -> None:
         self._ttl_s = ttl_s
@@ -22,14 +22,14 @@ class Sessions:
         return len(self._places)
 
     def find(self, session_id: str) -> WorkerRank | None:
-        """Which worker served the session's last request; None if it is new or forgotten."""
+        """Return the worker that served the session's last request; None if the session is new or expired."""
         found = self._places.get(session_id)
         if found is None or self._clock() - found[1] > self._ttl_s:
             return None
         return found[0]
 
     def note(self, session_id: str, place: WorkerRank) -> None:
-        """The session's request goes to `place`."""
+        """Record that the session's request is sent to `place`."""
         now = self._clock()
         self._places[session_id] = (place, now)
         self._places.move_to_end(session_id)

@@ -1,4 +1,4 @@
-"""Sets of slots as native code takes them: a bit mask (1 << slot) as words of 64 bits, which may be written to."""
+"""Converts bit masks of slots (1 << slot) to writable arrays of 64-bit words for native code."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from medialane.routing.native_view import Words
 
 
 def slot_words(mask: int, num_words: int) -> Words:
-    """Raises OverflowError if the mask has more bits than that."""
+    """Convert a mask. Raises OverflowError if it has more than `64 * num_words` bits."""
     return np.frombuffer(bytearray(mask.to_bytes(8 * num_words, "little")), np.uint64)

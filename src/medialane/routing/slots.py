@@ -1,7 +1,7 @@
-"""The workers as the router knows them: one slot for each data-parallel rank of a worker.
+"""The router's view of the workers: one slot for each data-parallel rank of a worker.
 
-What depends on a slot alone is kept in arrays over slots, brought up to date when the slot changes, so that a choice
-between a thousand of them is one call of native code.
+Costs that depend on a slot alone are kept in arrays indexed by slot and updated when the slot changes, so that a choice
+among a thousand slots is one call of native code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.sessions import WorkerRank
 
 _FIRST_CAPACITY: Final = 64
-#: Weight of the newest request in the mean work of requests: the last fifty or so count.
+#: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
 
 
 class Slot:
-    """One rank of one worker: what it told, and what was sent to it from here and has not been prefilled."""
+    """One rank of one worker: its reported state, and the requests sent from here that have not been prefilled."""
 
     __slots__ = (
         "card",
@@ -51,11 +51,11 @@ class Slot:
         self.num_in_flight = 0
         self.num_queued = 0
         self.queued_ms = 0.0
-        self.parts = (0.0, 0.0, 0.0)  # of what stands there (ms): queue, running sequences, KV pressure
+        self.parts = (0.0, 0.0, 0.0)  # base cost (ms): queue, running sequences, KV pressure
 
     @property
     def num_sequences(self) -> int:
-        """Sequences at the engine, of whichever gateway: its report may be older than what was sent from here."""
+        """Sequences at the engine, of all gateways. The reported load may be older than the last requests sent."""
         return max(self.num_in_flight, self.load.num_running + self.load.num_waiting)
 
     @property
@@ -64,7 +64,7 @@ class Slot:
 
     @property
     def num_waiting_elsewhere(self) -> int:
-        """Waiting sequences that no request from here accounts for."""
+        """Waiting sequences that are not requests of this gateway."""
         waiting = self.load.num_waiting
         return min(waiting, self.num_sequences - self.num_in_flight) if waiting else 0
 
@@ -75,7 +75,7 @@ class Slot:
 
 
 class SlotTable:
-    """Slots by number, the numbers used again. A number without a slot, draining or full has infinite scores."""
+    """Slots by number; numbers are reused. A number without a slot, draining or full has infinite scores."""
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
@@ -84,8 +84,8 @@ class SlotTable:
         self._by_worker: dict[str, set[int]] = {}
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
-        self.open = 0  # bit mask of the slots that take requests
-        self.table: Scores = _table(_FIRST_CAPACITY)  # as `native_choice` has it
+        self.open = 0  # bit mask of the slots that accept requests
+        self.table: Scores = _table(_FIRST_CAPACITY)  # rows as in `native_choice`
 
     @property
     def base_cost_ms(self) -> Scores:
@@ -97,7 +97,7 @@ class SlotTable:
         return self.table[SEQUENCES]
 
     def __len__(self) -> int:
-        """One more than the highest number in use so far."""
+        """One more than the highest number used so far."""
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Slot]:
@@ -114,7 +114,7 @@ class SlotTable:
         return self._by_place.get(place)
 
     def join(self, endpoint: Endpoint) -> Slot:
-        """A new slot. Raises ValueError if this rank of the worker has one."""
+        """Add a slot. Raises ValueError if this rank of the worker has one."""
         place = (endpoint.worker_id, endpoint.rank)
         if place in self._by_place:
             raise ValueError(f"rank {endpoint.rank} of worker {endpoint.worker_id} has joined already")
@@ -144,22 +144,22 @@ class SlotTable:
         return self._slots[slot.number] is slot
 
     def candidates(self, request: RoutingRequest) -> int:
-        """Bit mask of the slots that take the request."""
+        """Return the bit mask of the slots that accept the request."""
         return self.open & self.serving(request)
 
     def serving(self, request: RoutingRequest) -> int:
-        """Bit mask of the slots that have the model, the adapter and the rank, open or not."""
+        """Return the bit mask of the slots that serve the model, the adapter and the rank, open or not."""
         asked = (request.model, request.lora is not None, request.rank)
         found = self._serving.get(asked)
         if found is None:
             model, lora, rank = asked
             found = sum(1 << s.number for s in self if rank in (None, s.place[1]) and s.serves(model, lora=lora))
-            if found:  # strangers may ask for any name; what is kept is bounded by what is served
+            if found:  # clients may request any name: cache only what is served, so that the cache is bounded
                 self._serving[asked] = found
         return found
 
     def queue(self, slot: Slot, work_ms: float) -> None:
-        """A request with so much work is sent to the slot."""
+        """Count a request of `work_ms` that is sent to the slot."""
         slot.num_in_flight += 1
         slot.num_queued += 1
         slot.queued_ms += work_ms
@@ -167,18 +167,18 @@ class SlotTable:
         self.update(slot)
 
     def unqueue(self, slot: Slot, work_ms: float) -> None:
-        """The request is prefilled, or will never be."""
+        """Remove a request that is prefilled, or never will be, from the queue."""
         slot.num_queued -= 1
-        slot.queued_ms = slot.queued_ms - work_ms if slot.num_queued else 0.0  # no residue of rounding
+        slot.queued_ms = slot.queued_ms - work_ms if slot.num_queued else 0.0  # drops the rounding error
         self.update(slot)
 
     def finish(self, slot: Slot) -> None:
-        """A request that was sent to the slot has ended."""
+        """Remove a finished request from those in flight."""
         slot.num_in_flight -= 1
         self.update(slot)
 
     def update(self, slot: Slot) -> None:
-        """Something of the slot has changed."""
+        """Update the slot's row of the table after a change."""
         number, limit, table = slot.number, self._config.max_in_flight, self.table
         if slot.draining or (limit and slot.num_in_flight >= limit):
             self._close(number)
@@ -192,11 +192,13 @@ class SlotTable:
         table[BASE_COST, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
-        """How long what waits there will take: what was sent from here by its own work, that of others by the mean."""
+        """Return the expected time to work off the queue: our requests by their own work, those of others by the
+        mean."""
         return slot.queued_ms + slot.num_waiting_elsewhere * self._request_ms
 
     def running_ms(self, slot: Slot) -> float:
-        """What running sequences take of each step, and the wait for one to end where all seats are taken."""
+        """Return the cost of running sequences in each step, and of waiting for one to finish if max_num_seqs is
+        reached."""
         config = self._config
         running_ms = slot.num_running * config.running_ms
         capacity = slot.card.max_num_seqs if slot.card is not None else 0
@@ -204,7 +206,7 @@ class SlotTable:
         return running_ms + above * config.over_capacity_ms if capacity and above > 0 else running_ms
 
     def kv_pressure_ms(self, load: WorkerLoad) -> float:
-        """Rises in a line from 0 at `kv_pressure_threshold` to the whole at a full cache, where sequences are
+        """Rise linearly from 0 at `kv_pressure_threshold` to the full cost at a full cache, where sequences are
         preempted."""
         start = self._config.kv_pressure_threshold
         if load.kv_usage <= start:

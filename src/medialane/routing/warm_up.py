@@ -1,4 +1,4 @@
-"""All native functions of this room, made ready before they are needed."""
+"""Compiles all native functions of this package before they are needed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from medialane.routing.slots import SlotTable
 logger = logging.getLogger(__name__)
 
 _SLOW_S = 1.0
-#: More than the first table has room for, so that growing is done once, too.
+#: More than the initial table holds, so that growing is compiled, too.
 _NUM_BLOCKS = 2000
 
 
 @lru_cache(maxsize=1)
 def warm_up() -> float:
-    """Call each native function once with what it is called with in service, so that a request never waits for the
-    compiler. Once a process; returns the seconds it took."""
+    """Call each native function once with the argument types of production, so that no request waits for the compiler.
+    Runs once per process; returns the seconds it took."""
     started = time.monotonic()
     request = RoutingRequest(np.arange(_NUM_BLOCKS, dtype=np.uint64), 16, 17 * _NUM_BLOCKS, (MediaSpan("", 0, 40),))
     _choose(request, _use(BlockIndex(), request))
     took = time.monotonic() - started
     if took > _SLOW_S:
-        logger.info("native code of the router was made ready in %.1f s", took)
+        logger.info("compiled the router's native code in %.1f s", took)
     return took
 
 
@@ -43,14 +43,14 @@ def _use(index: BlockIndex, request: RoutingRequest) -> BlockIndex:
         for first in range(0, len(ids), 100):
             index.store(slot, ids[first : first + 100])
     index.remove(0, ids[100:])
-    for slot in range(100, 200):  # more sets than there is room for at first
+    for slot in range(100, 200):  # more sets than the initial capacity
         index.store(slot, ids[slot : slot + 1])
     index.clear(1)
     while not index.sweep():
         pass
-    for slot in range(20):  # as many notes as need more room, too
-        note = index.note(slot, ids)
-    index.forget(note)
+    for slot in range(20):  # enough pending prefixes to grow their table, too
+        prefix = index.note(slot, ids)
+    index.forget(prefix)
     index.holds(0, 0)
     index.match(ids, 1)
     return index

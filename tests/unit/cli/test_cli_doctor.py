@@ -89,7 +89,7 @@ def test_what_preparers_are_not_confined_by_is_a_warning(monkeypatch, missing):
 
 
 def test_sandbox_is_tried_in_a_process_of_its_own():
-    assert all(isinstance(missing, str) for missing in doctor._ask(doctor._SANDBOX))
+    assert all(isinstance(missing, str) for missing in doctor._probe(doctor._SANDBOX))
 
 
 def test_arena_that_does_not_fit_fails_with_how_to_enlarge_it():

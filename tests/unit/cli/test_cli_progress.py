@@ -22,7 +22,7 @@ def test_plain_output_tells_each_event_once():
     assert stream.getvalue().splitlines() == [
         "worker 0: starting",
         "worker 0: ready after 38 s",
-        "worker 0: ended (killed by SIGKILL); it is started again in 2 s",
+        "worker 0: exited (killed by SIGKILL); restarting in 2 s",
     ]
 
 
@@ -35,7 +35,7 @@ def test_terminal_shows_what_a_part_does_right_now():
     progress.finish()
     progress.finish()
     progress.ended("worker 0", "exit status 1", 1.0)
-    assert "started again in 1 s" in stream.getvalue()
+    assert "restarting in 1 s" in stream.getvalue()
 
 
 def test_verbose_output_has_every_line_with_its_part():

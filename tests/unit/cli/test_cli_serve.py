@@ -92,7 +92,7 @@ def test_second_signal_does_not_wait(serve):
     served.wait_for("Ctrl-C stops it")
     started = time.monotonic()
     served.send(signal.SIGINT)
-    served.wait_for("once more to kill")
+    served.wait_for("interrupt again to kill")
     served.send(signal.SIGINT)
     status, _ = served.end()
     assert status == 130

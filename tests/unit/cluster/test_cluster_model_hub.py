@@ -79,8 +79,8 @@ def test_model_that_the_hub_has_not_is_named(hub):
     ("status", "headers", "said"),
     [
         (401, {}, "HF_TOKEN"),
-        (403, {"x-error-code": "GatedRepo"}, "wants an HF_TOKEN"),
-        (503, {}, "answers 503"),
+        (403, {"x-error-code": "GatedRepo"}, "requires an HF_TOKEN"),
+        (503, {}, "returned status 503"),
     ],
 )
 def test_hub_that_refuses_is_named_with_its_reason(hub, status, headers, said):

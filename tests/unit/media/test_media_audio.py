@@ -210,7 +210,7 @@ def test_flac_that_claims_the_longest_audio_allocates_no_more_than_the_limit():
 @pytest.mark.parametrize("library", ["av", "soundfile"])
 def test_missing_library_refuses_by_kind(library, monkeypatch):
     monkeypatch.setattr(audio, library, None)
-    with pytest.raises(UnsupportedMediaType, match="server does not support .*audio"):
+    with pytest.raises(UnsupportedMediaType, match=r"server does not support .*audio"):
         decode(encoded("m4a"))
 
 

@@ -19,7 +19,7 @@ def pending(notes, ids, slots=ALL):
     """What an index with these notes finds."""
     index = BlockIndex(clock=lambda: 0.0)
     index._pending_blocks = notes
-    index._look_again()
+    index._update_view()
     found = index.match(blocks(ids), slots).blocks.tolist()
     return found + [0] * (8 - len(found))
 
