@@ -153,12 +153,12 @@ class HttpSource:
         num_bytes = 0
         clock = asyncio.get_running_loop().time
         started = clock()
-        async for piece in response.content.iter_any():
-            num_bytes += len(piece)
+        async for chunk in response.content.iter_any():
+            num_bytes += len(chunk)
             if num_bytes > limits.max_bytes:
                 raise MediaTooLarge(f"the media has more than {limits.max_bytes} bytes")
-            body.write(piece)
-            hasher.update(piece)
+            body.write(chunk)
+            hasher.update(chunk)
             elapsed_s = clock() - started
             if elapsed_s > self._config.min_rate_grace_s and num_bytes < elapsed_s * self._config.min_rate_bytes_per_s:
                 raise MediaFetchTimeout("the media host sends too slowly")

@@ -130,16 +130,17 @@ def _check_exif(image_file: PILImage.Image) -> None:
 def _fast_jpeg(data: bytes, image_file: PILImage.Image, chooser: SizeChooser | None) -> Image | None:
     """Decode and rotate a plain JPEG; None if Pillow has to decode or reject it."""
     width, height = image_file.size
-    turn = _rotation_of(image_file)
-    if image_file.mode not in ("RGB", "L") or (turn in _QUARTER_TURNS and width * height < _MIN_QUARTER_TURN_PIXELS):
+    rotation = _rotation_of(image_file)
+    is_quarter_turn = rotation in _QUARTER_TURNS
+    if image_file.mode not in ("RGB", "L") or (is_quarter_turn and width * height < _MIN_QUARTER_TURN_PIXELS):
         return None
-    shown = (height, width) if turn in _QUARTER_TURNS else (width, height)
+    shown = (height, width) if is_quarter_turn else (width, height)
     scaled = scaled_size(shown, chooser)
-    stored = scaled if scaled is None or turn not in _QUARTER_TURNS else scaled[::-1]
+    stored = scaled[::-1] if scaled is not None and is_quarter_turn else scaled
     pixels = _jpeg_pixels(data, (width, height), stored)
     if pixels is None:
         return None
-    upright = pixels if turn is None else _rotated(pixels, turn)
+    upright = pixels if rotation is None else _rotated(pixels, rotation)
     return Image(upright) if scaled is None else ScaledImage(upright, shown)
 
 
@@ -220,9 +221,9 @@ def _rotation_of(image_file: PILImage.Image) -> _Rotation | None:
     probe.info = image_file.info.copy()
     probe.getexif = image_file.getexif  # type: ignore[method-assign]  # includes what the file's reader has parsed so far
     probed = np.asarray(_transposed(probe))
-    return next((turn for turn in _ROTATIONS if np.array_equal(turn(_UPRIGHT), probed)), None)
+    return next((rotation for rotation in _ROTATIONS if np.array_equal(rotation(_UPRIGHT), probed)), None)
 
 
-def _rotated(pixels: NDArray[np.uint8], turn: _Rotation) -> NDArray[np.uint8]:
-    whole = np.ascontiguousarray(turn(pixels.view("V3")[..., 0]))  # by whole pixels: twice as fast as by channel
+def _rotated(pixels: NDArray[np.uint8], rotation: _Rotation) -> NDArray[np.uint8]:
+    whole = np.ascontiguousarray(rotation(pixels.view("V3")[..., 0]))  # by whole pixels: twice as fast as by channel
     return whole.view(np.uint8).reshape(*whole.shape, 3)

@@ -40,7 +40,7 @@ _FILE_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
 #: Chunk size; a chunk is copied to the body on the event loop, in about 0.1 ms.
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 _REFUSED = "the file URL is not allowed"
 
@@ -93,11 +93,11 @@ class LocalFiles:
             num_bytes = 0
             while True:
                 last = self._executor.submit(file.read)
-                if not (piece := await asyncio.wrap_future(last)):
+                if not (chunk := await asyncio.wrap_future(last)):
                     break
-                num_bytes += len(piece)
+                num_bytes += len(chunk)
                 _check_size(num_bytes, limits)
-                body.write(piece)
+                body.write(chunk)
             if not num_bytes:
                 raise EmptyMedia("the media is empty")
             return file.content_hash, body.finish(file.content_hash)
@@ -133,9 +133,9 @@ class OpenFile:
 
     def read(self) -> bytes:
         """Return the next chunk; empty at the end."""
-        piece = os.read(self._descriptor, _PIECE_BYTES)
-        self._hasher.update(piece)
-        return piece
+        chunk = os.read(self._descriptor, _CHUNK_BYTES)
+        self._hasher.update(chunk)
+        return chunk
 
     @property
     def content_hash(self) -> str:

@@ -56,13 +56,13 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def build_processor(config: bytes) -> FakeProcessor:
     """Build the processor (a factory); `config` is a JSON FakeConfig, or empty."""
-    wanted = msgspec.json.decode(config or b"{}", type=FakeConfig)
-    time.sleep(wanted.warm_s)
-    for _ in range(wanted.num_threads):
+    settings = msgspec.json.decode(config or b"{}", type=FakeConfig)
+    time.sleep(settings.warm_s)
+    for _ in range(settings.num_threads):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    if wanted.refusal is not None:
-        raise StartupFailed(wanted.refusal)
-    if wanted.bug:
+    if settings.refusal is not None:
+        raise StartupFailed(settings.refusal)
+    if settings.bug:
         raise ZeroDivisionError("a bug in the factory")
     return FakeProcessor()
 
@@ -87,12 +87,12 @@ class FakeProcessor:
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         if not isinstance(media, Image):
             raise UnsupportedMediaType("the fake supports images only")
-        wanted = msgspec.json.decode(options, type=FakeOptions)
-        time.sleep(wanted.sleep_s)
-        _FAULTS[wanted.fault]()
-        pixels = media.pixels.astype(np.float32) * np.float32(wanted.scale)
+        item_options = msgspec.json.decode(options, type=FakeOptions)
+        time.sleep(item_options.sleep_s)
+        _FAULTS[item_options.fault]()
+        pixels = media.pixels.astype(np.float32) * np.float32(item_options.scale)
         shape = np.array(media.pixels.shape[:2], np.int64)
-        header = msgspec.json.encode({"sum": int(media.pixels.sum(dtype=np.int64))}).ljust(wanted.header_bytes)
+        header = msgspec.json.encode({"sum": int(media.pixels.sum(dtype=np.int64))}).ljust(item_options.header_bytes)
         return ProcessedItem(
             header=header,
             specs=(TensorSpec("float32", pixels.shape), TensorSpec("int64", shape.shape)),
