@@ -1,7 +1,7 @@
-"""From a media reference to encoded bytes, and from encoded bytes to decoded pixels, safely.
+"""Fetching and decoding of untrusted media: from a reference to encoded bytes, and from these to decoded media.
 
-`Fetcher` and `parse_data_url` get bytes; `sniff` says what they are; `decode` decodes, and `probe` opens without
-decoding. The fetcher loads when first used: preparers and the command line need no HTTP client.
+`Fetcher` and `parse_data_url` get bytes; `sniff` detects their type; `decode` decodes, and `probe` opens without
+decoding. The fetcher is imported lazily: preparers and the command line need no HTTP client.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load the fetcher on first use (PEP 562)."""
+    """Import the fetcher on first use (PEP 562)."""
     if name not in ("Fetched", "Fetcher"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from medialane.media import fetch

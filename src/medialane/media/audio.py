@@ -1,11 +1,11 @@
-"""Encoded sound to mono samples, the same values as vLLM's own chain gives.
+"""Decodes audio to mono samples with exactly the values of vLLM's own chain.
 
-vLLM asks libsndfile (soundfile) first and FFmpeg (PyAV) for what libsndfile does not know, keeps the rate and takes the
-mean over the channels (`vllm/multimodal/media/audio.py`; its first choice, torchcodec, needs a system FFmpeg and gives
-other values). We do the same with the same calls; what differs is how the mean is computed, that FFmpeg is shown only
-the container that the header promised, and the limits. `tests/contract/test_audio_exactness.py` compares arrays.
+vLLM tries libsndfile (soundfile) first and falls back to FFmpeg (PyAV), keeps the sample rate and takes the mean over
+the channels (`vllm/multimodal/media/audio.py`; its first choice, torchcodec, needs a system FFmpeg and gives other
+values). We make the same calls, except that the mean is computed differently, that FFmpeg may only use the demuxer of
+the detected container, and that limits apply. `tests/contract/test_audio_exactness.py` compares arrays.
 
-This runs inside a preparer: synchronously, in one thread, over bytes from strangers.
+Runs inside a preparer: synchronously, in one thread, on untrusted bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from medialane.media.container_type import AudioType, sniff_audio
 from medialane.media.memory_file import MemoryFile
 from medialane.media.mp4_references import check_references
 
-# Both may be absent: pictures need neither. They load here, before preparers are forked, so that all share their pages.
+# Both are optional: images need neither. Imported here, before preparers are forked, so that all share their pages.
 try:
     import av
 except ImportError:
@@ -36,11 +36,11 @@ except (ImportError, OSError):  # OSError: soundfile without libsndfile
 
 _UNDECODABLE = "the audio is damaged and cannot be decoded"
 
-#: libsndfile's errors that mean "ask another library": garbled, unrecognised, malformed, unsupported. vLLM's
+#: libsndfile's errors after which FFmpeg is tried: garbled, unrecognised, malformed, unsupported. As vLLM's
 #: `_BAD_SF_CODES`; every other error is final there and here.
-_NOT_FOR_LIBSNDFILE = {0, 1, 3, 4}
+_TRY_FFMPEG = {0, 1, 3, 4}
 
-#: What FFmpeg may take a file of each type for. ID3 tags also stand before AAC and FLAC.
+#: FFmpeg's demuxers allowed for each type. ID3 tags also precede AAC and FLAC.
 _CONTAINERS: dict[AudioType, str] = {
     "audio/wav": "wav",
     "audio/flac": "flac",
@@ -53,7 +53,8 @@ _CONTAINERS: dict[AudioType, str] = {
     "video/x-matroska": "matroska",
 }
 
-#: Sound that real files of these types have. It also keeps FFmpeg from opening video decoders as it looks for streams.
+#: Audio codecs found in real files of these types. The list also keeps FFmpeg from opening video decoders when it
+#: probes streams.
 _CODECS = (
     "aac", "aac_latm", "mp3float", "mp3", "mp2float", "mp2", "flac", "alac", "vorbis", "libvorbis", "opus",
     "libopus", "speex", "libspeex", "ac3", "eac3", "amrnb", "amrwb", "adpcm_ima_wav", "adpcm_ms", "gsm_ms",
@@ -61,15 +62,15 @@ _CODECS = (
     "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw",
 )  # fmt: skip
 
-#: From this many terms on numpy adds a row in pairs instead of one by one (`pairwise_sum`), which rounds otherwise.
+#: From this many terms, numpy sums a row pairwise instead of sequentially (`pairwise_sum`), which rounds differently.
 _PAIRWISE_TERMS = 8
 
-#: Rates outside are a mistake: a phone call has 8 kHz, a studio 192 kHz. vLLM takes any.
+#: Rates outside this range are errors: telephony has 8 kHz, studio recordings 192 kHz. vLLM accepts any.
 _MIN_RATE_HZ = 1_000
 _MAX_RATE_HZ = 768_000
 
-#: PyAV 18.1 looks for the end of a frame's planes behind its list of eight, and reads from an address that is none:
-#: the process crashes (vLLM's does, by a small 7.1 AAC file).
+#: PyAV 18.1 searches for the end of a frame's planes beyond its array of eight and dereferences an invalid pointer:
+#: the process crashes (vLLM's does with a small 7.1 AAC file).
 _TOO_MANY_PLANES = 8
 
 _READ_BYTES = 1 << 16
@@ -78,20 +79,22 @@ _Floats = NDArray[np.float32]
 
 
 def decode_audio(data: memoryview, config: MediaConfig) -> AudioSamples:
-    """Decode one sound to mono at its own rate. `data` is not needed afterwards, and not copied as a whole.
+    """Decode one audio item to mono at its own rate. `data` is not copied as a whole, nor needed afterwards.
 
-    Raises what `sniff_audio` raises, and InvalidAudio, AudioTooLong.
+    Raises InvalidAudio, AudioTooLong, and what `sniff_audio` raises.
     """
     media_type = _type_of(data, config)
-    with np.errstate(all="ignore"):  # hostile floats; what is not finite is refused
-        sound = _by_libsndfile(data, config) or _by_ffmpeg(data, media_type, config)
-        _check_samples(sound.samples)
-    return sound
+    with np.errstate(all="ignore"):  # hostile floats; samples that are not finite are rejected below
+        audio = _by_libsndfile(data, config) or _by_ffmpeg(data, media_type, config)
+        _check_samples(audio.samples)
+    return audio
 
 
 def check_audio(data: memoryview, config: MediaConfig) -> None:
-    """Raise what `decode_audio` raises for what the file says of itself; it is opened, and no more decoded than FFmpeg
-    needs to tell its streams."""
+    """Raise what `decode_audio` raises for the file's header.
+
+    The file is opened, and decoded only as far as FFmpeg needs to find its streams.
+    """
     media_type = _type_of(data, config)
     with _libsndfile_errors(), _opened_by_libsndfile(data, config):
         return
@@ -108,8 +111,8 @@ def _type_of(data: memoryview, config: MediaConfig) -> AudioType:
     return media_type
 
 
-def _check_claim(*, num_samples: float, sample_rate: int, num_channels: int, config: MediaConfig) -> None:
-    """Raise AudioTooLong or InvalidAudio unless a sound that is said to be so may be decoded."""
+def _check_header(*, num_samples: float, sample_rate: int, num_channels: int, config: MediaConfig) -> None:
+    """Raise AudioTooLong or InvalidAudio unless audio with these properties may be decoded."""
     if not _MIN_RATE_HZ <= sample_rate <= _MAX_RATE_HZ:
         raise InvalidAudio(f"the audio has a sample rate of {sample_rate} Hz")
     if not 0 < num_channels <= config.max_audio_channels:
@@ -121,7 +124,7 @@ def _check_claim(*, num_samples: float, sample_rate: int, num_channels: int, con
 
 
 def _check_planes(num_channels: int) -> None:
-    """Raise InvalidAudio for sound whose decoder gives so many channels each by itself (planar)."""
+    """Raise InvalidAudio if a planar format has more channels than PyAV can handle."""
     if num_channels >= _TOO_MANY_PLANES:
         raise InvalidAudio(f"the audio has {num_channels} channels, more than this format supports")
 
@@ -129,14 +132,17 @@ def _check_planes(num_channels: int) -> None:
 def _check_samples(samples: _Floats) -> None:
     if not samples.size:
         raise InvalidAudio("the audio has no samples")
-    if not (np.isfinite(samples.sum()) or np.isfinite(samples).all()):  # a sum is less work
+    if not (np.isfinite(samples.sum()) or np.isfinite(samples).all()):  # the sum is cheaper
         raise InvalidAudio("the audio has samples that are not finite")
 
 
 def _by_libsndfile(data: memoryview, config: MediaConfig) -> AudioSamples | None:
-    """None if FFmpeg shall decode it. One read, as vLLM: libsndfile gives no more than it said when it was opened."""
+    """Decode with libsndfile; None if FFmpeg has to.
+
+    One read, like vLLM: libsndfile never returns more frames than it reported on opening.
+    """
     with _libsndfile_errors(), _opened_by_libsndfile(data, config) as file:
-        # vLLM leaves out the number, which refuses the codings that soundfile cannot seek in (GSM).
+        # vLLM omits the number of frames, which fails for encodings that soundfile cannot seek in (GSM).
         interleaved: _Floats = file.read(max(file.frames, 0), dtype="float32", always_2d=True)
         return AudioSamples(_mean_of_interleaved(interleaved), file.samplerate)
     return None
@@ -144,24 +150,24 @@ def _by_libsndfile(data: memoryview, config: MediaConfig) -> AudioSamples | None
 
 @contextmanager
 def _libsndfile_errors() -> Iterator[None]:
-    """Raise InvalidAudio for libsndfile's errors; those that mean "ask another library" end the block and no more."""
+    """Raise InvalidAudio for libsndfile's errors; suppress those after which FFmpeg is tried."""
     try:
         yield
     except soundfile.LibsndfileError as error:
-        if error.code not in _NOT_FOR_LIBSNDFILE:
+        if error.code not in _TRY_FFMPEG:
             raise InvalidAudio(_UNDECODABLE) from error
 
 
 @contextmanager
 def _opened_by_libsndfile(data: memoryview, config: MediaConfig) -> Iterator[soundfile.SoundFile]:
-    """The file within the limits."""
+    """Open a file and check its header against the limits."""
     with soundfile.SoundFile(_file(data)) as file:
-        _check_claim(num_samples=file.frames, sample_rate=file.samplerate, num_channels=file.channels, config=config)
+        _check_header(num_samples=file.frames, sample_rate=file.samplerate, num_channels=file.channels, config=config)
         yield file
 
 
 def _mean_of_interleaved(samples: _Floats) -> _Floats:
-    """The values of `np.mean(samples.T, axis=0)`, which alone takes longer than decoding: it sums sample by sample."""
+    """Return exactly `np.mean(samples.T, axis=0)`, which sums sample by sample and takes longer than decoding."""
     num_channels = samples.shape[1]
     if num_channels == 1:
         return samples[:, 0]
@@ -169,7 +175,7 @@ def _mean_of_interleaved(samples: _Floats) -> _Floats:
     if num_channels >= _PAIRWISE_TERMS:
         mean = np.mean(samples.T, axis=0)
         return mean
-    mean = np.zeros(len(samples), np.float32)  # numpy's sum begins with a zero too, which matters to -0.0
+    mean = np.zeros(len(samples), np.float32)  # numpy's sum starts from zero too, which matters for -0.0
     for channel in range(num_channels):
         mean += samples[:, channel]
     mean /= np.float32(num_channels)
@@ -188,7 +194,7 @@ def _by_ffmpeg(data: memoryview, media_type: AudioType, config: MediaConfig) -> 
 def _opened_by_ffmpeg(
     data: memoryview, media_type: AudioType, config: MediaConfig
 ) -> Iterator[tuple[av.container.InputContainer, av.AudioStream]]:
-    """The file and its first stream of sound, within the limits."""
+    """Open a file and check its first audio stream against the limits; yield both."""
     if av is None:
         raise UnsupportedMediaType("this server does not support this kind of audio")
     with _ffmpeg_errors(), _open(data, media_type) as container:
@@ -205,7 +211,7 @@ def _opened_by_ffmpeg(
                 other.discard = av.stream.Discard.all
         context.thread_count = 1
         num_samples = _claimed_seconds(container, stream) * stream.rate
-        _check_claim(num_samples=num_samples, sample_rate=stream.rate, num_channels=stream.channels, config=config)
+        _check_header(num_samples=num_samples, sample_rate=stream.rate, num_channels=stream.channels, config=config)
         if context.format is not None and context.format.is_planar:
             _check_planes(stream.channels)
         yield container, stream
@@ -213,7 +219,7 @@ def _opened_by_ffmpeg(
 
 @contextmanager
 def _ffmpeg_errors() -> Iterator[None]:
-    """FFmpeg's own errors, and PyAV's ValueError and OverflowError about values that FFmpeg got from the file."""
+    """Convert FFmpeg's errors, and PyAV's ValueError and OverflowError for values from the file, to InvalidAudio."""
     try:
         yield
     except (av.error.FFmpegError, ValueError, OverflowError) as error:
@@ -240,9 +246,9 @@ def _claimed_seconds(container: av.container.InputContainer, stream: av.AudioStr
 
 
 def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> _Floats:
-    """The mean over the channels of all frames, of which vLLM (and so we) takes packed ones for one channel."""
+    """Return the mean over the channels of all frames. Like vLLM, treats packed frames as mono."""
     max_samples = min(int(rate * config.max_audio_duration_s), config.max_audio_decoded_bytes // 4)
-    gathered = np.empty(max_samples, np.float32)  # pages that are not written take no memory
+    gathered = np.empty(max_samples, np.float32)  # untouched pages use no memory
     num_samples, num_bytes, num_rows = 0, 0, 0
     for frame in frames:
         if frame.format.is_planar:
@@ -261,5 +267,5 @@ def _gather(frames: Iterator[av.AudioFrame], rate: int, config: MediaConfig) -> 
 
 
 def _file(data: memoryview) -> io.BufferedReader:
-    """A file over bytes that are not copied as a whole. Libraries read a few hundred at a time: buffered, in C."""
+    """Return a file over `data` without copying it. Libraries read a few hundred bytes at a time: buffered, in C."""
     return io.BufferedReader(MemoryFile(data), _READ_BYTES)

@@ -1,7 +1,7 @@
-"""Where the body of a fetch goes while it is read.
+"""Destinations for the body of a fetch while it is read.
 
-A body may be as large as a video and arrives in pieces. Whoever fetches says where the pieces go: shared memory in the
-gateway, which fills `Bodies`; the heap in whatever has no such memory, and in tests.
+A body may be as large as a video and arrives in chunks. The caller of a fetch chooses their destination: shared memory
+in the gateway, which implements `Bodies`; the heap in processes without it, and in tests.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from medialane.core.media import Modality
 
 
 class Body(Protocol):
-    """One body, written from its beginning to its end. Its owner ends it once, by `finish` or by `abandon`."""
+    """One body, written sequentially. Its owner ends it once, by `finish` or `abandon`."""
 
     def expect(self, num_bytes: int) -> None:
-        """Its length, where that is declared; told before the first piece. Takes no memory yet."""
+        """Announce the declared length, 0 if unknown, before the first chunk. Allocates no memory yet."""
         ...
 
     def write(self, piece: bytes) -> None:
-        """Append a piece; it is copied. Raises ArenaFull."""
+        """Append a copy of a chunk. Raises ArenaFull."""
         ...
 
     def finish(self, content_hash: str) -> bytearray | None:
-        """The body is whole. Its bytes, or None if they are kept where the hash finds them.
+        """Complete the body. Returns its bytes, or None if they are stored under the hash.
 
-        Raises what `sniff` raises where the body is looked at before it is kept; then it is still to be abandoned.
+        Raises what `sniff` raises if the body is checked before it is stored; then it must still be abandoned.
         """
         ...
 
     def abandon(self) -> None:
-        """Give the memory back. Idempotent, and nothing after `finish`."""
+        """Release the memory. Idempotent; no effect after `finish`."""
         ...
 
 
 class Bodies(Protocol):
-    """Makes bodies. `max_bytes` is the most that will be written; `salt` is the tenant's, as in `MediaRef`."""
+    """Creates bodies. At most `max_bytes` will be written; `salt` is the tenant's, as in `MediaRef`."""
 
     def open(self, modality: Modality, salt: str, max_bytes: int) -> Body: ...
 
 
 class HeapBody:
-    """A body in this process's own memory."""
+    """A body on the heap."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def expect(self, num_bytes: int) -> None:
-        """A bytearray grows well by itself."""
+        """Do nothing: a bytearray grows efficiently."""
 
     def write(self, piece: bytes) -> None:
         self._data += piece

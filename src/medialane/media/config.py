@@ -1,4 +1,4 @@
-"""What media a client may send, from where, and how long getting it may take."""
+"""Settings of media intake: limits on items, allowed origins, fetch timeouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from medialane.core.media import Modality
 
 MIB = 1 << 20
 
-#: vLLM's own bound on pixels, and the number above which Pillow refuses to open an image.
+#: vLLM's limit on pixels, above which Pillow refuses to open an image.
 _PILLOW_MAX_PIXELS = 178_956_970
 
 _POSITIVE = (
@@ -50,14 +50,14 @@ _NOT_NEGATIVE = ("min_rate_bytes_per_s", "min_rate_grace_s", "max_redirects", "m
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How many bytes one fetch may bring and how long it may take, redirects and retry included."""
+    """Limits of one fetch in bytes and seconds, including redirects and retry."""
 
     max_bytes: int
     timeout_s: float
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and policy of media intake. A client can tighten none and raise none of them."""
+    """Limits and policy of media intake. Clients cannot change them."""
 
     max_body_bytes: Annotated[int, msgspec.Meta(description="largest request body, including its media")] = 64 * MIB
     max_data_url_bytes: Annotated[
@@ -138,7 +138,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 86400.0
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot be."""
+        """Raise StartupFailed naming the first invalid setting."""
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise StartupFailed(f"{name} must be positive")
@@ -166,7 +166,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupFailed(f"allowed_media_domains: {error}") from error
 
     def fetch_limits(self, modality: Modality) -> FetchLimits:
-        """The limits of fetching one item."""
+        """Return the limits for fetching one item of this modality."""
         return {
             "image": FetchLimits(self.max_image_bytes, self.image_fetch_timeout_s),
             "audio": FetchLimits(self.max_audio_bytes, self.audio_fetch_timeout_s),

@@ -1,9 +1,9 @@
-"""The type of an encoded video or audio file, told from its first 64 bytes.
+"""Detects the type of an encoded video or audio file from its first 64 bytes.
 
-This runs on the event loop, so it looks at magic bytes and nothing else. Demuxers follow references to other files and
-streams (HLS, DASH, SDP, concat lists), so only files that begin like a container of this list reach one, and the
-demuxer is then named, not probed for. What such a file says of its size, length and tracks is read by FFmpeg and
-libsndfile inside a preparer (`probe`, `video`, `audio`).
+Runs on the event loop, so it inspects only magic bytes. Demuxers follow references to other files and streams (HLS,
+DASH, SDP, concat lists), so only files with the magic bytes of a listed container reach one, and the demuxer is named
+explicitly instead of probed. Size, duration and tracks are read by FFmpeg and libsndfile inside a preparer (`probe`,
+`video`, `audio`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ AudioType = Literal[
     "video/x-matroska",
 ]
 
-#: What is looked at. An EBML header names its document type within some 40 bytes.
+#: Number of bytes inspected. An EBML header names its document type within about 40 bytes.
 _HEAD_BYTES = 64
 
-#: Base64 of the first three bytes of every JPEG: vLLM's list of JPEG frames, base64 texts joined by commas.
+#: Base64 of the first three bytes of every JPEG: vLLM's JPEG frame list, base64 strings joined by commas.
 _JPEG_LIST_START = b"/9j/"
 
-#: Kinds of ISO media file (ISO/IEC 14496-12): sound alone (phones write 3gp), and pictures, which are neither.
+#: Brands of ISO media files (ISO/IEC 14496-12): audio only (phones write 3gp), and still images.
 _AUDIO_BRANDS = (b"M4A ", b"M4B ", b"M4P ", b"3gp", b"3g2")
-_PICTURE_BRANDS = (
+_IMAGE_BRANDS = (
     b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"crx ",
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 def sniff_video(data: Bytes, config: MediaConfig) -> VideoType:
-    """Tell the container of an encoded video. Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType."""
+    """Return the container type of an encoded video. Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType."""
     head = _head(data)
     _check_bytes(len(data), config.max_video_bytes, "video")
     if _is_mp4(head):
@@ -59,15 +59,16 @@ def sniff_video(data: Bytes, config: MediaConfig) -> VideoType:
 
 
 def sniff_audio(data: Bytes, config: MediaConfig) -> AudioType:
-    """Tell the type of an encoded sound. The sound of a video is accepted too (`use_audio_in_video` sends the video
-    itself), and may be as large as a video. Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType.
+    """Return the type of an encoded audio item. Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType.
+
+    Videos are accepted for their audio track (`use_audio_in_video` sends the video itself), up to the size of a video.
     """
     head = _head(data)
     media_type = next((media_type for is_type, media_type in _AUDIO_TYPES if is_type(head)), None)
     if media_type is None:
         raise UnsupportedMediaType("the media is not a WAV, FLAC, MP3, AAC, Ogg, MP4, WebM or Matroska audio file")
     max_bytes = config.max_video_bytes if media_type.startswith("video/") else config.max_audio_bytes
-    _check_bytes(len(data), max_bytes, "sound")
+    _check_bytes(len(data), max_bytes, "audio")
     return media_type
 
 
@@ -83,7 +84,7 @@ def _check_bytes(num_bytes: int, max_bytes: int, what: str) -> None:
 
 
 def _is_mp4(head: bytes) -> bool:
-    return head[4:8] == b"ftyp" and not head[8:12].startswith(_PICTURE_BRANDS)
+    return head[4:8] == b"ftyp" and not head[8:12].startswith(_IMAGE_BRANDS)
 
 
 def _is_matroska(head: bytes, doctype: bytes) -> bool:
@@ -91,7 +92,7 @@ def _is_matroska(head: bytes, doctype: bytes) -> bool:
 
 
 def _is_frame(head: bytes, layers: tuple[int, ...]) -> bool:
-    """An MPEG audio frame (ISO/IEC 11172-3, 2.4.1.3), of one of these layers, with a version, bit rate and rate."""
+    """Match an MPEG audio frame header (ISO/IEC 11172-3, 2.4.1.3) of one of these layers, with valid fields."""
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE0 != 0xE0:
         return False
     version, layer = head[1] >> 3 & 3, head[1] >> 1 & 3
@@ -99,11 +100,11 @@ def _is_frame(head: bytes, layers: tuple[int, ...]) -> bool:
 
 
 def _is_adts(head: bytes) -> bool:
-    """AAC (ISO/IEC 13818-7, 6.2): an MPEG frame's sync word, layer 0 and a sampling frequency that there is."""
+    """Match an AAC ADTS header (ISO/IEC 13818-7, 6.2): sync word, layer 0 and a valid sampling frequency."""
     return len(head) >= 7 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0 and head[2] >> 2 & 0xF < 13
 
 
-#: Layer I is left out: nobody has it, and its sync word is also how UTF-16 text begins.
+#: Layer I is omitted: it is not in use, and its sync word is also the byte order mark of UTF-16 text.
 _AUDIO_TYPES: tuple[tuple[Callable[[bytes], bool], AudioType], ...] = (
     (lambda head: head.startswith(b"RIFF") and head[8:12] == b"WAVE", "audio/wav"),
     (lambda head: head.startswith(b"fLaC"), "audio/flac"),

@@ -11,10 +11,10 @@ import pybase64
 
 from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
 
-#: Longest part before the comma. Media types with parameters have some tens of characters.
+#: Maximum length before the comma. Media types with parameters have tens of characters.
 _MAX_HEADER_CHARS = 1024
 
-#: As vLLM has it: base64 must be the last parameter. The scheme and the word are case-insensitive (RFC 2397, 2045).
+#: Like in vLLM, base64 must be the last parameter. It and the scheme are case-insensitive (RFC 2397, 2045).
 _HEADER = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64", re.ASCII | re.IGNORECASE)
 
 _FRAMES_ALPHABET = string.ascii_letters.encode() + string.digits.encode() + b"+/=,"
@@ -22,7 +22,7 @@ _FRAMES_ALPHABET = string.ascii_letters.encode() + string.digits.encode() + b"+/
 
 @dataclass(frozen=True, slots=True)
 class DataUrl:
-    """What a data: URL holds. `media_type` is the sender's claim, None where it makes none."""
+    """The content of a data: URL. `media_type` is the sender's claim, None if it makes none."""
 
     media_type: str | None
     data: bytes
@@ -32,19 +32,19 @@ class DataUrl:
 
 
 def parse_data_url(url: str | bytes | bytearray | memoryview, max_bytes: int) -> DataUrl:
-    """Decode a data: URL whose payload has at most `max_bytes` encoded bytes; the payload is not copied on the way.
+    """Decode a data: URL whose payload has at most `max_bytes` encoded bytes, without copying the payload.
 
     Raises InvalidDataUrl, InvalidBase64, MediaTooLarge, EmptyMedia.
     """
     try:
         header, payload = split_data_url(url.encode("ascii") if isinstance(url, str) else url)
     except UnicodeEncodeError as error:
-        raise InvalidDataUrl("a data: URL has ASCII characters only") from error
+        raise InvalidDataUrl("a data: URL must contain only ASCII characters") from error
     return DataUrl(parse_header(header), decode_base64(payload, max_bytes))
 
 
 def split_data_url(url: bytes | bytearray | memoryview) -> tuple[bytes, memoryview]:
-    """What stands before the comma of a data: URL, and a view of what stands after it. Raises InvalidDataUrl."""
+    """Split a data: URL at its comma into header and a view of the payload. Raises InvalidDataUrl."""
     view = memoryview(url)
     head = bytes(view[: _MAX_HEADER_CHARS + 1])
     comma = head.find(b",")
@@ -54,7 +54,7 @@ def split_data_url(url: bytes | bytearray | memoryview) -> tuple[bytes, memoryvi
 
 
 def parse_header(header: bytes) -> str | None:
-    """The media type of what stands before the comma of a data: URL. Raises InvalidDataUrl."""
+    """Return the media type in a data: URL's header, None if it has none. Raises InvalidDataUrl."""
     found = None if len(header) > _MAX_HEADER_CHARS else _HEADER.fullmatch(header.decode("latin-1"))
     if found is None:
         raise InvalidDataUrl("a data: URL must have the form data:<media type>;base64,<data>")
@@ -62,9 +62,9 @@ def parse_header(header: bytes) -> str | None:
 
 
 def read_jpeg_frames(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes:
-    """The payload of a `video/jpeg` URL as it is: frames in base64, joined by commas (a form of vLLM's own).
+    """Return the payload of a `video/jpeg` URL unchanged: base64 frames joined by commas (vLLM's own format).
 
-    Frames are not decoded here; only what base64 and commas are made of is let through.
+    Frames are not decoded here; only the characters of base64 and commas are accepted.
     Raises MediaTooLarge, EmptyMedia, InvalidBase64.
     """
     _check_length(payload, max_bytes)
@@ -75,7 +75,7 @@ def read_jpeg_frames(payload: bytes | bytearray | memoryview, max_bytes: int) ->
 
 
 def decode_base64(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes:
-    """Decode standard base64 (RFC 4648, section 4) with padding and nothing else in it.
+    """Decode standard base64 (RFC 4648, section 4) with padding and no other characters.
 
     Raises MediaTooLarge (before decoding), EmptyMedia, InvalidBase64.
     """

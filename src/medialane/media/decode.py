@@ -1,6 +1,6 @@
-"""Encoded bytes to decoded media of any modality, or only as far as the file's header.
+"""Decodes items of any modality, or checks only their headers.
 
-Runs inside a preparer: synchronously, in one thread, with a limit of memory and a deadline.
+Runs inside a preparer: synchronously, in one thread, with a memory limit and a deadline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from medialane.media.config import MediaConfig
 from medialane.media.image import check_image, decode_image
 from medialane.media.model_choices import FrameSampler, SizeCheck, SizeChooser
 
-# PyAV may be absent: pictures need none of it, and `sniff` refuses video then. It loads here, before preparers are
+# PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
 # forked, so that all share its pages.
 try:
     from medialane.media.video import open_video
@@ -31,8 +31,10 @@ def decode(
     chooser: SizeChooser | None = None,
     check_size: SizeCheck | None = None,
 ) -> Decoded:
-    """Decode one item; `media_type` is what `sniff` said, `chooser` and `check_size` as in `decode_image`. Raises what
-    the modality's decoder raises."""
+    """Decode one item; `media_type` is the result of `sniff`, `chooser` and `check_size` are as in `decode_image`.
+
+    Raises what the modality's decoder raises.
+    """
     if modality == "image":
         return decode_image(data, config, chooser, check_size)
     if modality == "audio":
@@ -42,10 +44,10 @@ def decode(
 
 
 def probe(data: memoryview, modality: Modality, media_type: str, config: MediaConfig) -> None:
-    """Raise what `decode` would raise for what the item says of itself, without decoding it.
+    """Raise what `decode` would raise for the item's header, without decoding it.
 
-    In stage `url` the worker's vLLM decodes, with other limits or none, so a preparer opens the item first. `decode`
-    itself needs no probe before it.
+    In stage `url` the worker's vLLM decodes, with different limits or none, so a preparer opens the item first.
+    `decode` includes these checks.
     """
     if modality == "image":
         check_image(data, config)

@@ -1,4 +1,4 @@
-"""Embeddings in a request: base64 of saved tensors, or arrays of numbers, to one `Embeds` document."""
+"""Converts embeddings in a request (base64 of saved tensors, or arrays of numbers) to one `Embeds` document."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from medialane.media.saved_tensor import read_tensor
 
 Bytes = bytes | bytearray | memoryview
 
-#: Families have two or three fields.
+#: Model families use two or three fields.
 MAX_FIELDS = 8
-#: Arrays of numbers are grids and sizes; embeddings come as tensors.
+#: Arrays of numbers are used for grids and sizes; embeddings are sent as tensors.
 MAX_NUMBERS = 64
 
 _decode_numbers = msgspec.json.Decoder(list[int | float]).decode
 
 
 def read_embeds(fields: Mapping[str, Bytes | msgspec.Raw], param: str, max_bytes: int) -> bytes:
-    """The document of one item: each field base64 of a tensor, or (`msgspec.Raw`) a JSON array of numbers.
+    """Return the document of one item; a field is base64 of a tensor, or (`msgspec.Raw`) a JSON array of numbers.
 
-    All base64 together has at most `max_bytes`. Raises InvalidEmbeds, InvalidBase64, MediaTooLarge, EmptyMedia, each
+    `max_bytes` limits the sum of all base64. Raises InvalidEmbeds, InvalidBase64, MediaTooLarge, EmptyMedia, each
     naming the field.
     """
     if not 0 < len(fields) <= MAX_FIELDS:
@@ -46,7 +46,7 @@ def _read_field(value: Bytes | msgspec.Raw, max_bytes: int) -> EmbedsTensor:
 
 
 def _read_numbers(value: msgspec.Raw) -> EmbedsTensor:
-    """As vLLM makes a tensor of them: int64, or float64 if one of them is not whole."""
+    """Convert an array like vLLM: to int64, or float64 if it contains a float."""
     try:
         numbers = _decode_numbers(value)
         dtype = "float64" if any(isinstance(n, float) for n in numbers) else "int64"

@@ -1,4 +1,4 @@
-"""From a reference to encoded bytes: fetched once for all who ask, and not at all while a URL's content is known."""
+"""From a reference to encoded bytes: concurrent fetches are deduplicated, and fresh cached URLs are not fetched."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from medialane.media.url_cache import KnownUrl, UrlCache, url_key
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Content by its blake3-256 hash in hex.
+    """Content, identified by its blake3-256 hash in hex.
 
-    `data` is None where the hash was known without fetching, and where `Bodies` keeps what was fetched.
+    `data` is None if the hash was known without fetching, or if `Bodies` stores the bytes.
     """
 
     content_hash: str
@@ -35,7 +35,7 @@ class Fetched:
 
 
 class Fetcher:
-    """Fetches media. An async context manager: it holds connections and threads from entry to exit."""
+    """Fetches media. An async context manager that owns connections and threads."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Fetcher:
         resolver: AbstractResolver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bodies go where `bodies` says, by default to the heap.
+        """`bodies` determines where bodies are stored, by default on the heap.
 
-        `resolver` looks names up in place of the system's; its answers are vetted all the same.
+        `resolver` replaces the system's; its results are validated all the same.
         """
         self._config = config
         self._bodies = bodies or HeapBodies()
@@ -68,12 +68,12 @@ class Fetcher:
         await self._http.close()
 
     async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
-        """The content of `ref`; with `need_data` its bytes are got in any case, else not where their hash is known.
+        """Return the content of `ref`; without `need_data`, a URL with a fresh known hash is not fetched.
 
-        Callers who want the same share one fetch; a cancelled one leaves it to the others, the last one ends it. The
-        bytes are the callers' in common: nobody changes them. Errors have no `param`. Raises InvalidMediaUrl,
-        UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge,
-        EmptyMedia, UnsupportedMediaType (a modality that is not taken), UpstreamFailed, and what `Bodies` raises.
+        Concurrent callers for the same content share one fetch, which is cancelled with the last of them. They share
+        the bytes, which must not be modified. Errors have no `param`. Raises InvalidMediaUrl, UnsupportedUrlScheme,
+        MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge, EmptyMedia,
+        UnsupportedMediaType (unsupported modality), UpstreamFailed, and what `Bodies` raises.
         """
         if ref.data is not None:
             return Fetched(content_hash(ref.data), ref.data)
@@ -88,7 +88,7 @@ class Fetcher:
 
     async def _fetch(self, ref: MediaRef, url: str, key: bytes, *, need_data: bool) -> Fetched:
         known = None if need_data else self._urls.get(key)
-        asked_at = self._clock()
+        requested_at = self._clock()
         received = await self._http.get(
             url,
             self._config.fetch_limits(ref.modality),
@@ -96,7 +96,7 @@ class Fetcher:
             open_body=lambda: self._body(ref),
         )
         hash_ = _hash(received, known)
-        self._remember(key, received, content_hash=hash_, known=known, asked_at=asked_at)
+        self._remember(key, received, content_hash=hash_, known=known, requested_at=requested_at)
         return Fetched(hash_, received.data)
 
     async def _read(self, ref: MediaRef, url: str) -> Fetched:
@@ -107,15 +107,15 @@ class Fetcher:
         return self._bodies.open(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)
 
     def _remember(
-        self, key: bytes, received: Received, *, content_hash: str, known: KnownUrl | None, asked_at: float
+        self, key: bytes, received: Received, *, content_hash: str, known: KnownUrl | None, requested_at: float
     ) -> None:
         if not received.freshness.storable:
             self._urls.forget(key)
             return
         lifetime_s = received.freshness.lifetime_s
         if lifetime_s is None and received.content_hash is None and known is not None:
-            lifetime_s = known.lifetime_s  # a 304 that says nothing leaves what was granted (RFC 9111, section 3.2)
-        fresh_until = asked_at + min(lifetime_s or 0.0, self._config.max_fresh_s)
+            lifetime_s = known.lifetime_s  # a 304 without a lifetime keeps the previous one (RFC 9111, section 3.2)
+        fresh_until = requested_at + min(lifetime_s or 0.0, self._config.max_fresh_s)
         self._urls.put(key, KnownUrl(content_hash, fresh_until, lifetime_s, received.validators), self._clock())
 
 
@@ -123,5 +123,5 @@ def _hash(received: Received, known: KnownUrl | None) -> str:
     if received.content_hash is not None:
         return received.content_hash
     if known is None:
-        raise ValueError("not modified, but nothing is known of it")
+        raise ValueError("not modified, but not cached")
     return known.content_hash

@@ -1,4 +1,4 @@
-"""How long an HTTP answer may be taken as unchanged (RFC 9111), for a cache that many tenants share."""
+"""Freshness lifetime of HTTP responses (RFC 9111) in a shared cache."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """`lifetime_s` is None where the origin says nothing: then nothing is taken as unchanged without asking."""
+    """Whether and for how long a response is fresh. `lifetime_s` is None if unspecified: then always revalidate."""
 
     storable: bool = True
     lifetime_s: float | None = None
 
     def through(self, redirect: Freshness) -> Freshness:
-        """This answer's freshness when it was reached through a redirect: no longer than the redirect's own."""
+        """Return this response's freshness if reached through a redirect: at most the redirect's own."""
         lifetime_s = min(self.lifetime_s or 0.0, redirect.lifetime_s or 0.0)
         return Freshness(self.storable and redirect.storable, lifetime_s)
 
 
 def freshness_of(headers: Headers) -> Freshness:
-    """What an answer's headers allow."""
+    """Return the freshness that a response's headers allow."""
     directives = _directives(headers)
     if "no-store" in directives or "private" in directives or headers.get("Vary", "").strip() == "*":
         return Freshness(storable=False)
@@ -52,10 +52,10 @@ def _lifetime_s(directives: dict[str, str], headers: Headers) -> float | None:
         return None
     try:
         return (parsedate_to_datetime(headers["Expires"]) - parsedate_to_datetime(headers["Date"])).total_seconds()
-    except (KeyError, ValueError, TypeError, OverflowError):  # no date, no valid one, or only one of them has a zone
+    except (KeyError, ValueError, TypeError, OverflowError):  # no date, an invalid one, or only one with a time zone
         return 0.0
 
 
 def _seconds(text: str | None) -> float | None:
-    """delta-seconds (RFC 9111, section 1.2.2); None if it is not one. More than nine digits is for ever."""
+    """Parse delta-seconds (RFC 9111, section 1.2.2); None if invalid. Ten digits are effectively forever."""
     return float(text[:10]) if text is not None and text.isascii() and text.isdigit() else None

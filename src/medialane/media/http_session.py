@@ -1,7 +1,7 @@
-"""The aiohttp session that media are fetched with: no address, connection or answer that a hostile origin could abuse.
+"""The aiohttp session for fetching media, hardened against hostile origins.
 
-Every address that a name resolves to is validated before it is dialled, and connections are bounded in number. Nothing
-is kept or taken over between requests: no cookies, no proxy of the environment, no decompression.
+Every address that a name resolves to is validated before connecting, and the number of connections is limited. Requests
+share no state: no cookies. No proxies from the environment, no decompression.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from aiohttp.http import RawResponseMessage
 from medialane.media.config import MediaConfig
 from medialane.media.url_guard import UrlGuard
 
-#: Servers send one (100) or two (102, 103) before their answer.
+#: Servers send one (100) or two (102, 103) before the final response.
 _MAX_INTERIM = 16
 
 
 def open_session(config: MediaConfig, guard: UrlGuard, resolver: AbstractResolver) -> aiohttp.ClientSession:
-    """Inside a running loop. The caller closes the session."""
+    """Create the session, inside a running loop. The caller closes it."""
     connector = aiohttp.TCPConnector(
         resolver=_ValidatingResolver(guard, resolver),
         socket_factory=guard.open_socket,
@@ -33,7 +33,7 @@ def open_session(config: MediaConfig, guard: UrlGuard, resolver: AbstractResolve
         limit_per_host=config.max_fetches_per_host,
     )
     made: type[ResponseHandler] = _InterimResponseLimit
-    connector._factory = partial(made, loop=asyncio.get_running_loop())  # noqa: SLF001 - no other way to bound them
+    connector._factory = partial(made, loop=asyncio.get_running_loop())  # noqa: SLF001 - the only hook
     return aiohttp.ClientSession(
         connector=connector,
         timeout=aiohttp.ClientTimeout(
@@ -47,7 +47,7 @@ def open_session(config: MediaConfig, guard: UrlGuard, resolver: AbstractResolve
 
 
 class _InterimResponseLimit(ResponseHandler):
-    """aiohttp's connection, which takes interim answers (1xx) without end: a storm of them grew 60 MB a second."""
+    """Limits interim responses (1xx). aiohttp has no limit: a flood of them grew memory by 60 MB/s."""
 
     _num_interim = 0
 
@@ -56,12 +56,12 @@ class _InterimResponseLimit(ResponseHandler):
         if self._num_interim <= _MAX_INTERIM:
             super().feed_data(data, size)
         elif self.transport is not None:
-            self.set_exception(aiohttp.ClientConnectionError("too many interim answers"))
+            self.set_exception(aiohttp.ClientConnectionError("too many interim responses"))
             self.transport.abort()
 
 
 class _ValidatingResolver(AbstractResolver):
-    """Every answer of a name must be an address that may be dialled."""
+    """Requires every address of a name to be an allowed one."""
 
     def __init__(self, guard: UrlGuard, inner: AbstractResolver) -> None:
         self._guard = guard

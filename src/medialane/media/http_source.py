@@ -1,9 +1,9 @@
-"""One HTTP fetch: vetted, bounded in bytes and time, redirects and one retry included.
+"""One HTTP fetch: validated, limited in bytes and time, with redirects and one retry.
 
-Theory of operation. A fetch is at most two attempts, an attempt at most `max_redirects` + 1 requests, all under one
-deadline. The second attempt is for what may pass by itself: no connection, 429, 5xx. What policy refuses is final. Only
-200 is success, and 304 if we asked conditionally. Content codings are refused, since a coding hides the size. What
-arrives is hashed and handed to the body piece by piece (128 KiB at most, aiohttp's buffer): nothing here grows with it.
+Theory of operation. A fetch makes at most two attempts, an attempt at most `max_redirects` + 1 requests, all under one
+deadline. Only transient failures are retried: connection errors, 429, 5xx. Policy refusals are final. Only 200 is
+success, and 304 for a conditional request. Content codings are rejected, because they hide the size. Data is hashed and
+written to the body in chunks of at most 128 KiB (aiohttp's buffer), so memory use does not grow with its size.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 
-#: An origin may ask for a pause of this length before the second attempt, not for more.
+#: Longest Retry-After that is honoured; for a longer one, there is no second attempt.
 MAX_RETRY_AFTER_S = 2.0
-_RETRY_PAUSE_S = 0.2
+_RETRY_DELAY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What an origin answered: no `content_hash` if it is what it was (304), no `data` if the body keeps its bytes."""
+    """An origin's response: no `content_hash` if not modified (304), no `data` if the body stores its bytes."""
 
     content_hash: str | None
     data: bytearray | None
@@ -56,7 +56,7 @@ class Received:
 
 
 class HttpSource:
-    """Fetches over HTTP. Made inside a running loop; whoever makes it closes it."""
+    """Fetches over HTTP. Created inside a running loop; the creator closes it."""
 
     def __init__(self, config: MediaConfig, *, resolver: AbstractResolver | None = None) -> None:
         self._config = config
@@ -74,38 +74,38 @@ class HttpSource:
         *,
         open_body: Callable[[], Body] = HeapBody,
     ) -> Received:
-        """Fetch `url` into a body, conditionally if there are `validators`. Cancellation leaves nothing behind.
+        """Fetch `url` into a body, conditionally if `validators` are given. Cancellation releases everything.
 
         Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed,
         MediaFetchTimeout, MediaTooLarge, EmptyMedia, UpstreamFailed, and what the body raises.
         """
-        wanted = _FetchRequest(url, limits, validators, open_body)
+        request = _FetchRequest(url, limits, validators, open_body)
         try:
             async with asyncio.timeout(limits.timeout_s):
                 try:
-                    return await self._attempt(wanted)
+                    return await self._attempt(request)
                 except _RetryableFailure as failure:
-                    if failure.pause_s > MAX_RETRY_AFTER_S:
+                    if failure.delay_s > MAX_RETRY_AFTER_S:
                         raise failure.error from failure
-                    await asyncio.sleep(failure.pause_s)
+                    await asyncio.sleep(failure.delay_s)
                 try:
-                    return await self._attempt(wanted)
+                    return await self._attempt(request)
                 except _RetryableFailure as failure:
                     raise failure.error from failure
         except TimeoutError as error:
             raise MediaFetchTimeout("timeout while fetching the media") from error
 
-    async def _attempt(self, wanted: _FetchRequest) -> Received:
-        target = self._guard.parse(wanted.url)
+    async def _attempt(self, request: _FetchRequest) -> Received:
+        target = self._guard.parse(request.url)
         redirected: list[Freshness] = []
         for _ in range(self._config.max_redirects + 1):
-            asked = wanted.validators
-            if asked is not None and asked.url != str(target):
-                asked = None
+            sent = request.validators
+            if sent is not None and sent.url != str(target):
+                sent = None
             with _mapped_errors():
-                async with self._session.get(target, allow_redirects=False, headers=_conditions(asked)) as response:
+                async with self._session.get(target, allow_redirects=False, headers=_conditions(sent)) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._receive(response, wanted, asked=asked, target=target, redirected=redirected)
+                        return await self._receive(response, request, sent=sent, target=target, redirected=redirected)
             redirected.append(freshness_of(response.headers))
             target = self._guard.follow(target, response.headers.get("Location"))
         raise TooManyRedirects(f"the media URL redirects more than {self._config.max_redirects} times")
@@ -113,9 +113,9 @@ class HttpSource:
     async def _receive(
         self,
         response: aiohttp.ClientResponse,
-        wanted: _FetchRequest,
+        request: _FetchRequest,
         *,
-        asked: Validators | None,
+        sent: Validators | None,
         target: URL,
         redirected: list[Freshness],
     ) -> Received:
@@ -123,42 +123,42 @@ class HttpSource:
         freshness = freshness_of(headers)
         for hop in redirected:
             freshness = freshness.through(hop)
-        if response.status == 304 and asked is not None:
-            return Received(None, None, freshness, asked)
+        if response.status == 304 and sent is not None:
+            return Received(None, None, freshness, sent)
         _check(response)
-        content, data = await self._read(response, wanted)
+        content, data = await self._read(response, request)
         validators = Validators(str(target), headers.get("ETag"), headers.get("Last-Modified"))
         return Received(content, data, freshness, validators if validators.usable else None)
 
-    async def _read(self, response: aiohttp.ClientResponse, wanted: _FetchRequest) -> tuple[str, bytearray | None]:
-        """The body's hash, and its bytes if it does not keep them."""
+    async def _read(self, response: aiohttp.ClientResponse, request: _FetchRequest) -> tuple[str, bytearray | None]:
+        """Read the response into a body. Returns its hash, and its bytes if the body does not store them."""
         declared = response.content_length or 0
-        if declared > wanted.limits.max_bytes:
-            raise MediaTooLarge(f"the media has {declared} bytes, more than {wanted.limits.max_bytes}")
-        body = wanted.open_body()
+        if declared > request.limits.max_bytes:
+            raise MediaTooLarge(f"the media has {declared} bytes, more than {request.limits.max_bytes}")
+        body = request.open_body()
         try:
             body.expect(declared)
-            content = await self._fill(body, response, wanted.limits)
+            content = await self._fill(body, response, request.limits)
             return content, body.finish(content)
-        except BaseException:  # cancelled or failed, the body's memory goes back
+        except BaseException:  # cancelled or failed: release the body's memory
             body.abandon()
             raise
 
     async def _fill(self, body: Body, response: aiohttp.ClientResponse, limits: FetchLimits) -> str:
-        """Write what arrives to `body`, no more than the limit of it, and return its hash.
+        """Write the response to `body`, up to the limit, and return its hash.
 
-        That it is as long as declared, aiohttp checks.
+        aiohttp checks that it has the declared length.
         """
         hasher = blake3()
         num_bytes = 0
         clock = asyncio.get_running_loop().time
         started = clock()
-        async for piece in response.content.iter_any():
-            num_bytes += len(piece)
+        async for chunk in response.content.iter_any():
+            num_bytes += len(chunk)
             if num_bytes > limits.max_bytes:
                 raise MediaTooLarge(f"the media has more than {limits.max_bytes} bytes")
-            body.write(piece)
-            hasher.update(piece)
+            body.write(chunk)
+            hasher.update(chunk)
             elapsed_s = clock() - started
             if elapsed_s > self._config.min_rate_grace_s and num_bytes < elapsed_s * self._config.min_rate_bytes_per_s:
                 raise MediaFetchTimeout("the media host sends too slowly")
@@ -169,7 +169,7 @@ class HttpSource:
 
 @dataclass(frozen=True, slots=True)
 class _FetchRequest:
-    """What one fetch is for: the same in each of its attempts."""
+    """The arguments of one fetch, shared by its attempts."""
 
     url: str
     limits: FetchLimits
@@ -178,12 +178,12 @@ class _FetchRequest:
 
 
 class _RetryableFailure(Exception):
-    """An attempt failed in a way that another may not; `error` is what to say if there is no other."""
+    """A transient failure of an attempt; `error` is raised if there is no further attempt."""
 
-    def __init__(self, error: MedialaneError, pause_s: float = _RETRY_PAUSE_S) -> None:
+    def __init__(self, error: MedialaneError, delay_s: float = _RETRY_DELAY_S) -> None:
         super().__init__(error.message)
         self.error = error
-        self.pause_s = pause_s
+        self.delay_s = delay_s
 
 
 def _conditions(validators: Validators | None) -> dict[str, str]:
@@ -194,29 +194,29 @@ def _conditions(validators: Validators | None) -> dict[str, str]:
 
 
 def _check(response: aiohttp.ClientResponse) -> None:
-    """Raise unless the answer is the media, as it is."""
+    """Raise unless the response is 200 with an unencoded body."""
     if response.status == 429 or response.status >= 500:
         raise _RetryableFailure(
-            UpstreamFailed(f"the media host answered with status {response.status}"), _pause_s(response)
+            UpstreamFailed(f"the media host answered with status {response.status}"), _delay_s(response)
         )
     if response.status != 200:
         raise MediaFetchFailed(f"the media host answered with status {response.status}")
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise MediaFetchFailed("the media host used an unsupported content encoding")
-    # aiohttp hands on what other transfer codings leave, coded as it is.
+    # aiohttp passes on other transfer codings undecoded.
     if response.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
         raise MediaFetchFailed("the media host used an unsupported transfer encoding")
 
 
-def _pause_s(response: aiohttp.ClientResponse) -> float:
-    """Retry-After in its form of seconds; a date is not worth a clock comparison for a pause of two seconds."""
-    asked = response.headers.get("Retry-After", "")
-    return float(asked[:10]) if asked.isascii() and asked.isdigit() else _RETRY_PAUSE_S
+def _delay_s(response: aiohttp.ClientResponse) -> float:
+    """Return Retry-After in seconds; its date form is ignored, given that the maximum is two seconds."""
+    delay = response.headers.get("Retry-After", "")
+    return float(delay[:10]) if delay.isascii() and delay.isdigit() else _RETRY_DELAY_S
 
 
 @contextmanager
 def _mapped_errors() -> Iterator[None]:
-    """aiohttp's errors as ours. Timeouts are left to the fetch's own handler."""
+    """Convert aiohttp's errors to ours, except timeouts, which `get` handles."""
     try:
         yield
     except TimeoutError:

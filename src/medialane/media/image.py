@@ -1,11 +1,11 @@
-"""Encoded images to pixels, the same values as vLLM's own chain gives.
+"""Decodes images to pixels with exactly the values of vLLM's own chain.
 
-vLLM opens with Pillow, turns the picture as its EXIF or XMP orientation says, puts alpha on white and converts to RGB
-(`vllm/multimodal/media/image.py`). We do the same, with one shortcut: the pixels of an 8-bit JPEG come from simplejpeg,
-which gives the same values in less time. Whatever the shortcut does not take, or finds odd, is Pillow's to judge.
+vLLM opens with Pillow, applies the EXIF or XMP orientation, composites alpha on white and converts to RGB
+(`vllm/multimodal/media/image.py`). We do the same, with one fast path: 8-bit JPEGs are decoded by simplejpeg, which
+gives the same values in less time. Whatever the fast path does not support or rejects is left to Pillow.
 `tests/contract/test_image_exactness.py` compares arrays with vLLM's chain.
 
-This runs inside a preparer: synchronously, in one thread, over bytes from strangers.
+Runs inside a preparer: synchronously, in one thread, on untrusted bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from medialane.media.image_header import ImageType, check_exif, check_limits, sn
 from medialane.media.jpeg_scale import ScaledImage, scaled_size
 from medialane.media.model_choices import Size, SizeCheck, SizeChooser
 
-#: The plugin that may open each type; naming it here also loads it before preparers are forked.
+#: The only plugin allowed to open each type; importing it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
     "image/jpeg": JpegImagePlugin.JpegImageFile.format,
     "image/png": PngImagePlugin.PngImageFile.format,
@@ -48,10 +48,10 @@ _FORMATS: dict[ImageType, str] = {
     "image/bmp": BmpImagePlugin.BmpImageFile.format,
 }
 
-#: Preparers have one thread each; the values do not depend on it.
+#: Preparers have one thread each; the pixel values do not depend on it.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
-#: What Pillow raises for damaged files. Besides its own OSError, its readers let the errors of parsing through.
+#: What Pillow raises for damaged files: OSError, and uncaught errors of its parsers.
 _PILLOW_ERRORS = (
     OSError,
     SyntaxError,
@@ -80,21 +80,21 @@ def decode_image(
     chooser: SizeChooser | None = None,
     check_size: SizeCheck | None = None,
 ) -> Image:
-    """Decode one image, the first frame of an animation, to RGB. `encoded` is not needed afterwards.
+    """Decode one image (of an animation, the first frame) to RGB. `encoded` is not needed afterwards.
 
-    A JPEG may be decoded at a smaller size, where `chooser` chooses one; nothing else is.
+    JPEGs, and no other types, are decoded at a smaller size if `chooser` returns one.
 
-    Raises what `sniff_image` raises, and InvalidImage, ImageTooLarge, ImageTooComplex, and what `check_size` raises.
+    Raises InvalidImage, ImageTooLarge, ImageTooComplex, and what `sniff_image` and `check_size` raise.
     """
-    with _opened(encoded, config) as (picture, data, media_type):
+    with _opened(encoded, config) as (image_file, data, media_type):
         if check_size is not None:
-            check_size(picture.size)
-        image = _fast_jpeg(data, picture, chooser) if media_type == "image/jpeg" else None
-        return image or Image(_pillow(picture))
+            check_size(image_file.size)
+        image = _fast_jpeg(data, image_file, chooser) if media_type == "image/jpeg" else None
+        return image or Image(_pillow(image_file))
 
 
 def check_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> None:
-    """Raise what `decode_image` raises for what the file says of itself; no pixel is decoded."""
+    """Raise what `decode_image` raises for the file's header; decodes no pixels."""
     with _opened(encoded, config):
         pass
 
@@ -103,63 +103,64 @@ def check_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) ->
 def _opened(
     encoded: bytes | bytearray | memoryview, config: MediaConfig
 ) -> Iterator[tuple[PILImage.Image, bytes, ImageType]]:
-    """The image as Pillow opens it, within the limits; Pillow's errors inside the block become ours."""
+    """Open an image with Pillow and check the limits; Pillow's errors inside the block are converted to ours."""
     sniffed = sniff_image(encoded, config)
     data = bytes(encoded)
     if sniffed.multi_scan and data.count(_START_OF_SCAN) > config.max_image_scans:
         raise ImageTooComplex(f"the image has more than {config.max_image_scans} scans")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about odd files; a client must not be able to write our logs
+        warnings.simplefilter("ignore")  # Pillow warns about odd files; clients must not be able to write to our logs
         try:
-            with PILImage.open(BytesIO(data), formats=(_FORMATS[sniffed.media_type],)) as picture:
-                check_limits(*picture.size, config)
-                _check_exif(picture)
-                yield picture, data, sniffed.media_type
+            with PILImage.open(BytesIO(data), formats=(_FORMATS[sniffed.media_type],)) as image_file:
+                check_limits(*image_file.size, config)
+                _check_exif(image_file)
+                yield image_file, data, sniffed.media_type
         except PILImage.DecompressionBombError as error:
             raise ImageTooLarge("the image has too many pixels") from error
         except _PILLOW_ERRORS as error:
             raise InvalidImage(_UNDECODABLE) from error
 
 
-def _check_exif(picture: PILImage.Image) -> None:
-    """Raise ImageTooComplex for more EXIF than Pillow should read, in either of the places where it looks for some."""
-    check_exif(len(picture.info.get("exif", b"")))
-    check_exif(len(picture.info.get("Raw profile type exif", "")) // 2)  # in hexadecimal, in a PNG's text
+def _check_exif(image_file: PILImage.Image) -> None:
+    """Raise ImageTooComplex for more EXIF than Pillow should read, in either of the places where it may be."""
+    check_exif(len(image_file.info.get("exif", b"")))
+    check_exif(len(image_file.info.get("Raw profile type exif", "")) // 2)  # hexadecimal, in a PNG text chunk
 
 
-def _fast_jpeg(data: bytes, picture: PILImage.Image, chooser: SizeChooser | None) -> Image | None:
-    """A plain JPEG, turned; None if Pillow shall decode it, or say what is wrong with it."""
-    width, height = picture.size
-    turn = _rotation_of(picture)
-    if picture.mode not in ("RGB", "L") or (turn in _QUARTER_TURNS and width * height < _MIN_QUARTER_TURN_PIXELS):
+def _fast_jpeg(data: bytes, image_file: PILImage.Image, chooser: SizeChooser | None) -> Image | None:
+    """Decode and rotate a plain JPEG; None if Pillow has to decode or reject it."""
+    width, height = image_file.size
+    rotation = _rotation_of(image_file)
+    is_quarter_turn = rotation in _QUARTER_TURNS
+    if image_file.mode not in ("RGB", "L") or (is_quarter_turn and width * height < _MIN_QUARTER_TURN_PIXELS):
         return None
-    shown = (height, width) if turn in _QUARTER_TURNS else (width, height)
+    shown = (height, width) if is_quarter_turn else (width, height)
     scaled = scaled_size(shown, chooser)
-    stored = scaled if scaled is None or turn not in _QUARTER_TURNS else scaled[::-1]
+    stored = scaled[::-1] if scaled is not None and is_quarter_turn else scaled
     pixels = _jpeg_pixels(data, (width, height), stored)
     if pixels is None:
         return None
-    upright = pixels if turn is None else _rotated(pixels, turn)
+    upright = pixels if rotation is None else _rotated(pixels, rotation)
     return Image(upright) if scaled is None else ScaledImage(upright, shown)
 
 
 def _jpeg_pixels(data: bytes, size: Size, scaled: Size | None) -> NDArray[np.uint8] | None:
-    """The pixels of a JPEG of `size`, `scaled` if that is given; None where libjpeg says anything about the file."""
-    # As minima they choose the scale that gives exactly them; without any, the picture comes whole.
+    """Decode a JPEG of `size`, at size `scaled` if given; None if libjpeg reports an error or warning."""
+    # Given as minima, these select the scale that yields exactly this size; without them, the image is not scaled.
     least = {} if scaled is None else {"min_width": scaled[0], "min_height": scaled[1]}
     try:
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
             data, "RGB", fastdct=False, fastupsample=False, strict=True, **least
         )
-    except ValueError:  # simplejpeg takes no warning for an answer; Pillow decodes some such files
+    except ValueError:  # strict turns warnings into errors; Pillow decodes some of these files
         return None
     width, height = scaled or size
     return pixels if pixels.shape == (height, width, 3) else None
 
 
-def _pillow(picture: PILImage.Image) -> NDArray[np.uint8]:
-    """vLLM's chain: `normalize_image`, `load`, `convert_image_mode` to RGB on white."""
-    image = _transposed(picture)
+def _pillow(image_file: PILImage.Image) -> NDArray[np.uint8]:
+    """Decode with vLLM's chain: `normalize_image`, `load`, `convert_image_mode` to RGB on white."""
+    image = _transposed(image_file)
     image.load()
     if image.mode != "RGB":
         image = _to_rgb(image)
@@ -176,13 +177,13 @@ def _to_rgb(image: PILImage.Image) -> PILImage.Image:
 
 
 def _transposed(image: PILImage.Image) -> PILImage.Image:
-    # vLLM goes on with the image as it is when its orientation cannot be read, whatever the reason.
+    # vLLM continues with the unrotated image if its orientation cannot be read, for any reason.
     with contextlib.suppress(Exception):
         return ImageOps.exif_transpose(image)
     return image
 
 
-# Orientation without Pillow's pixels
+# Orientation without decoding by Pillow
 
 _UPRIGHT = np.arange(6, dtype=np.uint8).reshape(2, 3)
 
@@ -206,23 +207,23 @@ _ROTATIONS: tuple[_Rotation, ...] = (
     lambda pixels: pixels[::-1],
 )
 
-#: Pillow's own quarter turn is the faster one of small pictures (measured: even at 1024x768).
+#: For small images, Pillow's own quarter turn is faster (measured: break-even at 1024x768).
 _MIN_QUARTER_TURN_PIXELS = 600_000
 
 
-def _rotation_of(picture: PILImage.Image) -> _Rotation | None:
-    """How Pillow would turn `picture`; None if it would not.
+def _rotation_of(image_file: PILImage.Image) -> _Rotation | None:
+    """Return the rotation that Pillow would apply to `image_file`; None if it would not rotate it.
 
-    Whether it does depends on more than the orientation's number (it also has to rewrite the metadata, which fails for
-    some). So Pillow turns six pixels that have the picture's metadata, and we look at what it did.
+    This depends on more than the orientation tag: Pillow also has to rewrite the metadata, which fails for some files.
+    So we let Pillow transpose six pixels with the image's metadata and compare the result.
     """
     probe = PILImage.fromarray(_UPRIGHT)
-    probe.info = picture.info.copy()
-    probe.getexif = picture.getexif  # type: ignore[method-assign]  # what the file's own reader has found so far
+    probe.info = image_file.info.copy()
+    probe.getexif = image_file.getexif  # type: ignore[method-assign]  # includes what the file's reader has parsed so far
     probed = np.asarray(_transposed(probe))
-    return next((turn for turn in _ROTATIONS if np.array_equal(turn(_UPRIGHT), probed)), None)
+    return next((rotation for rotation in _ROTATIONS if np.array_equal(rotation(_UPRIGHT), probed)), None)
 
 
-def _rotated(pixels: NDArray[np.uint8], turn: _Rotation) -> NDArray[np.uint8]:
-    whole = np.ascontiguousarray(turn(pixels.view("V3")[..., 0]))  # whole pixels: twice as fast as by channel
+def _rotated(pixels: NDArray[np.uint8], rotation: _Rotation) -> NDArray[np.uint8]:
+    whole = np.ascontiguousarray(rotation(pixels.view("V3")[..., 0]))  # by whole pixels: twice as fast as by channel
     return whole.view(np.uint8).reshape(*whole.shape, 3)

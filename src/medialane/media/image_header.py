@@ -1,8 +1,8 @@
-"""What encoded bytes are, from their first bytes, before any decoder sees them.
+"""Detects the type and size of an encoded image from its header, before any decoder runs.
 
-Decoders allocate what a header claims (a 691-byte JPEG may claim 10000x10000 pixels), so the claim is read and held
-against the limits here first. Only the six types that the product takes are known; every other kind of file that a
-decoder library might recognise is refused unseen.
+Decoders allocate what a header claims (a 691-byte JPEG may claim 10000x10000 pixels), so the claimed size is checked
+against the limits here first. Only the six supported types are recognised; other types that a decoder library might
+support never reach it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from medialane.media.config import MediaConfig
 
 ImageType = Literal["image/jpeg", "image/png", "image/webp", "image/gif", "image/avif", "image/bmp"]
 
-#: Pillow skips junk and padding between JPEG segments, and walks segments one by one in Python. Real files have no junk
-#: and at most some hundreds of segments (a depth map in XMP).
+#: Pillow skips junk and padding between JPEG segments, and iterates over segments in Python. Real files have no junk
+#: and at most a few hundred segments (a depth map in XMP).
 _MAX_JUNK_BYTES = 4096
 _MAX_SEGMENTS = 2048
 
-#: Pillow unpacks EXIF value by value (2 s for a megabyte), glues all of a JPEG's EXIF segments together, walks all
-#: chunks of a PNG (20 us each), and puts a GIF's comment together piece by piece. Cameras write up to 64 KB of EXIF,
-#: coders PNG data in chunks of some KB.
+#: Pillow unpacks EXIF value by value (2 s per megabyte), concatenates all EXIF segments of a JPEG, iterates over all
+#: chunks of a PNG (20 us each), and concatenates a GIF's comment block by block. Cameras write up to 64 KB of EXIF,
+#: encoders PNG data in chunks of several KB.
 MAX_EXIF_BYTES = 512 * 1024
 _MAX_CHUNKS = 20_000
 _MAX_BLOCKS = 16_384
 
-#: Pillow decodes run-coded BMPs in Python, run by run (4 us each): this is 2 s.
-_MAX_RUN_CODED_BYTES = 1 << 20
+#: Pillow decodes run-length encoded BMPs in Python (4 us per run): this size takes 2 s.
+_MAX_RLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sniffed:
-    """What a header says. `multi_scan` is true of JPEGs that a decoder goes over once for each of their scans."""
+    """The contents of a header. `multi_scan` is true for JPEGs that a decoder traverses once per scan."""
 
     media_type: ImageType
     width: int
@@ -53,10 +53,10 @@ class Sniffed:
 
 
 def sniff_image(data: bytes | bytearray | memoryview, config: MediaConfig) -> Sniffed:
-    """Tell type and size of an encoded image, within the limits; reads headers only.
+    """Return type and size of an encoded image and check them against the limits; reads headers only.
 
-    Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, InvalidImage (a header that ends early or makes no sense),
-    ImageTooLarge, ImageTooComplex (metadata that would keep a decoder busy).
+    Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, InvalidImage (a truncated or invalid header), ImageTooLarge,
+    ImageTooComplex (metadata that is too expensive to decode).
     """
     if not data:
         raise EmptyMedia("the media is empty")
@@ -97,7 +97,7 @@ _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 
 
 def _read_jpeg(view: memoryview) -> Sniffed:
-    """The last frame header before the first scan is the one that Pillow reports."""
+    """Read the last frame header before the first scan, which is the one that Pillow reports."""
     frame: tuple[int, int, int, int] | None = None
     num_exif = 0
     for marker, offset in _segments(view):
@@ -107,7 +107,7 @@ def _read_jpeg(view: memoryview) -> Sniffed:
             if frame is None:
                 break
             kind, width, height, num_components = frame
-            # libjpeg goes over a file scan by scan if it is progressive or its first scan lacks a component.
+            # libjpeg decodes scan by scan if the file is progressive or its first scan lacks a component.
             multi_scan = kind in _PROGRESSIVE or _big(view, offset + 2, 1) < num_components
             return Sniffed("image/jpeg", width, height, multi_scan)
         elif marker == _APP1 and bytes(view[offset + 2 : offset + 8]) == b"Exif\0\0":
@@ -117,14 +117,14 @@ def _read_jpeg(view: memoryview) -> Sniffed:
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
-    """(marker, offset of its length) of the segments up to the first scan, as Pillow walks them."""
+    """Yield (marker, offset of its length) of the segments up to the first scan, as Pillow traverses them."""
     offset, num_junk, num_bytes = 2, 0, len(view)
     for _ in range(_MAX_SEGMENTS):
         while offset + 2 <= num_bytes and (view[offset] != 0xFF or view[offset + 1] in (0x00, 0xFF)):
             offset, num_junk = offset + 1, num_junk + 1
             if num_junk > _MAX_JUNK_BYTES:
                 raise InvalidImage("the image has invalid data in its header")
-        marker = _take(view, offset, 2)[1]
+        marker = _bytes_at(view, offset, 2)[1]
         offset += 2
         if marker in _STANDALONE:
             continue
@@ -138,19 +138,19 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
 
 _CHUNK_LENGTH = struct.Struct(">I")
 #: BI_RLE8, BI_RLE4
-_RUN_CODINGS = (b"\1\0\0\0", b"\2\0\0\0")
+_RLE_COMPRESSIONS = (b"\1\0\0\0", b"\2\0\0\0")
 
 
 def _read_png(view: memoryview) -> Sniffed:
-    if _take(view, 8, 8) != b"\x00\x00\x00\x0dIHDR":
+    if _bytes_at(view, 8, 8) != b"\x00\x00\x00\x0dIHDR":
         raise InvalidImage("the image has no header")
-    _take(view, 24, 9)
+    _bytes_at(view, 24, 9)
     _check_chunks(view)
     return Sniffed("image/png", _big(view, 16, 4), _big(view, 20, 4))
 
 
 def _check_chunks(view: memoryview) -> None:
-    """Chunks that make no sense are Pillow's to judge."""
+    """Limit the number of chunks. Invalid chunks are left to Pillow."""
     offset, num_bytes = 8, len(view)
     for _ in range(_MAX_CHUNKS):
         if offset + 12 > num_bytes:
@@ -161,7 +161,7 @@ def _check_chunks(view: memoryview) -> None:
 
 
 def _read_gif(view: memoryview) -> Sniffed:
-    _take(view, 0, 13)
+    _bytes_at(view, 0, 13)
     _check_extensions(view)
     return Sniffed("image/gif", _little(view, 6, 2), _little(view, 8, 2))
 
@@ -173,7 +173,7 @@ def _check_extensions(view: memoryview) -> None:
 
 
 def _blocks(view: memoryview) -> Iterator[int]:
-    """Offsets of what stands before the first frame, as Pillow goes over it: bytes that begin nothing are skipped."""
+    """Yield the offsets of blocks before the first frame, as Pillow traverses them: unknown bytes are skipped."""
     flags, num_bytes = view[10], len(view)
     offset = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     while offset < num_bytes and view[offset] not in b",;":
@@ -187,12 +187,12 @@ def _blocks(view: memoryview) -> Iterator[int]:
 
 
 def _read_bmp(view: memoryview) -> Sniffed:
-    """Height is negative in files whose rows go from top to bottom."""
+    """Read the size; the height is negative in files with rows from top to bottom."""
     if _little(view, 14, 4) == 12:
         return Sniffed("image/bmp", _little(view, 18, 2), _little(view, 20, 2))
-    width, height = (int.from_bytes(_take(view, offset, 4), "little", signed=True) for offset in (18, 22))
-    if view[30:34] in _RUN_CODINGS and len(view) > _MAX_RUN_CODED_BYTES:
-        raise ImageTooComplex(f"the image is run-length encoded and has more than {_MAX_RUN_CODED_BYTES} bytes")
+    width, height = (int.from_bytes(_bytes_at(view, offset, 4), "little", signed=True) for offset in (18, 22))
+    if view[30:34] in _RLE_COMPRESSIONS and len(view) > _MAX_RLE_BYTES:
+        raise ImageTooComplex(f"the image is run-length encoded and has more than {_MAX_RLE_BYTES} bytes")
     return Sniffed("image/bmp", width, abs(height))
 
 
@@ -200,9 +200,9 @@ def _read_bmp(view: memoryview) -> Sniffed:
 
 
 def _read_webp(view: memoryview) -> Sniffed:
-    kind = _take(view, 12, 4)
+    kind = _bytes_at(view, 12, 4)
     if kind == b"VP8 ":
-        if _take(view, 23, 3) != b"\x9d\x01\x2a":
+        if _bytes_at(view, 23, 3) != b"\x9d\x01\x2a":
             raise InvalidImage("the image has no frame header")
         return Sniffed("image/webp", _little(view, 26, 2) & 0x3FFF, _little(view, 28, 2) & 0x3FFF)
     if kind == b"VP8L":
@@ -213,9 +213,9 @@ def _read_webp(view: memoryview) -> Sniffed:
     raise InvalidImage("the image has no frame header")
 
 
-# AVIF (ISO/IEC 23008-12, 6.5.3). Boxes are not walked: the property is found by its name.
+# AVIF (ISO/IEC 23008-12, 6.5.3). Boxes are not parsed: the property is searched by its name.
 
-#: Writers put the properties first. A colour profile may stand before the size.
+#: Writers put the properties first. A colour profile may precede the size.
 _MAX_AVIF_HEADER_BYTES = 256 * 1024
 _MAX_AVIF_SIZES = 4096
 _AVIF_ISPE = re.compile(rb"ispe\0\0\0\0(.{8})", re.DOTALL)
@@ -231,8 +231,10 @@ def _is_avif(head: bytes) -> bool:
 
 
 def _read_avif(view: memoryview) -> Sniffed:
-    """The largest size that a property of the file names: that of the whole, where it is a grid. The sizes of the coded
-    pictures are read in a preparer (`image`)."""
+    """Read the largest `ispe` size, which in a grid is that of the whole image.
+
+    The sizes of the coded images are checked in a preparer (`image`).
+    """
     start = bytes(view[:_MAX_AVIF_HEADER_BYTES])
     sizes = [_AVIF_SIZE.unpack(found[1]) for found in islice(_AVIF_ISPE.finditer(start), _MAX_AVIF_SIZES)]
     if not sizes and len(view) > len(start):
@@ -253,8 +255,8 @@ _TYPES: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview], Sniffed]], .
 )
 
 
-def _take(view: memoryview, offset: int, nbytes: int) -> bytes:
-    """Raises InvalidImage for what lies behind the end, as `_big` and `_little` do."""
+def _bytes_at(view: memoryview, offset: int, nbytes: int) -> bytes:
+    """Return `nbytes` at `offset`. Raises InvalidImage if the data is shorter, as do `_big` and `_little`."""
     part = bytes(view[offset : offset + nbytes])
     if len(part) < nbytes:
         raise InvalidImage("the image header is truncated")
@@ -262,8 +264,8 @@ def _take(view: memoryview, offset: int, nbytes: int) -> bytes:
 
 
 def _big(view: memoryview, offset: int, nbytes: int) -> int:
-    return int.from_bytes(_take(view, offset, nbytes), "big")
+    return int.from_bytes(_bytes_at(view, offset, nbytes), "big")
 
 
 def _little(view: memoryview, offset: int, nbytes: int) -> int:
-    return int.from_bytes(_take(view, offset, nbytes), "little")
+    return int.from_bytes(_bytes_at(view, offset, nbytes), "little")

@@ -1,8 +1,8 @@
-"""JPEGs decoded at a fraction of their size (`--jpeg-scaled-decode`), where a model's processor shrinks them anyway.
+"""Decodes JPEGs at a fraction of their size (`--jpeg-scaled-decode`) if the model's processor downscales them anyway.
 
-libjpeg can leave out the high frequencies of each block and give a picture of k/8 of the size. That saves little of the
-decoding and most of the resizing, which goes over far fewer pixels. The pixels that the model is given are not those
-that it would be given otherwise (facts of 12 MP to 1152x864: 53 dB), so the answers are not token-identical.
+libjpeg can omit the high frequencies of each block and return an image of k/8 of the size. This saves little of the
+decoding, but most of the resizing, which processes far fewer pixels. The model gets slightly different pixels (PSNR for
+photos of 12 MP at 1152x864: 53 dB), so its output is not token-identical.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from medialane.core.media import Image, MediaSize
 from medialane.media.model_choices import Size, SizeChooser
 
-#: Eighths of the size. At 6 and 7 libjpeg takes longer than for the whole picture; at 5 decoding and processing take
-#: together 0.95 of the time, at 4 and less two thirds (12 MP, the tiny Qwen2.5-VL's processor).
+#: Supported k. At 6 and 7, libjpeg is slower than at full size; at 5, decoding and processing together take 0.95 of
+#: the time, at 4 and below two thirds (12 MP, the tiny Qwen2.5-VL's processor).
 EIGHTHS = (1, 2, 3, 4)
 
-#: Smaller pictures are decoded and resized in some ms.
+#: Smaller images are decoded and resized in a few ms anyway.
 MIN_PIXELS = 2_000_000
 
 
 class ScaledImage(Image):
-    """Pixels of an image that was decoded at less than its size; `size` is the true one."""
+    """An image decoded at a reduced size; `size` is the original one."""
 
     __slots__ = ("_size",)
 
@@ -36,7 +36,7 @@ class ScaledImage(Image):
 
 
 def scaled_size(size: Size, chooser: SizeChooser | None) -> Size | None:
-    """The (width, height) to decode a JPEG of `size` at; None for its own."""
+    """Return the (width, height) at which to decode a JPEG of `size`; None for full size."""
     width, height = size
     if chooser is None or width * height < MIN_PIXELS:
         return None

@@ -1,7 +1,7 @@
 """Which kinds of media this installation can decode, and what is missing for the others.
 
-Decoders come with libraries, and builds of a library differ: Pillow with or without AVIF, PyAV with or without a codec.
-So the libraries themselves are asked, once in a process; nothing of them is imported before somebody asks.
+Decoders come with libraries whose builds differ: Pillow with or without AVIF, PyAV with or without a codec. So the
+libraries themselves are queried, once per process; they are imported only when queried.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _INSTALL_SOUNDFILE = "pip install soundfile"
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """One kind of media: an image format, a video codec, a format of sound.
+    """One kind of media: an image format, a video codec or an audio format.
 
-    `missing` says why this installation cannot decode it and `fix` what to do about that; both are empty if it can.
+    `missing` is the reason why this installation cannot decode it, `fix` the remedy; both are empty if it can.
     """
 
     modality: Modality
@@ -37,26 +37,26 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Kinds(msgspec.Struct, frozen=True):
-    """All kinds, in the order in which they are told."""
+    """All kinds, in display order."""
 
     kinds: tuple[Kind, ...]
 
     def supports(self, modality: Modality, name: str | None = None) -> bool:
-        """Whether a kind can be decoded; without a name, whether any of the modality can."""
+        """Return whether a kind can be decoded; without a name, whether any kind of the modality can."""
         return any(not k.missing for k in self.kinds if k.modality == modality and name in (None, k.name))
 
     @property
     def unavailable(self) -> tuple[Kind, ...]:
-        """What cannot be decoded here."""
+        """The kinds that cannot be decoded here."""
         return tuple(kind for kind in self.kinds if kind.missing)
 
     def line(self) -> str:
-        """What is on, in one line; what is off, a further line for each reason."""
+        """Return the supported kinds in one line, and the unavailable ones in a further line per reason."""
         on = {m: [k.name for k in self.kinds if k.modality == m and not k.missing] for m in _MODALITIES}
         lines = ["media: " + ", ".join(f"{m} ({' '.join(names)})" for m, names in on.items() if names)]
         for (missing, fix), kinds in self._reasons().items():
             names = " ".join(f"{kind.modality}/{kind.name}" for kind in kinds)
-            lines.append(f"media off: {names}: {missing} ({fix})")
+            lines.append(f"media unavailable: {names}: {missing} ({fix})")
         return "\n".join(lines)
 
     def _reasons(self) -> dict[tuple[str, str], list[Kind]]:
@@ -68,25 +68,27 @@ class Kinds(msgspec.Struct, frozen=True):
 
 @functools.cache
 def installed_kinds() -> Kinds:
-    """What this process can decode. The first call imports the libraries (a tenth of a second)."""
+    """Return what this process can decode. The first call imports the libraries (about 0.1 s)."""
     return find_kinds(_load)
 
 
 def find_kinds(load: Callable[[str], ModuleType | str]) -> Kinds:
-    """As `installed_kinds`; `load` gives a library by its name, or the reason why there is none."""
+    """Return the kinds as `installed_kinds` does; `load` returns a library by name, or the reason why it is missing."""
     av, soundfile = load("av"), load("soundfile")
     return Kinds((*_images(features.check), *_videos(av), *_audio_kinds(av, soundfile)))
 
 
 def check_modality(modality: Modality) -> None:
-    """Raise UnsupportedMediaType if this server decodes nothing of a modality."""
+    """Raise UnsupportedMediaType if this server has no decoder for a modality."""
     if modality != "image" and not installed_kinds().supports(modality):
         raise UnsupportedMediaType(f"this server does not support {modality}: it has no decoder for it")
 
 
 def check_type(modality: Modality, media_type: str) -> None:
-    """Raise UnsupportedMediaType if this server cannot decode a sniffed type. Of a video it says nothing: that type
-    is the container's, and the codec inside is seen when it is opened."""
+    """Raise UnsupportedMediaType if this server cannot decode a sniffed type.
+
+    Videos always pass: their type is the container's, and the codec is checked when the video is opened.
+    """
     name = {"image": media_type.removeprefix("image/"), "audio": _AUDIO_TYPES.get(media_type, "m4a")}.get(modality)
     if name is not None and not installed_kinds().supports(modality, name):
         raise UnsupportedMediaType(f"this server does not support {name.upper()} {modality}: it has no decoder for it")
@@ -94,13 +96,13 @@ def check_type(modality: Modality, media_type: str) -> None:
 
 _MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
 
-#: Image format -> Pillow's feature that decodes it, None for what Pillow itself does.
+#: Image format -> Pillow feature that decodes it, None if always built in.
 _IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "avif", "bmp": None}
 
-#: Media type of sound -> the kind that decodes it; every other type is FFmpeg's, as M4A is.
+#: Audio media type -> kind; every other type is decoded by FFmpeg, like M4A.
 _AUDIO_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "audio/ogg": "ogg"}
 
-#: Codec as users call it -> FFmpeg's decoders, any of which will do.
+#: Codec by its common name -> FFmpeg decoders, any of which suffices.
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
 
 #: Format -> libsndfile's name for it.
@@ -112,7 +114,7 @@ def _load(name: str) -> ModuleType | str:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"{name} is not installed" if error.name == name else f"{name} cannot be loaded"
-    except (ImportError, OSError):  # a library that it needs is not on this machine
+    except (ImportError, OSError):  # a shared library that it needs is missing
         return f"{name} cannot be loaded"
 
 
@@ -150,7 +152,7 @@ def _by_soundfile(name: str, soundfile: ModuleType | str, known: Collection[str]
 
 
 def _m4a(av: ModuleType | str, soundfile: ModuleType | str) -> Kind:
-    if isinstance(soundfile, str):  # every sound is shown to libsndfile first, as vLLM does
+    if isinstance(soundfile, str):  # libsndfile is tried first for all audio, like in vLLM
         return Kind("audio", "m4a", soundfile, _INSTALL_SOUNDFILE)
     if isinstance(av, str):
         return Kind("audio", "m4a", av, _INSTALL_AV)

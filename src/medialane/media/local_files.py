@@ -1,11 +1,10 @@
-"""Files below one folder, and nothing else, whatever symbolic links do in the meantime.
+"""Reads files below one folder, safe against concurrently changed symbolic links.
 
-The folder is opened, and everything is resolved beneath its descriptor in one system call (`openat2` with
-RESOLVE_BENEATH, Linux 5.6), so there is no moment between a check and an open. Where that call does not exist or is
-filtered, the path is walked component by component and no symbolic link is followed at all.
+The folder is opened, and paths are resolved beneath its descriptor in one system call (`openat2` with RESOLVE_BENEATH,
+Linux 5.6), so there is no race between check and open (TOCTOU). If that call does not exist or is filtered, the path is
+opened component by component, and symbolic links are not followed at all.
 
-Disks block, so files are opened, read and hashed in threads, a piece at a time; what is read goes into the same bodies
-as what comes over HTTP.
+Disks block, so files are opened, read and hashed in threads, in chunks, and written to the same bodies as HTTP fetches.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _RESOLVE_BENEATH = 0x08
 _FILE_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
-#: What is read at a time; copied into the body on the loop, in some 0.1 ms.
-_PIECE_BYTES = 1 << 20
+#: Chunk size; a chunk is copied to the body on the event loop, in about 0.1 ms.
+_CHUNK_BYTES = 1 << 20
 
 _REFUSED = "the file URL is not allowed"
 
@@ -54,11 +53,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalFiles:
-    """Reads regular files below `root`; without a root it refuses everything."""
+    """Reads regular files below `root`; without a root it rejects everything."""
 
     def __init__(self, root: str | None) -> None:
         self._roots = () if root is None else tuple({os.path.abspath(root), os.path.realpath(root)})
-        # Disks block: two threads, so that one slow read does not hold up the rest.
+        # Two threads, so that one slow read does not block the others.
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="media-file")
 
     def close(self) -> None:
@@ -67,8 +66,9 @@ class LocalFiles:
     async def read(
         self, url: str, limits: FetchLimits, *, open_body: Callable[[], Body] = HeapBody
     ) -> tuple[str, bytearray | None]:
-        """The hash of a file: URL's content, and its bytes if the body does not keep them. A cancelled read ends with
-        the piece that a thread reads.
+        """Read a file: URL. Returns the content's hash, and its bytes if the body does not store them.
+
+        A cancelled read ends after the current chunk.
 
         Raises InvalidMediaUrl, MediaUrlForbidden, MediaFetchFailed (no such file), MediaFetchTimeout, MediaTooLarge,
         EmptyMedia, and what the body raises.
@@ -93,23 +93,23 @@ class LocalFiles:
             num_bytes = 0
             while True:
                 last = self._executor.submit(file.read)
-                if not (piece := await asyncio.wrap_future(last)):
+                if not (chunk := await asyncio.wrap_future(last)):
                     break
-                num_bytes += len(piece)
+                num_bytes += len(chunk)
                 _check_size(num_bytes, limits)
-                body.write(piece)
+                body.write(chunk)
             if not num_bytes:
                 raise EmptyMedia("the media is empty")
             return file.content_hash, body.finish(file.content_hash)
-        except BaseException:  # cancelled or failed, the body's memory goes back
+        except BaseException:  # cancelled or failed: release the body's memory
             body.abandon()
             raise
         finally:
-            # Once no thread is in it: a descriptor closed under a read may be another file's by then.
+            # Only after the last read in a thread: otherwise, it could read a file that reuses the descriptor.
             last.add_done_callback(lambda _: _close(opening))
 
     def _split(self, url: str) -> tuple[str, str]:
-        """The root and what follows it. Raises MediaUrlForbidden, InvalidMediaUrl."""
+        """Split a URL's path into root and relative path. Raises MediaUrlForbidden, InvalidMediaUrl."""
         host, _, path = url.partition("://")[2].partition("/")
         if host.lower() not in ("", "localhost") or not path:
             raise InvalidMediaUrl("file URLs must have the form file:///path")
@@ -123,23 +123,23 @@ class LocalFiles:
 
 
 class OpenFile:
-    """A regular file, read from its beginning to its end and hashed meanwhile, by one thread at a time."""
+    """A regular file, read and hashed sequentially, by one thread at a time."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """`num_bytes` is what the file had when it was opened."""
+        """`num_bytes` is the file's size when it was opened."""
         self.num_bytes = num_bytes
         self._descriptor = descriptor
         self._hasher = blake3()
 
     def read(self) -> bytes:
-        """The next piece; nothing at the end."""
-        piece = os.read(self._descriptor, _PIECE_BYTES)
-        self._hasher.update(piece)
-        return piece
+        """Return the next chunk; empty at the end."""
+        chunk = os.read(self._descriptor, _CHUNK_BYTES)
+        self._hasher.update(chunk)
+        return chunk
 
     @property
     def content_hash(self) -> str:
-        """Of what was read."""
+        """The hash of what has been read."""
         return self._hasher.hexdigest()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Bytes in memory as a file that decoders read in place."""
+"""A file over bytes in memory, which decoders read without a copy of the whole."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class MemoryFile(io.RawIOBase):
-    """Behaves as `io.BytesIO` does, but copies only what is read, and `seek` goes nowhere before the start.
+    """Like `io.BytesIO`, but copies only what is read, and ignores a `seek` to before the start.
 
-    Libraries seek to where a damaged file says; an error inside their callbacks would be printed.
+    Libraries seek to invalid offsets from damaged files; an exception inside their callbacks would be printed.
     """
 
     def __init__(self, data: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""What decoding asks of a model: the frames of a video, the size of an image. `vllm_bridge` fills these protocols."""
+"""Decoding decisions that depend on the model: video frames, image size. `vllm_bridge` implements these protocols."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from medialane.core.media import FrameBatch, Video
 
 Size = tuple[int, int]
 
-#: Raises MedialaneError for a (width, height), as stored, that the model cannot be given: before pixels are decoded.
+#: Raises MedialaneError if the model cannot accept an image of this (width, height), as stored. Called before decoding.
 SizeCheck = Callable[[Size], None]
 
 
 class FrameSampler(Protocol):
-    """The model's choice of frames."""
+    """The model's frame sampler."""
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """Take the frames that the engine itself would take. `io` is as in `MediaRef`.
+        """Sample the same frames as the engine. `io` is as in `MediaRef`.
 
-        Raises InvalidRequest for options that the sampler does not take, and what `Video.read` raises.
+        Raises InvalidRequest for options that the sampler does not support, and what `Video.read` raises.
         """
         ...
 
 
 class SizeChooser(Protocol):
-    """What the model's processor makes of images of several sizes."""
+    """Chooses the decoding size of images for the model's processor."""
 
     def smaller_size(self, size: Size, smaller: Sequence[Size]) -> Size | None:
-        """The first of `smaller` that an image of `size` may be decoded at. All are (width, height), as displayed.
+        """Return the first of `smaller` at which an image of `size` may be decoded; all (width, height), as displayed.
 
         It must have at least twice the width and height that the processor resizes such an image to, and give features
-        of the same shapes and the same small values. None if none does, or if the processor does not tell.
+        with the same shapes and the same small values. None if none qualifies, or the processor's target is unknown.
         """
         ...

@@ -1,13 +1,13 @@
-"""What `torch.save` and `numpy.save` write of one tensor, read without either of them unpickling anything.
+"""Reads a single tensor written by `torch.save` or `numpy.save`, without unpickling.
 
-Theory of operation. `torch.save` writes a zip archive of stored (uncompressed) records: `data.pkl`, a pickle of some
-150 bytes that says how the tensor lies in its storage, and `data/0`, the storage. Even `torch.load(weights_only=True)`
-is no reader for the bytes of strangers: it calls functions that a pickle names (`bytearray` of any length among them),
-inflates what it finds, and makes tensors of any shape over one element. Here a pickle is a list of instructions of
-which some twenty are known; they fill a stack with numbers, strings and tuples, and the one call that counts is the
-one that describes a tensor. Nothing is imported, hashed or called. All lengths are checked against the bytes that came.
+Theory of operation. `torch.save` writes a zip archive of stored (uncompressed) records: `data.pkl`, a pickle of about
+150 bytes that describes the tensor's layout in its storage, and `data/0`, the storage. Even
+`torch.load(weights_only=True)` is unsafe for untrusted bytes: it calls functions named by the pickle (among them
+`bytearray` of any length), inflates compressed records, and makes tensors of any shape over one element. This
+interpreter supports only some twenty pickle opcodes, which push numbers, strings and tuples on a stack, and only the
+calls that describe a tensor. Nothing is imported, hashed or called. All lengths are checked against the bytes received.
 
-torch's old format (before 1.6), sparse tensors, subclasses and expanded views are refused.
+torch's old format (before 1.6), sparse tensors, subclasses and expanded views are rejected.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from medialane.core.embeds import EmbedsTensor
 from medialane.core.errors import InvalidEmbeds
 from medialane.core.tensor import ITEM_BYTES, TensorSpec
 
-#: A tensor's pickle has some 200 bytes; a few kB take milliseconds here.
+#: A tensor's pickle has about 200 bytes; a few kB take milliseconds here.
 MAX_PICKLE_BYTES = 4096
 #: torch writes seven records.
 MAX_RECORDS = 32
 MAX_DIMS = 8
 
 _NPY_MAGIC = b"\x93NUMPY"
-#: Behind magic, version and length: the length of version 1.0 has two bytes.
+#: After magic, version and length; the length has two bytes in version 1.0.
 _NPY_HEADER_AT = 10
-#: Little-endian or of one byte; no more digits than a size has.
+#: Little-endian or single-byte types; sizes of up to twelve digits.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<|]\w{2,3})', 'fortran_order': (True|False), 'shape': \(((?:\d{1,12}, ?){0,8}\d{0,12})\), \}[ ]*\n"
 )
@@ -56,7 +56,7 @@ _STORAGES = {
     "DoubleStorage": "float64",
 }
 
-#: What malformed bytes make the readers below raise.
+#: Exceptions that malformed bytes cause in the readers below.
 _MALFORMED = (
     zipfile.BadZipFile,
     struct.error,
@@ -73,7 +73,7 @@ _NOT_SAVED = "the embeddings are not one dense tensor as torch.save writes it"
 
 
 def read_tensor(data: bytes) -> EmbedsTensor:
-    """The tensor in the bytes of a saved one. Raises InvalidEmbeds."""
+    """Return the tensor in a saved file's bytes. Raises InvalidEmbeds."""
     try:
         found = _read_npy(data) if data.startswith(_NPY_MAGIC) else _read_torch(data)
     except _MALFORMED as error:
@@ -84,7 +84,7 @@ def read_tensor(data: bytes) -> EmbedsTensor:
 
 
 class _Layout(NamedTuple):
-    """How a tensor lies in its storage. Counts elements."""
+    """The layout of a tensor in its storage, in elements."""
 
     record: str
     dtype: str
@@ -105,7 +105,7 @@ def _read_torch(data: bytes) -> EmbedsTensor:
 
 
 def _records(data: bytes) -> dict[str, memoryview]:
-    """The records of the archive, as views. Looked for before the directory is read: it is as long as it says."""
+    """Return views of the archive's records. Counts directory entries first: the directory's length is untrusted."""
     if data.count(_CENTRAL_ENTRY) > MAX_RECORDS:
         raise InvalidEmbeds(_NOT_SAVED)
     with zipfile.ZipFile(BytesIO(data)) as archive:
@@ -122,7 +122,7 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> memoryview:
 
 
 def _gather(layout: _Layout, storage: memoryview) -> EmbedsTensor:
-    """The tensor's elements in C order."""
+    """Return the tensor's elements in C order."""
     size = ITEM_BYTES[layout.dtype]
     _check(layout, storage.nbytes // size)
     elements = np.frombuffer(storage, f"V{size}")[layout.offset :]
@@ -132,7 +132,7 @@ def _gather(layout: _Layout, storage: memoryview) -> EmbedsTensor:
 
 
 def _check(layout: _Layout, num_stored: int) -> None:
-    """Raise InvalidEmbeds for a tensor that does not lie inside its storage, or is larger than it."""
+    """Raise InvalidEmbeds for a tensor that reaches beyond its storage, or has more elements."""
     shape, strides = layout.shape, layout.strides
     if len(shape) > MAX_DIMS or len(shape) != len(strides) or min((0, layout.offset, *shape, *strides)) < 0:
         raise InvalidEmbeds(_NOT_SAVED)
@@ -143,7 +143,7 @@ def _check(layout: _Layout, num_stored: int) -> None:
 
 
 def _read_npy(data: bytes) -> EmbedsTensor:
-    """numpy's own reader evaluates the header, which is a literal of Python: numpy writes it in one form only."""
+    """Read the format of `numpy.save`, by regular expression: numpy's own reader evaluates the header as a literal."""
     major, length = data[6], struct.unpack_from("<H", data, 8)[0]
     end = _NPY_HEADER_AT + length
     header = _NPY_HEADER.fullmatch(data, _NPY_HEADER_AT, end) if major == 1 else None
@@ -160,17 +160,17 @@ def _read_npy(data: bytes) -> EmbedsTensor:
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> EmbedsTensor:
-    return EmbedsTensor(TensorSpec(dtype, shape), data)  # type: ignore[arg-type]  # looked up in tables of `Dtype`
+    return EmbedsTensor(TensorSpec(dtype, shape), data)  # type: ignore[arg-type]  # a value from tables of `Dtype`
 
 
 class _Global(NamedTuple):
-    """A name that a pickle would import. It stays a name."""
+    """A name that unpickling would import; here it is never resolved."""
 
     name: str
 
 
 class _Mark:
-    """Where a tuple begins on the stack."""
+    """Marks the start of a tuple on the stack."""
 
 
 class _Hooks:
@@ -178,7 +178,7 @@ class _Hooks:
 
 
 def _layout(data: bytes) -> _Layout:
-    """What a tensor's pickle says. Raises InvalidEmbeds, and of `_MALFORMED`."""
+    """Return the layout that a tensor's pickle describes. Raises InvalidEmbeds, or one of `_MALFORMED`."""
     if len(data) > MAX_PICKLE_BYTES:
         raise InvalidEmbeds(_NOT_SAVED)
     stack = _Stack()
@@ -214,12 +214,12 @@ class _Stack:
 
     def tuple_from_mark(self) -> None:
         first = len(self.values) - 1
-        while not isinstance(self.values[first], _Mark):  # IndexError where there is none
+        while not isinstance(self.values[first], _Mark):  # IndexError if there is none
             first -= 1
         self.values[first:] = [tuple(self.values[first + 1 :])]
 
     def storage(self) -> None:
-        """`("storage", type, key, device, length)` is what torch has for a storage."""
+        """Replace torch's persistent id of a storage, `("storage", type, key, device, length)`."""
         kind, of, key, _device, length = self.values.pop()
         module, _, name = of.name.partition(" ")
         if (kind, module) != ("storage", "torch") or type(key) is not str or type(length) is not int:

@@ -1,8 +1,8 @@
-"""What encoded bytes are, told from their first bytes on the event loop, before a preparer sees them.
+"""Detects the type of encoded bytes on the event loop, before they reach a preparer.
 
-Whatever the bytes, this takes less than 10 ms: magic bytes of every kind of file, and the headers of images as far as
-they can be read with a bounded number of steps. The rest of what a file says of itself is read inside a preparer, by
-the libraries that decode it (`decode`, `probe`).
+Takes less than 10 ms for any input: checks magic bytes of every type, and image headers as far as they can be parsed in
+a bounded number of steps. The rest of a file's metadata is read inside a preparer, by the libraries that decode it
+(`decode`, `probe`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from medialane.media.unsupported_types import HEAD_BYTES, invalid, is_other_file
 
 Bytes = bytes | bytearray | memoryview
 
-#: Images whose headers are checked here as far as a decoder would.
+#: Images whose headers are checked here as completely as by a decoder.
 _CHECKED_HERE = {"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp"}
 
 
 def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
-    """The media type of one item, which is within the limits as far as its first bytes tell; no decoder is run.
+    """Return the media type of one item and check its header against the limits; no decoder is run.
 
-    Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, and of images InvalidImage, ImageTooLarge, ImageTooComplex.
+    Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, the modality's Invalid* error (damaged or unrecognised), and
+    for images ImageTooLarge, ImageTooComplex.
     """
     check_modality(modality)
     try:
@@ -38,7 +39,7 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
 
 
 def needs_probe(media_type: str) -> bool:
-    """Whether `probe` has something to find in a file of this type that `sniff` has not looked at."""
+    """Return whether `probe` checks more of a file of this type than `sniff`."""
     return media_type not in _CHECKED_HERE
 
 

@@ -1,7 +1,7 @@
-"""Which refused bytes are a file of a type that is not accepted (415), and which are no file at all, or a damaged one.
+"""Distinguishes rejected files of an unsupported type (415) from invalid or damaged data (400).
 
-vLLM's clients have an exception class for a request that is wrong (400), and none for 415: that is kept for files that
-somebody made on purpose, told from their magic bytes. Everything else that no decoder here would open is invalid.
+OpenAI's clients have an exception class for 400, but none for 415, which is therefore reserved for intact files of
+another type, recognised by their magic bytes. Everything else that no decoder here would open is invalid.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from medialane.core.errors import InvalidAudio, InvalidImage, InvalidRequest, InvalidVideo
 from medialane.core.media import Modality
 
-#: How many of a file's first bytes `is_other_file_type` looks at.
+#: How many of a file's first bytes `is_other_file_type` needs.
 HEAD_BYTES = 64
 
 _INVALID: dict[Modality, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
 
-#: Files of the kinds that are accepted begin so: of another kind, or of this one and damaged.
+#: Magic bytes of supported types by modality: a rejected file with these is damaged, or of another modality.
 _OWN: dict[Modality, tuple[bytes, ...]] = {
     "image": (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM"),
     "video": (b"\x1a\x45\xdf\xa3",),
@@ -22,7 +22,7 @@ _OWN: dict[Modality, tuple[bytes, ...]] = {
 }
 _RIFF: dict[Modality, bytes] = {"image": b"WEBP", "audio": b"WAVE"}
 
-#: Files of no kind that is accepted: other images, documents, archives, sounds, videos, playlists, pages.
+#: Magic bytes of unsupported types: other images, documents, archives, audio, videos, playlists, web pages.
 _OTHERS = (
     b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"DDS ", b"\xd7\xcd\xc6\x9a", b"P4\n", b"P5\n", b"P6",
     b"\x89HDF", b"\x80\4\x95", b"8BPS", b"SIMPLE  =", b"\0\0\0\x0cjP", b"\0\0\0\x0cJXL", b"\xff\x0a", b"\0\0\1\0",
@@ -34,8 +34,8 @@ _OTHERS = (
 
 
 def is_other_file_type(head: bytes, modality: Modality) -> bool:
-    """Whether bytes that are not accepted as `modality` begin like a file of another type."""
-    if head[4:8] == b"ftyp":  # what is not accepted of these has a brand of its own: HEIC, or sound sent as a picture
+    """Return whether bytes rejected as `modality` have the magic bytes of another file type."""
+    if head[4:8] == b"ftyp":  # rejected ones have another brand: HEIC, or audio sent as an image
         return True
     if head.startswith(b"RIFF"):
         return head[8:12] in (b"AVI ", b"WEBP", b"WAVE") and head[8:12] != _RIFF.get(modality)

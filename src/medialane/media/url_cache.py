@@ -1,6 +1,6 @@
-"""What is known of URLs: which content they gave, how long that holds, and how to ask whether it still does.
+"""Cache of URL metadata: content hash, freshness lifetime, and validators for revalidation.
 
-Only hashes are kept; the content lives elsewhere, or nowhere. Pure: the clock is the caller's.
+Stores only hashes; the content may be stored elsewhere. The caller supplies the current time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import msgspec
 from blake3 import blake3
 
-#: Longer validators are not kept: an origin must not choose how much memory an entry takes.
+#: Longer validators are not stored: an origin must not control how much memory an entry uses.
 _MAX_VALIDATOR_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Validators:
-    """What a conditional request sends. They mean something at the URL that gave them only, redirects followed."""
+    """Validators for a conditional request. Valid only for `url`, the one after redirects that returned them."""
 
     url: str
     etag: str | None
@@ -31,7 +31,7 @@ class Validators:
 
 @dataclass(frozen=True, slots=True)
 class KnownUrl:
-    """The content that a URL gave. `lifetime_s` is what its origin granted then, None if it said nothing."""
+    """A URL's content. `lifetime_s` is the freshness lifetime that its origin granted, None if unspecified."""
 
     content_hash: str
     fresh_until: float
@@ -40,7 +40,7 @@ class KnownUrl:
 
 
 class UrlCache:
-    """The last `max_urls` URLs in use, by key."""
+    """An LRU cache of `max_urls` URLs, by key."""
 
     def __init__(self, max_urls: int) -> None:
         self._max_urls = max_urls
@@ -53,12 +53,12 @@ class UrlCache:
         return known
 
     def fresh(self, key: bytes, now: float) -> KnownUrl | None:
-        """What is known, if it still holds without asking."""
+        """Return the entry if it is fresh, i.e. needs no revalidation."""
         known = self.get(key)
         return known if known is not None and now < known.fresh_until else None
 
     def put(self, key: bytes, known: KnownUrl, now: float) -> None:
-        """Remember, unless it could be of no use."""
+        """Store an entry, unless it is stale and cannot be revalidated."""
         if known.fresh_until <= now and known.validators is None:
             self.forget(key)
             return
@@ -75,5 +75,5 @@ class UrlCache:
 
 
 def url_key(url: str, salt: str) -> bytes:
-    """The key of a URL for one tenant: 32 bytes, however long the URL."""
+    """Return the key of a URL for one tenant: 32 bytes, regardless of the URL's length."""
     return blake3(msgspec.msgpack.encode((url, salt))).digest()

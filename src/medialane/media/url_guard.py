@@ -1,12 +1,12 @@
-"""Which URLs and addresses media may be fetched from: the one place of that policy.
+"""The policy of which URLs and addresses media may be fetched from (SSRF protection).
 
-Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So text is held to a strict
-grammar before the HTTP client's own parser sees it (what the two read must agree), and what decides is not the text but
-the address about to be dialled: the client's resolver asks about every answer of a name, and its socket factory once
-more about the address that it connects to. Every hop of a redirect passes all of it again.
+Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So URLs are restricted to a
+strict grammar before the HTTP client's own parser sees them (and both must agree on host and port), and the decision is
+made on the address to connect to: the client's resolver checks every address of a name, and its socket factory checks
+the address once more before connecting. Every redirect passes all checks again.
 
-An address is public if it is globally reachable unicast, and so is the IPv4 address inside it if it has one (mapped,
-compatible, 6to4, Teredo, NAT64): `ipaddress.is_global` alone calls several of those global that lead inside.
+An address is public if it is globally reachable unicast, and so is any IPv4 address embedded in it (mapped, compatible,
+6to4, Teredo, NAT64): `ipaddress.is_global` alone considers several addresses global that lead to internal hosts.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ _AUTHORITY = re.compile(
 #: A host whose last label is a number is an IPv4 address in some spelling (WHATWG URL, "ends in a number").
 _ENDS_IN_A_NUMBER = re.compile(r"(?:^|\.)(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?\Z", re.ASCII)
 
-#: Labels that a resolver can ask for (RFC 1035, section 2.3.4); underscores occur.
+#: Names that can be resolved (RFC 1035, section 2.3.4); underscores occur in practice.
 _NAME = re.compile(r"(?=.{1,254}\Z)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?", re.ASCII)
 
 _GLOBAL_UNICAST_6 = IPv6Network("2000::/3")
-#: Not public, whatever this Python's `ipaddress` says of them; it changes from release to release (gh-113171).
+#: Not public, whatever this Python's `ipaddress` reports, which changes between releases (gh-113171).
 _NOT_PUBLIC_4 = (
-    IPv4Network("192.0.0.0/24"),  # protocol assignments (RFC 6890); Oracle Cloud's metadata are at 192.0.0.192
+    IPv4Network("192.0.0.0/24"),  # protocol assignments (RFC 6890); Oracle Cloud's metadata service is at 192.0.0.192
     IPv4Network("192.88.99.0/24"),  # relays of 6to4 (RFC 7526)
-    IPv4Network("168.63.129.16/32"),  # Azure's platform, reachable from its virtual machines alone
+    IPv4Network("168.63.129.16/32"),  # Azure's platform services, reachable only from its virtual machines
 )
 _NOT_PUBLIC_6 = (
     IPv6Network("2001::/23"),  # protocol assignments (RFC 2928), Teredo and ORCHID among them
     IPv6Network("2001:db8::/32"),  # documentation (RFC 3849, RFC 9637)
     IPv6Network("3fff::/20"),
 )
-#: IPv4 in the last 32 bits: compatible (RFC 4291), NAT64 (RFC 6052). Local NAT64 (RFC 8215) is not public at all.
+#: IPv4 in the last 32 bits: compatible (RFC 4291), NAT64 (RFC 6052). Local NAT64 (RFC 8215) is never public.
 _EMBEDDING = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
 
-#: In front of an IPv4 address in an interface identifier, with or without the bit of global ones (RFC 5214).
+#: Precedes an IPv4 address in an ISATAP interface identifier; the universal/local bit may be set (RFC 5214).
 _ISATAP = 0x00005EFE
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class UrlGuard:
-    """Answers whether a URL may be fetched and an address dialled. Its refusals are final."""
+    """Checks whether a URL may be fetched and an address connected to. Refusals are not retried."""
 
     def __init__(self, config: MediaConfig) -> None:
         self._max_chars = config.max_url_chars
@@ -66,7 +66,7 @@ class UrlGuard:
         self._networks = tuple(ip_network(network) for network in config.allowed_media_networks)
 
     def parse(self, url: str) -> URL:
-        """The URL, fit to be requested exactly as it stands.
+        """Validate a URL and return it in the form to be requested, byte for byte.
 
         Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden.
         """
@@ -84,7 +84,7 @@ class UrlGuard:
         return self._client_url(url, authority["host"].strip("[]").lower(), port)
 
     def follow(self, url: URL, location: str | None) -> URL:
-        """Where a redirect of `url` leads. Raises MediaFetchFailed, and as `parse` does."""
+        """Return the validated target of a redirect. Raises MediaFetchFailed, and what `parse` raises."""
         if location is None:
             raise MediaFetchFailed("the media host sent a redirect without a location")
         self._check_text(location)
@@ -98,7 +98,7 @@ class UrlGuard:
         return parsed
 
     def check_address(self, address: str, port: int) -> None:
-        """Raise MediaUrlForbidden unless this address may be dialled."""
+        """Raise MediaUrlForbidden unless connecting to this address is allowed."""
         inner = tuple(_unwrap(ip_address(address)))
         if all(any(a in network for network in self._networks) for a in inner):
             return
@@ -108,7 +108,7 @@ class UrlGuard:
             raise MediaUrlForbidden("the media URL resolves to an address that is not allowed")
 
     def open_socket(self, addr_info: tuple[int, int, int, str, tuple[str | int, ...]]) -> socket.socket:
-        """The HTTP client's socket factory: the last look at an address before it is dialled."""
+        """The HTTP client's socket factory: checks an address right before connecting to it."""
         family, kind, protocol, _, (address, port, *_) = addr_info
         self.check_address(str(address), int(port))
         return socket.socket(family, kind, protocol)
@@ -138,10 +138,10 @@ class UrlGuard:
             raise InvalidMediaUrl("the media URL has no valid host")
 
     def _client_url(self, url: str, host: str, port: int) -> URL:
-        """As the HTTP client reads it. Plain ASCII is requested byte for byte: a signed URL must not be requoted."""
+        """Parse with the HTTP client's parser. ASCII URLs are not requoted, because they may be signed."""
         try:
             parsed = URL(url.partition("#")[0], encoded=url.isascii())
-            # `host` decodes a punycoded name, which may fail.
+            # `host` decodes punycode, which may fail.
             agreed = bool(parsed.host) and (parsed.raw_host or "").lower() == host and parsed.port == port
         except ValueError as error:
             raise InvalidMediaUrl("the media URL is not valid") from error
@@ -151,7 +151,7 @@ class UrlGuard:
 
 
 def _unwrap(address: Address) -> Iterator[Address]:
-    """The addresses that a packet to `address` may end at."""
+    """Yield the addresses that a packet to `address` may reach."""
     if isinstance(address, IPv4Address):
         yield address
     elif address.ipv4_mapped is not None:

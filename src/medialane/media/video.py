@@ -1,6 +1,6 @@
-"""Encoded video to frames: the limits, the frames that are wanted, and their pixels.
+"""Decodes encoded video to frames: applies the limits, reads the requested frames, converts them to RGB.
 
-What a file's frames are, and how they are found, is `video_capture`'s business.
+`video_capture` locates a file's frames.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from medialane.media.video_capture import UNOPENABLE, Capture, FrameTable, Frame
 
 _Pixels = NDArray[np.uint8]
 
-#: FFmpeg's name of the demuxer by media type. Naming it leaves no other one to be probed for.
+#: FFmpeg's demuxer by media type. Naming it disables probing for others.
 _DEMUXERS = {"video/mp4": "mp4", "video/webm": "matroska", "video/x-matroska": "matroska"}
 
-#: Formats that become the same RGB whether by BGR, which is OpenCV's way, or straight.
+#: Formats for which direct conversion to RGB gives the same values as OpenCV's conversion via BGR.
 _DIRECT_FORMATS = {"yuv420p", "yuvj420p"}
 
-#: Degrees that the file says to turn its pictures by, to the quarter turns (counterclockwise) that OpenCV makes.
+#: Rotation in the file's metadata, in degrees, to OpenCV's number of quarter turns (counterclockwise).
 _QUARTER_TURNS = {90: 1, 180: 2, -180: 2, -90: 3}
 
 
 @contextmanager
 def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterator[Video]:
-    """Open an encoded video of the type that `sniff_video` told. It is closed with the block.
+    """Open an encoded video of the type returned by `sniff_video`; it is closed at the end of the block.
 
     Raises InvalidVideo, VideoTooLarge, VideoTooLong, UnsupportedMediaType; for a list of JPEG frames what
     `split_jpeg_list` raises.
@@ -56,7 +56,7 @@ def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterat
 
 
 class JpegList:
-    """vLLM's list of JPEG frames (a `Video`). It tells no rate: vLLM takes it from the request's options."""
+    """vLLM's list of JPEG frames (a `Video`). It has no frame rate: vLLM takes it from the request's options."""
 
     def __init__(self, data: memoryview, config: MediaConfig) -> None:
         self._frames = split_jpeg_list(data, config)
@@ -65,18 +65,18 @@ class JpegList:
         self.source = VideoSource(num_frames=len(self._frames), fps=0.0, duration_s=0.0)
 
     def read(self, indices: Sequence[int]) -> tuple[_Pixels, list[int]]:
-        """As `Video.read`; there is no frame that cannot be read."""
-        wanted = [index for index in indices if 0 <= index < len(self._frames)]
-        if not wanted:
+        """Implement `Video.read`; every frame is readable."""
+        requested = [index for index in indices if 0 <= index < len(self._frames)]
+        if not requested:
             raise InvalidVideo("the video has none of the frames that the model samples")
-        pictures = [decode_image(memoryview(self._frames[index]), self._config).pixels for index in wanted]
-        if len({picture.shape for picture in pictures}) > 1:
+        frames = [decode_image(memoryview(self._frames[index]), self._config).pixels for index in requested]
+        if len({frame.shape for frame in frames}) > 1:
             raise InvalidVideo("the video's frames differ in size")
-        return np.stack(pictures), wanted
+        return np.stack(frames), requested
 
 
 class EncodedVideo:
-    """A video in a container (a `Video`). What it opens is closed with `stack`."""
+    """A video in a container (a `Video`). `stack` owns what it opens."""
 
     def __init__(self, data: memoryview, config: MediaConfig, *, demuxer: str, stack: ExitStack) -> None:
         self.data = data
@@ -88,23 +88,23 @@ class EncodedVideo:
         self.source = self._find_source()
 
     def read(self, indices: Sequence[int]) -> tuple[_Pixels, list[int]]:
-        """As `Video.read`. Frames that cannot be decoded are left out."""
-        wanted = sorted({index for index in indices if index >= 0})
-        self._check(wanted)
+        """Implement `Video.read`. Frames that cannot be decoded are omitted."""
+        requested = sorted({index for index in indices if index >= 0})
+        self._check(requested)
         if self._table is not None:
             try:
-                return self._collect(wanted, self._capture.jump(self._table, wanted))
+                return self._collect(requested, self._capture.jump(self._table, requested))
             except FrameTableMismatch:
                 self._table = None
                 self._as_opencv()
-        return self._collect(wanted, self._capture.walk(wanted))
+        return self._collect(requested, self._capture.walk(requested))
 
     def _open(self, *, strict: bool) -> Capture:
         container = self._stack.enter_context(open_container(self.data, self._demuxer, self._config))
         return Capture(container, self._config, strict=strict)
 
     def _find_source(self) -> VideoSource:
-        """What vLLM's `get_video_metadata` finds."""
+        """Return the same as vLLM's `get_video_metadata`."""
         num_frames, fps = self._capture.num_claimed_frames, self._capture.fps
         self._check_length(num_frames)
         self._table = self._capture.frame_table()
@@ -113,7 +113,7 @@ class EncodedVideo:
         return VideoSource(num_frames=num_frames, fps=fps, duration_s=num_frames / fps)
 
     def _as_opencv(self) -> int:
-        """Begin anew and do what OpenCV does, which for a damaged file leaves its marks on what follows."""
+        """Reopen and count like OpenCV; on a damaged file, this affects the decoder state for later reads."""
         self._capture = self._open(strict=False)
         return self._capture.count_visible()
 
@@ -123,25 +123,25 @@ class EncodedVideo:
         if self._capture.duration_s > self._config.max_video_duration_s:
             raise VideoTooLong(f"the video is longer than {self._config.max_video_duration_s:g} seconds")
 
-    def _check(self, wanted: list[int]) -> None:
-        if len(wanted) > self._config.max_sampled_frames:
+    def _check(self, requested: list[int]) -> None:
+        if len(requested) > self._config.max_sampled_frames:
             raise TooManyFrames(
-                f"{len(wanted)} frames of the video were asked for, more than {self._config.max_sampled_frames}"
+                f"{len(requested)} frames of the video were requested, more than {self._config.max_sampled_frames}"
             )
-        if wanted and wanted[-1] >= self._config.max_video_frames:
+        if requested and requested[-1] >= self._config.max_video_frames:
             raise VideoTooLong(f"the video has more than {self._config.max_video_frames} frames")
         width, height = self._capture.size
-        if len(wanted) * width * height * 3 > self._config.max_video_decoded_bytes:
-            raise VideoTooLarge(f"{len(wanted)} frames of {width}x{height} take too much memory")
+        if len(requested) * width * height * 3 > self._config.max_video_decoded_bytes:
+            raise VideoTooLarge(f"{len(requested)} frames of {width}x{height} take too much memory")
 
-    def _collect(self, wanted: list[int], found: Iterator[tuple[int, av.VideoFrame]]) -> tuple[_Pixels, list[int]]:
-        """Convert frames into one array as they come."""
+    def _collect(self, requested: list[int], found: Iterator[tuple[int, av.VideoFrame]]) -> tuple[_Pixels, list[int]]:
+        """Convert frames into one array as they are decoded."""
         frames: _Pixels | None = None
         converter = _Converter()
         read: list[int] = []
         for index, frame in found:
             if frames is None:
-                frames = np.empty((len(wanted), *converter.shape_of(frame)), np.uint8)
+                frames = np.empty((len(requested), *converter.shape_of(frame)), np.uint8)
             try:
                 converter.convert(frame, frames[len(read)])
             except av.FFmpegError as error:
@@ -153,7 +153,7 @@ class EncodedVideo:
 
 
 class _Converter:
-    """Frames to RGB as OpenCV makes it: by BGR, chroma interpolated by its cubic, turned as the file says."""
+    """Converts frames to RGB like OpenCV: via BGR, bicubic chroma, rotated according to the metadata."""
 
     def __init__(self) -> None:
         self._reformatter = VideoReformatter()
@@ -163,9 +163,9 @@ class _Converter:
         return (frame.width, frame.height, 3) if turned else (frame.height, frame.width, 3)
 
     def convert(self, frame: av.VideoFrame, out: _Pixels) -> None:
-        straight = frame.format.name in _DIRECT_FORMATS
-        picture = self._reformatter.reformat(
-            frame, format="rgb24" if straight else "bgr24", interpolation=Interpolation.BICUBIC, threads=1
+        direct = frame.format.name in _DIRECT_FORMATS
+        converted = self._reformatter.reformat(
+            frame, format="rgb24" if direct else "bgr24", interpolation=Interpolation.BICUBIC, threads=1
         )
-        pixels = picture.to_ndarray()
-        out[:] = np.rot90(pixels if straight else pixels[..., ::-1], _QUARTER_TURNS.get(frame.rotation, 0))
+        pixels = converted.to_ndarray()
+        out[:] = np.rot90(pixels if direct else pixels[..., ::-1], _QUARTER_TURNS.get(frame.rotation, 0))

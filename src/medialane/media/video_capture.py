@@ -1,14 +1,13 @@
-"""The frames of an encoded video, found as OpenCV finds them.
+"""Reads the frames of an encoded video exactly like OpenCV.
 
-Theory of operation. vLLM decodes with OpenCV, and its samplers compute from what OpenCV says of a file, so `Capture`
-does step by step what OpenCV's `CvCapture_FFMPEG` does (modules/videoio/src/cap_ffmpeg_impl.hpp) with the same FFmpeg:
-the same count and rate, seeks and numbers for frames. Where a file is plain (`FrameTable`: constant rate,
-every packet one frame, nothing hidden by an edit list) the outcome of all that is known from the packets' times alone.
-Then the count needs no decoding, and a wanted frame is found by its time after a seek to the keyframe before it. The
-frames that come out are checked against the table one by one; the first that does not fit ends the shortcut, and the
-video is read again from its start as OpenCV would.
+Theory of operation. vLLM decodes with OpenCV, and its samplers use the metadata that OpenCV reports, so `Capture`
+reproduces OpenCV's `CvCapture_FFMPEG` step by step (modules/videoio/src/cap_ffmpeg_impl.hpp) with the same FFmpeg: the
+same frame count, frame rate, seeks and frame numbers. For a plain file (`FrameTable`: constant rate, one frame per
+packet, nothing hidden by an edit list) the result follows from the packets' timestamps alone. Then counting needs no
+decoding, and a requested frame is found by its timestamp after a seek to the preceding keyframe. Each decoded frame is
+checked against the table; on the first mismatch, the video is read again from the start like OpenCV would.
 
-It differs from OpenCV on purpose in two cases in which OpenCV's wheel gives no frame at all: videos of one frame (its
+It deliberately differs from OpenCV in two cases in which OpenCV's wheel returns no frame: videos of a single frame (its
 seeks leave it at the end of the file), and AV1 (the wheel has no software decoder).
 """
 
@@ -32,26 +31,26 @@ from medialane.media.memory_file import MemoryFile
 
 UNOPENABLE = "the video cannot be opened"
 
-#: Codecs of whose packets each is one frame. (VP8's may be a frame that is never shown.)
+#: Codecs with one displayed frame per packet. (VP8 packets may hold a frame that is never shown.)
 _ONE_FRAME_PER_PACKET = {"h264", "hevc", "vp9", "av1"}
 
-#: FFmpeg's number for a time that is not known.
+#: FFmpeg's AV_NOPTS_VALUE: unknown timestamp.
 _NO_TIME = -(1 << 63)
 
-#: FFmpeg asks for this many bytes at a time: few calls into Python, little read for nothing after a seek.
+#: FFmpeg's read size: few calls into Python, few bytes wasted after a seek.
 _READ_BYTES = 1 << 17
 
-#: OpenCV's zero, of seconds and of rates (`eps_zero`).
+#: OpenCV's `eps_zero`, for seconds and rates.
 _EPS_ZERO = 0.000025
 
-#: How many frames before the wanted one OpenCV seeks first.
+#: OpenCV's first seek goes this many frames before the target.
 _FIRST_SEEK_BACK = 16
 
 
 def open_container(data: memoryview, demuxer: str, config: MediaConfig) -> InputContainer:
-    """The container, within the limits as far as FFmpeg checks them. Raises InvalidVideo."""
+    """Open the container with the limits that FFmpeg can enforce. Raises InvalidVideo."""
     options = {
-        "max_pixels": str(config.max_video_pixels),  # for the decoders that look at the first packets, too
+        "max_pixels": str(config.max_video_pixels),  # also for the decoders that probe the first packets
         "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2" if demuxer == "mp4" else "matroska,webm",
         "protocol_whitelist": "none",
     }
@@ -63,7 +62,7 @@ def open_container(data: memoryview, demuxer: str, config: MediaConfig) -> Input
             options=options,
             buffer_size=_READ_BYTES,
             io_open=_refuse,
-            metadata_errors="ignore",  # tags are in any encoding, and nothing to us
+            metadata_errors="ignore",  # tags may be in any encoding, and are not used
         )
     except av.FFmpegError as error:
         raise InvalidVideo(UNOPENABLE) from error
@@ -74,19 +73,19 @@ def _refuse(_url: str, _flags: int, _options: dict[str, str]) -> None:
 
 
 class FrameTableMismatch(Exception):
-    """The frames that come out are not those that the table told."""
+    """The decoded frames differ from the frame table."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameTable:
-    """A plain video's frames: their times in the stream's time base, and the numbers of its keyframes, ascending."""
+    """A plain video's frame timestamps in the stream's time base, and the numbers of its keyframes; both ascending."""
 
     times: list[int]
     keys: list[int]
 
 
 class Capture:
-    """OpenCV's capture over PyAV: frames in the order and with the numbers that OpenCV gives them."""
+    """OpenCV's capture implemented with PyAV: frames in the same order and with the same numbers as OpenCV's."""
 
     def __init__(self, container: InputContainer, config: MediaConfig, *, strict: bool) -> None:
         if not container.streams.video:
@@ -99,7 +98,7 @@ class Capture:
         self._ready: deque[av.VideoFrame] = deque()
         self._position = 0
         self._first_number = -1
-        self._picture_time = _NO_TIME
+        self._frame_time = _NO_TIME
         self._moved = False
         self._num_decoded = 0
         self.fps = self._find_rate()
@@ -110,9 +109,9 @@ class Capture:
         if context is None:
             raise InvalidVideo("the video codec is unknown")
         self._context = context
-        context.thread_count = 1  # one job, one thread: preparers are the parallelism
+        context.thread_count = 1  # parallelism comes from multiple preparers
         context.options = {"max_pixels": str(self._config.max_video_pixels)}
-        if strict:  # a damaged file ends in an error, not in a guess
+        if strict:  # fail on damaged data instead of concealing errors
             context.options |= {"err_detect": "explode"}
         self.size = context.width, context.height
         if not all(self.size):
@@ -122,16 +121,16 @@ class Capture:
 
     @property
     def duration_s(self) -> float:
-        """The longest that the file tells of itself."""
+        """The longest duration that the file's metadata implies."""
         return max(self._reported_duration_s(), self.num_claimed_frames / self.fps)
 
     def _reported_duration_s(self) -> float:
-        """`get_duration_sec`: the file's duration, or else the stream's, which may be the number for "not known"."""
+        """`get_duration_sec`: the container's duration, or else the stream's, which may be AV_NOPTS_VALUE."""
         duration = self._container.duration
         if duration is not None and duration / av.time_base >= _EPS_ZERO:
             return duration / av.time_base
-        told = self._stream.duration
-        return float(_NO_TIME if told is None else told) * self._tick_s()
+        reported = self._stream.duration
+        return float(_NO_TIME if reported is None else reported) * self._tick_s()
 
     def _find_rate(self) -> float:
         """`get_fps`."""
@@ -152,17 +151,17 @@ class Capture:
     def _number_of(self, time: int) -> int:
         """`dts_to_frame_number`."""
         ticks = time - (self._stream.start_time or 0)
-        if ticks < _NO_TIME:  # as 64 bits have it
+        if ticks < _NO_TIME:  # wraps around in 64 bits
             ticks += 1 << 64
         return int(self.fps * (ticks * self._tick_s()) + 0.5)
 
     # Frame by frame
 
     def grab(self) -> av.VideoFrame | None:
-        """The next frame; None if there is none, or if the next packet cannot be decoded."""
+        """Return the next frame; None at the end, or if the next packet cannot be decoded."""
         if 0 < self._stream.frames < self._position:
             return None
-        self._picture_time = _NO_TIME
+        self._frame_time = _NO_TIME
         while not self._ready:
             try:
                 self._ready.extend(self._context.decode(next(self._packets)))
@@ -173,27 +172,27 @@ class Capture:
         self._moved = True
         self._position += 1
         if (time := frame.pts or frame.dts) is not None:
-            self._picture_time = time
+            self._frame_time = time
         if self._first_number < 0:
-            self._first_number = self._number_of(self._picture_time)
+            self._first_number = self._number_of(self._frame_time)
         if (frame.width, frame.height) != self.size:
             raise InvalidVideo("the video's frames differ in size")
         return frame
 
     def _count_decoded(self) -> None:
-        """Finding the count, reading with jumps and reading again go over a frame three times at most."""
+        """Limit the decoding work: counting, jumping and re-reading decode a frame at most three times."""
         self._num_decoded += 1
         if self._num_decoded > 3 * self._config.max_video_frames:
             raise VideoTooLong(f"the video has more than {self._config.max_video_frames} frames")
 
     def _rewind(self) -> None:
-        """`seek(0)`. Not where nothing was read: OpenCV has not moved then either."""
+        """`seek(0)`. Does nothing if no frame was read, like OpenCV."""
         if self._moved:
             self._jump_to(self._stream.start_time or 0)
             self._position = 0
 
     def _jump_to(self, time: int) -> None:
-        with suppress(av.FFmpegError):  # OpenCV goes on from where it is
+        with suppress(av.FFmpegError):  # OpenCV continues from the current position
             self._container.seek(time, stream=self._stream)
         self._context.flush_buffers()
         self._ready.clear()
@@ -201,7 +200,7 @@ class Capture:
         self._moved = True
 
     def count_visible(self) -> int:
-        """vLLM's cross-check of the claimed count: go to the end, and see what number the last frame has."""
+        """vLLM's cross-check of the claimed count: seek to the end and return the last frame's number."""
         num_claimed = self.num_claimed_frames
         if num_claimed < 2:
             return num_claimed
@@ -211,14 +210,14 @@ class Capture:
         return visible if at_end and 0 < visible < num_claimed - 1 else num_claimed
 
     def _seek_to_end(self, number: int) -> None:
-        """`seek(number)` of a number over 1, which is the number of frames, from a capture that has read nothing."""
+        """`seek(number)` to the frame count, which is over 1, on a capture that has not read any frame."""
         self.grab()
         back = _FIRST_SEEK_BACK
         while True:
             target = max(number - back, 0)
             self._jump_to((self._stream.start_time or 0) + int(target / self.fps / self._tick_s() + 0.5))
             self.grab()
-            self._position = self._number_of(self._picture_time) - self._first_number
+            self._position = self._number_of(self._frame_time) - self._first_number
             if 0 <= self._position <= number - 1:
                 break
             if target == 0:
@@ -228,19 +227,19 @@ class Capture:
             pass
         self._position += 1
 
-    def walk(self, wanted: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Frames of these numbers, counted from the start, as OpenCV's callers do: a failed grab counts as well."""
+    def walk(self, indices: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Yield the frames with these numbers, counted from the start; like in OpenCV, failed grabs count as well."""
         self._rewind()
-        takes = frozenset(wanted)
-        for index in range(wanted[-1] + 1 if wanted else 0):
+        selected = frozenset(indices)
+        for index in range(indices[-1] + 1 if indices else 0):
             frame = self.grab()
-            if frame is not None and index in takes:
+            if frame is not None and index in selected:
                 yield index, frame
 
-    # By the table
+    # By the frame table
 
     def frame_table(self) -> FrameTable | None:
-        """The table of all frames if the video is plain, found without decoding. Raises VideoTooLong."""
+        """Return the table of all frames, found without decoding; None if not plain. Raises VideoTooLong."""
         if self._context.codec.canonical_name not in _ONE_FRAME_PER_PACKET or self.num_claimed_frames < 2:
             return None
         self._moved = True
@@ -254,11 +253,11 @@ class Capture:
         return FrameTable(times, sorted(number_of[time] for time, is_key in packets if is_key))
 
     def _whole_packets(self) -> Iterator[tuple[int, bool]]:
-        """Time of each packet, and whether a decoder may begin with it; nothing if some are hidden or broken."""
+        """Return timestamp and keyframe flag of each packet; nothing if some are hidden or corrupt."""
         found: list[tuple[int, bool]] = []
         try:
             for packet in self._packets:
-                if not packet.size:  # the last one has nothing: it flushes the decoder
+                if not packet.size:  # the last one is empty: it flushes the decoder
                     break
                 if packet.pts is None or packet.is_discard or packet.is_corrupt:
                     return iter(())
@@ -270,19 +269,19 @@ class Capture:
         return iter(found)
 
     def _is_constant(self, times: list[int]) -> bool:
-        """Whether OpenCV's numbers of these times are 0, 1, 2 and so on."""
+        """Return whether OpenCV would number these timestamps 0, 1, 2, ..."""
         seconds = (np.array(times) - (self._stream.start_time or 0)) * self._tick_s()
         numbers = np.floor(self.fps * seconds + 0.5)
         return bool(np.array_equal(numbers, np.arange(len(times))))
 
-    def jump(self, table: FrameTable, wanted: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Frames of these numbers, with a seek where the next one lies behind a later keyframe.
+    def jump(self, table: FrameTable, indices: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Yield the frames with these numbers, seeking if there is a keyframe before the next one.
 
-        Raises Unsure when something comes out that the table does not tell.
+        Raises FrameTableMismatch if a decoded frame differs from the table.
         """
         frames: Iterator[tuple[int, av.VideoFrame]] = iter(())
         at = -1
-        for index in wanted:
+        for index in indices:
             if index >= len(table.times):
                 raise FrameTableMismatch
             key = table.keys[bisect_right(table.keys, index) - 1]
@@ -296,13 +295,13 @@ class Capture:
                 raise FrameTableMismatch
 
     def _frames_from(self, key: int, times: list[int]) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Frames from a keyframe on, each one where the table has it."""
+        """Yield the frames from a keyframe on, each checked against the table."""
         self._jump_to(times[key])
         self._position = 0
         number = key
         while (frame := self.grab()) is not None:
             if number == key and frame.pts is not None and frame.pts < times[key]:
-                continue  # shown before the keyframe that it follows in the file, and built on what was not decoded
+                continue  # displayed before the keyframe it follows in the file; its references were not decoded
             if number == len(times) or frame.pts != times[number] or frame.is_corrupt:
                 raise FrameTableMismatch
             yield number, frame

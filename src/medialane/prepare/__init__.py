@@ -1,7 +1,7 @@
-"""From encoded media to features: decode and the engine's processor in N killable processes, results in the arena.
+"""From encoded media to features: decode and run the engine's processor in N sandboxed processes, results in the arena.
 
-`PreparerPool` is the gateway's side; what it needs of an engine are the protocols `Processor` and `Assembler`, and a
-factory that builds the former inside the process that preparers fork from.
+`PreparerPool` is the gateway's side. The engine supplies the protocols `Processor` and `Assembler`, and a factory that
+builds the former inside the fork server.
 """
 
 from medialane.prepare.config import PrepareConfig

@@ -1,4 +1,4 @@
-"""How media are prepared: how many processes, how long a job may take, how much memory it may have."""
+"""Settings of media preparation: number of processes, timeouts, memory limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     ] = 0
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot be."""
+        """Raise StartupFailed naming the first invalid setting."""
         for name in ("num_preparers", "memory_limit_bytes", "max_jobs_per_preparer"):
             if getattr(self, name) < 0:
                 raise StartupFailed(f"{name} must not be negative")
@@ -61,9 +61,9 @@ class PrepareConfig(msgspec.Struct, frozen=True):
                 raise StartupFailed(f"{name} must be positive")
 
     def job_timeout_s(self, modality: Modality) -> float:
-        """Longest time of one job of this modality."""
+        """Return the timeout of one job of this modality in seconds."""
         return {"image": self.image_timeout_s, "audio": self.audio_timeout_s, "video": self.video_timeout_s}[modality]
 
     def resolved_num_preparers(self) -> int:
-        """The number of preparers on this machine: cores are those that this process may run on."""
+        """Return the number of preparers; by default the CPUs in this process's affinity mask minus one."""
         return self.num_preparers or max(1, len(os.sched_getaffinity(0)) - 1)

@@ -1,7 +1,7 @@
-"""What a preparer may not do, and how it dies: limits and facts of the calling process (Linux; more in `sandbox`).
+"""Process limits of a preparer: privileges, rlimits, signals, sockets (Linux; see also `sandbox`).
 
-A decoder that a hostile file takes over finds no socket but its job channel, little memory to take, no core dump to
-write, and is the first that the kernel's memory killer picks.
+A decoder compromised by a hostile file has no socket but its job channel, limited memory, no core dump, and is the
+preferred victim of the kernel's OOM killer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _libc.prctl.restype = ctypes.c_int
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that made it ends; end now if the parent is gone already."""
+    """Have the kernel kill this process when its parent thread exits; exit now if the parent has already exited."""
     if not signal_on_parent_death(signal.SIGKILL, parent_pid=parent_pid):
         raise SystemExit(0)
 
@@ -38,7 +38,7 @@ def die_with_parent(parent_pid: int) -> None:
 def require_one_thread() -> None:
     """Raise StartupFailed unless this process has exactly one thread.
 
-    A child of fork has the calling thread alone: locks that others held stay locked in it for ever.
+    A forked child has only the calling thread: locks held by other threads stay locked in it forever.
     """
     num_threads = _status("Threads")
     if num_threads != 1:
@@ -49,7 +49,7 @@ def require_one_thread() -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let the address space of this process grow by `more_bytes` at most; 0 leaves it unlimited."""
+    """Limit the growth of this process's address space to `more_bytes`; 0 means unlimited."""
     if more_bytes:
         limit = _status("VmSize") * 1024 + more_bytes
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -59,18 +59,18 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def drop_privileges() -> None:
-    """No new privileges, no core dump; be the first to die when the machine is out of memory."""
+    """Set no_new_privs, disable core dumps, and become the first victim of the OOM killer."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
     except PermissionError:
-        # Some sandboxes forbid even making it worse; it is a hint for the kernel, nothing relies on it.
+        # Some sandboxes forbid even raising it; it is a hint for the kernel that nothing relies on.
         return
 
 
 def drop_capabilities() -> None:
-    """Give up what root may do beyond other users (capset(2)); nothing for those who are not root."""
+    """Drop all capabilities (capset(2)); no effect for users other than root."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     if _libc.capset(header, bytes(24)) != 0:
         number = ctypes.get_errno()
@@ -78,19 +78,19 @@ def drop_capabilities() -> None:
 
 
 def restore_fault_handlers() -> None:
-    """Let a fault end this process at once.
+    """Let a fault terminate this process at once.
 
-    Libraries that come with vLLM (LLVM) have the fault signals print a stack first; in a forked child that waits for
-    locks that nobody holds any more, and the crash would look like a decoder that takes too long.
+    Libraries loaded by vLLM (LLVM) handle fault signals by printing a stack trace first; in a forked child this
+    deadlocks on locks of threads that were not forked, and the crash would be reported as a timeout.
     """
     for number in _FAULTS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def drop_sockets(keep: Collection[int]) -> None:
-    """Point every socket of this process at /dev/null, but those in `keep`.
+    """Redirect every socket of this process to /dev/null, except those in `keep`.
 
-    Not closed: their Python objects still own the numbers, and would close what comes to bear them next.
+    They are not closed: their Python objects would later close whatever reuses the descriptor.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in _descriptors():
@@ -107,7 +107,7 @@ def _is_socket(fd: int) -> bool:
     try:
         return stat.S_ISSOCK(os.fstat(fd).st_mode)
     except OSError:
-        return False  # the descriptor that listed the folder is gone by now
+        return False  # the descriptor of the listing itself, closed by now
 
 
 def _status(field: str) -> int:

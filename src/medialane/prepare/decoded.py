@@ -1,4 +1,4 @@
-"""Stage `decoded`: what a decoder gave, in the form in which processed items leave a preparer."""
+"""Stage `decoded`: decoded media in the form of a processed item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from medialane.prepare.processor import ProcessedItem
 
 
 def decoded_item(media: Decoded) -> ProcessedItem:
-    """The one array of decoded media, laid out as in `core.media`; the header is empty, the size says the rest."""
+    """Return the array of decoded media as one tensor, laid out as in `core.media`, with an empty header."""
     array = np.ascontiguousarray(_array(media))
     spec = TensorSpec("float32" if isinstance(media, AudioSamples) else "uint8", array.shape)
     return ProcessedItem(header=b"", specs=(spec,), buffers=(array.data,), size=media.size)

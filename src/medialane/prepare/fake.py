@@ -1,7 +1,6 @@
-"""A processor and an assembler without an engine: deterministic, and able to fail in every way a real one can.
+"""A deterministic processor and assembler without an engine, which can inject every kind of fault.
 
-`build_processor` is a factory as the fork server takes it. The options of an item choose the fault, so a test needs no
-special pictures.
+`build_processor` is a factory for the fork server. An item's options select the fault, so tests need no special images.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from medialane.core.media import Decoded, FrameBatch, Image, Video
 from medialane.core.tensor import TensorSpec
 from medialane.prepare.processor import AssembledPrompt, ProcessedItem
 
-#: The token that stands for one item in a prompt that is not expanded yet.
+#: The token that represents one item in an unexpanded prompt.
 PLACEHOLDER_TOKEN = 7
 
 #: Side of the square of pixels that becomes one placeholder token.
@@ -33,7 +32,7 @@ Fault = Literal["none", "kill", "abort", "exit", "segfault", "hang", "hog", "rai
 
 
 class FakeConfig(msgspec.Struct, frozen=True):
-    """How the fake's construction goes: how long, with how many extra threads, or to which refusal."""
+    """How construction behaves: its duration, extra threads, or failure."""
 
     warm_s: float = 0.0
     num_threads: int = 0
@@ -42,9 +41,9 @@ class FakeConfig(msgspec.Struct, frozen=True):
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to one item: `sleep_s` of work, then the fault. `hog` and a larger `scale` take memory.
+    """What happens to one item: it sleeps for `sleep_s`, then triggers the fault.
 
-    One that `shrinks` may be decoded at the smallest size there is; one of more than `max_pixels` has too many tokens.
+    With `shrinks` it may be decoded at the smallest size offered; with more than `max_pixels` it has too many tokens.
     """
 
     sleep_s: float = 0.0
@@ -56,25 +55,25 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def build_processor(config: bytes) -> FakeProcessor:
-    """Factory: `config` is a JSON FakeConfig, or empty."""
-    wanted = msgspec.json.decode(config or b"{}", type=FakeConfig)
-    time.sleep(wanted.warm_s)
-    for _ in range(wanted.num_threads):
+    """Build the processor (a factory); `config` is a JSON FakeConfig, or empty."""
+    settings = msgspec.json.decode(config or b"{}", type=FakeConfig)
+    time.sleep(settings.warm_s)
+    for _ in range(settings.num_threads):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    if wanted.refusal is not None:
-        raise StartupFailed(wanted.refusal)
-    if wanted.bug:
+    if settings.refusal is not None:
+        raise StartupFailed(settings.refusal)
+    if settings.bug:
         raise ZeroDivisionError("a bug in the factory")
     return FakeProcessor()
 
 
 class FakeProcessor:
-    """Two tensors an item: pixels times `scale` as float32, and height and width as int64. Images only."""
+    """Returns two tensors per item: pixels times `scale` as float32, and height and width as int64. Images only."""
 
     files = ()
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        raise UnsupportedMediaType("the fake takes images only")
+        raise UnsupportedMediaType("the fake supports images only")
 
     def check_size(self, size: tuple[int, int], options: bytes) -> None:
         if size[0] * size[1] > msgspec.json.decode(options, type=FakeOptions).max_pixels:
@@ -87,13 +86,13 @@ class FakeProcessor:
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         if not isinstance(media, Image):
-            raise UnsupportedMediaType("the fake takes images only")
-        wanted = msgspec.json.decode(options, type=FakeOptions)
-        time.sleep(wanted.sleep_s)
-        _FAULTS[wanted.fault]()
-        pixels = media.pixels.astype(np.float32) * np.float32(wanted.scale)
+            raise UnsupportedMediaType("the fake supports images only")
+        item_options = msgspec.json.decode(options, type=FakeOptions)
+        time.sleep(item_options.sleep_s)
+        _FAULTS[item_options.fault]()
+        pixels = media.pixels.astype(np.float32) * np.float32(item_options.scale)
         shape = np.array(media.pixels.shape[:2], np.int64)
-        header = msgspec.json.encode({"sum": int(media.pixels.sum(dtype=np.int64))}).ljust(wanted.header_bytes)
+        header = msgspec.json.encode({"sum": int(media.pixels.sum(dtype=np.int64))}).ljust(item_options.header_bytes)
         return ProcessedItem(
             header=header,
             specs=(TensorSpec("float32", pixels.shape), TensorSpec("int64", shape.shape)),
@@ -126,7 +125,7 @@ class FakeAssembler:
 
 
 def num_placeholder_tokens(feature: Feature) -> int:
-    """Whole or begun patches of the true size."""
+    """Return the number of patches that cover the true size."""
     return -(-feature.size.width // PATCH_SIDE) * -(-feature.size.height // PATCH_SIDE)
 
 
@@ -139,7 +138,7 @@ def _hang() -> None:
 
 
 def _hog() -> None:
-    hoard = [np.ones(1 << 26, np.uint8) for _ in range(32)]  # 2 GiB, where nothing forbids it
+    hoard = [np.ones(1 << 26, np.uint8) for _ in range(32)]  # 2 GiB, unless a limit prevents it
     del hoard
 
 
@@ -152,7 +151,7 @@ def _raise() -> None:
 
 
 def _reject() -> None:
-    raise InvalidImage("the fake processor does not take this image")
+    raise InvalidImage("the fake processor rejects this image")
 
 
 def _exit() -> None:

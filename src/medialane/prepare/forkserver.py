@@ -1,19 +1,19 @@
 """The process that preparers fork from: `python -m medialane.prepare.forkserver FACTORY CONTROL_FD PARENT_PID`.
 
-Theory of operation. The engine's processor takes some 20 s and 600 MB to import, build and warm (vllm.md 3). This
-process does it once; every preparer is a fork of it, up in milliseconds and sharing those pages. Two things must hold:
+Theory of operation. The engine's processor takes about 20 s and 600 MB to import, build and warm (vllm.md 3). This
+process does it once; every preparer is a fork of it, ready in milliseconds and sharing those pages. Two invariants:
 
-* One thread. A fork copies the calling thread alone; a lock that another thread held would stay locked in the child.
-  Hence a process of its own (the gateway has threads), the variables of `ENVIRONMENT` set before any import, and a
-  count of the threads before each fork.
-* Nothing is left behind. The kernel kills this process with the gateway's thread that started it, and each preparer
-  with this process (PR_SET_PDEATHSIG); the control channel's end says the same to a process that can still read.
+* One thread. A fork copies only the calling thread; a lock held by another thread would stay locked in the child.
+  Hence a separate process (the gateway has threads), the variables of `ENVIRONMENT` set before any import, and a
+  thread count before each fork.
+* No orphans. The kernel kills this process with the gateway's thread that started it, and each preparer with this
+  process (PR_SET_PDEATHSIG); closing the control channel has the same effect on a process that still reads it.
 
-A *spare* is a fork of this process that waits for its own control channel to ask it for preparers. It costs the pages
-that it writes to (some MB) and makes the death of this process one of milliseconds, not of another 20 s.
+A *spare* is a fork of this process that waits on its own control channel. It costs the pages that it writes to (a few
+MB) and reduces the recovery time after the death of this process from 20 s to milliseconds.
 
-The loop waits for requests on the control channel and for the ends of children (one pidfd each, so that a pid is
-never confused with a later one's). It is the only place where preparers are reaped. The protocol is in `messages`.
+The loop waits for requests on the control channel and for exits of children (one pidfd each, which a reused pid cannot
+confuse). It is the only place where preparers are reaped. The protocol is in `messages`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ from medialane.prepare.sandbox import Sandbox, available
 
 logger = logging.getLogger(__name__)
 
-#: How long the end of all preparers is waited for when the control channel has ended; they are killed first.
+#: How long to wait for all preparers to exit after they were killed because the control channel was closed.
 _REAP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A preparer, or the spare, that is not reaped yet, which is why its pid is still its own."""
+    """A preparer or the spare that is not reaped yet, so that its pid cannot have been reused."""
 
     preparer_id: int
     pid: int
@@ -76,7 +76,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class ForkserverInfo:
-    """What a fork server and its spares know of themselves."""
+    """Facts that a fork server and its spares share."""
 
     gateway_pid: int
     warm_s: float
@@ -84,7 +84,7 @@ class ForkserverInfo:
 
 
 class Forkserver:
-    """Forks preparers on request and reports their ends, until the control channel ends."""
+    """Forks preparers on request and reports their exits, until the control channel is closed."""
 
     def __init__(
         self, control: socket.socket, processor: Processor, setup: PreparerSetup, facts: ForkserverInfo
@@ -99,7 +99,7 @@ class Forkserver:
         self._selector.register(control, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the gateway closes its end; then every preparer is dead and reaped."""
+        """Serve until the gateway closes its end, then kill and reap every preparer."""
         allow_reader(self._facts.gateway_pid)
         send_report(self._control, Ready(self._facts.warm_s, self._facts.sandbox, ctypes.addressof(self._probe)))
         try:
@@ -109,7 +109,7 @@ class Forkserver:
             self._end_children()
 
     def _serve_once(self, timeout_s: float | None) -> bool:
-        """Wait for one event or more. False when the control channel has ended."""
+        """Wait for and handle events. Returns False if the control channel is closed."""
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, Child):
                 self._reap(key.data)
@@ -156,7 +156,7 @@ class Forkserver:
         )
 
     def _become(self, run: Callable[[], None]) -> NoReturn:
-        """Be the child: it must never return into the fork server's stack."""
+        """Run as the child, which must never return into the fork server's stack."""
         status = 1
         try:
             self._control.close()
@@ -165,7 +165,7 @@ class Forkserver:
                 os.close(sibling.pidfd)
             run()
             status = 0
-        except BaseException:  # noqa: BLE001 - whatever ended the child is said, and ends here; the pool sees the exit
+        except BaseException:  # noqa: BLE001 - logged and stopped here; the pool detects the exit
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -181,7 +181,7 @@ class Forkserver:
     def _end_children(self) -> None:
         self._selector.unregister(self._control)
         for child in self._children.values():
-            if child.preparer_id != SPARE:  # it has a channel of its own, and may be about to take over
+            if child.preparer_id != SPARE:  # it has its own channel, and may be about to take over
                 signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         while self._preparers_left() and (left := deadline - time.monotonic()) > 0:
@@ -192,26 +192,26 @@ class Forkserver:
 
 
 def receive_request(control: socket.socket) -> tuple[ControlRequest | None, list[int]]:
-    """The next request and the descriptors that came with it (they are not inherited); None at the channel's end."""
+    """Return the next request and its attached descriptors (close-on-exec); None if the channel is closed."""
     try:
         packet, fds, flags, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        return None, []  # the gateway ended with reports of ours unread
+        return None, []  # the gateway exited without reading all our reports
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise ValueError("a control packet was cut")
+        raise ValueError("a control packet was truncated")
     return (decode_control_request(packet) if packet else None), fds
 
 
 def send_report(control: socket.socket, report: ControlReport, fd: int | None = None) -> None:
-    """Report to the gateway. Its end is no error here: the next read tells, and is what ends this process."""
+    """Send a report to the gateway. A closed channel is no error here: the next read detects it and ends the loop."""
     try:
         socket.send_fds(control, [encode_control(report)], [] if fd is None else [fd])
     except (BrokenPipeError, ConnectionResetError):
-        logger.debug("the gateway is gone; %s is not reported", type(report).__name__)
+        logger.debug("the gateway has exited; %s is not reported", type(report).__name__)
 
 
 def load_factory(name: str) -> Callable[[bytes], Processor]:
-    """Import `module:function`. Raises StartupFailed if there is no such thing."""
+    """Import and return `module:function`. Raises StartupFailed if it does not exist or is not callable."""
     module, _, function = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), function)
@@ -219,14 +219,14 @@ def load_factory(name: str) -> Callable[[bytes], Processor]:
         raise StartupFailed(f"cannot load the processor's factory {name}: {error}") from error
     if not callable(factory):
         raise StartupFailed(f"the processor's factory {name} is not callable")
-    return factory  # type: ignore[no-any-return]  # its type is what the name on the command line promises
+    return factory  # type: ignore[no-any-return]  # the caller vouches for the type of what it names
 
 
 def build(factory_name: str, setup: Setup) -> Processor:
-    """Build the warm processor and ready this process for forks. Raises StartupFailed, or what the factory does."""
+    """Build the warm processor and prepare this process for forks. Raises StartupFailed, or what the factory raises."""
     processor = load_factory(factory_name)(setup.factory_config)
     confinement.require_one_thread()
-    # What lives now lives for ever: the collector must not touch (and so copy) those pages in every child.
+    # Existing objects are permanent: the garbage collector must not write to (and so copy) their pages in children.
     gc.collect()
     gc.freeze()
     return processor
@@ -253,8 +253,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    ended_with = main(sys.argv[1:])
+    exit_status = main(sys.argv[1:])
     logging.shutdown()
     sys.stderr.flush()
-    # Nothing here needs an orderly end of the interpreter, in which the engine's libraries complain about each other.
-    os._exit(ended_with)
+    # Skip interpreter shutdown: nothing here needs it, and the engine's libraries print errors during it.
+    os._exit(exit_status)

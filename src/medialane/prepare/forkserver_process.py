@@ -1,4 +1,4 @@
-"""The gateway's handle on a fork server: start it, have it fork, know when it is gone, end it."""
+"""The gateway's handle on a fork server: start it, fork preparers, detect its death, terminate it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
 
-#: Set before the fork server starts. It must not start a thread (see `forkserver`). Its preparers keep the memory of a
-#: job for the next one (glibc, mallopt(3)), up to 64 MiB each: to get it back from the kernel, page by page, took a
-#: seventh of the CPU time of a 1024x768 image.
+#: Environment of the fork server, which must not start threads (see `forkserver`). The malloc settings let a preparer
+#: reuse up to 64 MiB of a job's memory for the next one (glibc, mallopt(3)): page faults on memory returned to the
+#: kernel took a seventh of the CPU time of a 1024x768 image.
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -55,22 +55,22 @@ ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024 * 1024),
 }
 
-#: Allocations of preparers ask for transparent huge pages (glibc 2.35, madvise(2); elsewhere nothing changes): the
-#: gateway, which reads tensors out of them page by page, takes 1.35 ms of CPU time a 1024x768 image instead of 1.6.
+#: Preparers allocate with transparent huge pages (glibc 2.35, madvise(2); no effect elsewhere): the gateway, which
+#: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
-#: How long a fork may take until the preparer says Hello: page tables of 1 GB and a mapping, 20 ms on an idle core.
+#: Timeout from the fork request to Hello: copying the page tables of 1 GB and a mapping take 20 ms on an idle core.
 FORK_TIMEOUT_S = 20.0
 
 _KILL_TIMEOUT_S = 10.0
 
 
 class ForkserverLost(Exception):
-    """The fork server is gone, and its preparers with it."""
+    """The fork server has exited, and its preparers with it."""
 
 
 class _Process(Protocol):
-    """A child of ours (`asyncio.subprocess.Process`), or an `PidfdProcess`."""
+    """A child process (`asyncio.subprocess.Process`), or a `PidfdProcess`."""
 
     @property
     def pid(self) -> int: ...
@@ -79,9 +79,10 @@ class _Process(Protocol):
 
 
 class ForkserverProcess:
-    """Owns the fork server's process and control channel, until `close`. Preparers belong to those who forked them.
+    """Owns the fork server's process and control channel until `close`. The callers of `fork` own the preparers.
 
-    Once it is ready, `sandbox` is what confines its preparers, and `reads_memory` whether tensors are read out of them.
+    Valid once it is ready: `sandbox` is the sandbox of its preparers, `reads_memory` whether the gateway may read
+    tensors from their memory.
     """
 
     def __init__(self, process: _Process, control: socket.socket, arena: str) -> None:
@@ -113,28 +114,31 @@ class ForkserverProcess:
         environment: Mapping[str, str],
         timeout_s: float,
     ) -> Self:
-        """Start one and wait until its processor is warm. Raises StartupFailed; then nothing is left running."""
+        """Start a fork server and wait until its processor is warm.
+
+        Raises StartupFailed; then no process is left running.
+        """
         mine, theirs = _control_channel()
         with theirs:
             try:
                 process = await _spawn(factory, theirs.fileno(), environment)
-            except BaseException:  # cancelled or failed, the socket has no other owner
+            except BaseException:  # cancelled or failed: the socket has no other owner
                 mine.close()
                 raise
         self = cls(process, mine, setup.arena)
         try:
             mine.send(encode_control(Setup(factory_config, setup)))
             await self._wait_ready(timeout_s)
-        except BaseException:  # cancelled or failed, no process is left
+        except BaseException:  # cancelled or failed: leave no process running
             await self.close(grace_s=0)
             raise
         return self
 
     async def fork(self, on_exit: Callable[[], None]) -> PreparerProcess:
-        """Fork a preparer and wait until it is ready for jobs; the caller owns it. `on_exit` is called when it ends.
+        """Fork a preparer and wait until it is ready for jobs; the caller owns it. `on_exit` is called when it exits.
 
-        Raises ForkserverLost, or PreparerLost when the preparer could not be forked or died on the way. When this is
-        cancelled before the fork, the preparer is killed as soon as it is there.
+        Raises ForkserverLost, or PreparerLost if the preparer could not be forked or died before it was ready. If
+        cancelled before the fork, the preparer is killed as soon as it has been forked.
         """
         self._num_forks += 1
         preparer_id = self._num_forks
@@ -149,19 +153,19 @@ class ForkserverProcess:
                 await forked
                 await preparer.wait_ready()
         except TimeoutError as error:
-            if forked.cancelled():  # by the timeout: not even forked, so nothing else will be
+            if forked.cancelled():  # by the timeout: the fork server has not even forked, so it hangs
                 self._lose("it does not fork")
             await preparer.stop(0)
-            raise PreparerLost(f"preparer {preparer_id} was not ready in {FORK_TIMEOUT_S:g} s") from error
+            raise PreparerLost(f"preparer {preparer_id} was not ready within {FORK_TIMEOUT_S:g} s") from error
         except BaseException:
             await preparer.stop(0)
             raise
         return preparer
 
     async def fork_spare(self) -> ForkserverProcess:
-        """Fork another fork server, as warm as this one, and wait until it is ready; the caller owns it.
+        """Fork another, equally warm fork server and wait until it is ready; the caller owns it.
 
-        It outlives this one. Raises ForkserverLost, of this one or of the spare. One call at a time.
+        It outlives this one. Raises ForkserverLost if this one or the spare dies. One call at a time.
         """
         mine, theirs = _control_channel()
         self._spare = self._loop.create_future()
@@ -170,7 +174,7 @@ class ForkserverProcess:
                 self._request(ForkSpare(), theirs)
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 process = await self._spare
-        except BaseException as error:  # cancelled or failed: the end of its channel ends the spare, if there is one
+        except BaseException as error:  # cancelled or failed: closing its channel terminates the spare, if any
             mine.close()
             if isinstance(error, TimeoutError):
                 self._lose("it does not fork")
@@ -188,13 +192,16 @@ class ForkserverProcess:
         return spare
 
     def has_ended(self) -> bool:
-        """Whether it is gone. The kernel closes its channel before it kills its preparers, so a preparer whose fork
-        server has died is told from one that died alone."""
+        """Return whether the fork server has exited.
+
+        The kernel closes its channel before killing its preparers, so a preparer that died with its fork server can be
+        distinguished from one that died alone.
+        """
         self.poll()
         return self.lost.is_set()
 
     def poll(self) -> None:
-        """Take in what the fork server has said so far (the event loop calls this too)."""
+        """Handle all pending reports of the fork server (also called by the event loop)."""
         while not self.lost.is_set():
             try:
                 packet, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -204,18 +211,18 @@ class ForkserverProcess:
                 self._lose(f"its channel failed: {error.strerror}")
                 return
             if not packet:
-                self._lose("it ended")
+                self._lose("it exited")
                 return
             try:
-                self._take(decode_control_report(packet), fds)
-            except (msgspec.DecodeError, LookupError) as error:  # LookupError: a fork that nobody asked for
-                self._lose(f"it broke the protocol: {error}")
+                self._handle(decode_control_report(packet), fds)
+            except (msgspec.DecodeError, LookupError) as error:  # LookupError: a fork that was not requested
+                self._lose(f"protocol violation: {error}")
 
     async def close(self, grace_s: float = 2.0) -> None:
-        """End it and all its preparers: closing the channel asks, a kill after `grace_s` makes sure. Idempotent."""
+        """Terminate it and all its preparers: close its channel, kill it after `grace_s`. Idempotent."""
         self._lose("closed")
         if not await self._wait_exit(grace_s):
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop is about to tell
+            with contextlib.suppress(ProcessLookupError):  # it has exited, and the loop has not noticed yet
                 self._process.kill()
             if not await self._wait_exit(_KILL_TIMEOUT_S):
                 logger.error("fork server (pid %d) could not be killed", self.pid)
@@ -246,33 +253,33 @@ class ForkserverProcess:
             raise ForkserverLost
         try:
             socket.send_fds(self._control, [encode_control(request)], [channel.fileno()])
-        except OSError as error:  # its channel is full although it has nothing else to do, or broken
-            self._lose(f"it takes no requests: {error.strerror}")
+        except OSError as error:  # its channel is broken, or full although it has nothing else to do
+            self._lose(f"it accepts no requests: {error.strerror}")
             raise ForkserverLost from error
 
-    def _take(self, report: ControlReport, fds: list[int]) -> None:
+    def _handle(self, report: ControlReport, fds: list[int]) -> None:
         match report:
             case Ready():
-                self._take_ready(report)
+                self._handle_ready(report)
             case Refused():
                 self._refusal = report.message
             case Forked():
-                self._take_forked(report, fds)
+                self._handle_forked(report, fds)
             case SpareForked():
-                self._take_spare(report, fds)
+                self._handle_spare(report, fds)
             case ForkFailed():
-                self._take_failure(report)
+                self._handle_failure(report)
             case Exited():
                 _log_exit(report)
 
-    def _take_ready(self, report: Ready) -> None:
+    def _handle_ready(self, report: Ready) -> None:
         self.sandbox = report.sandbox
         self.reads_memory = self._may_read(report.probe)
         if not self._ready.done():
             self._ready.set_result(report.warm_s)
 
     def _may_read(self, probe: int) -> bool:
-        """Whether this process may read the fork server's memory, and so that of its preparers."""
+        """Return whether this process may read the memory of the fork server, and so of its preparers."""
         found = bytearray(len(self._arena))
         try:
             read_into(self.pid, probe, memoryview(found))
@@ -280,13 +287,13 @@ class ForkserverProcess:
             return False
         return found == self._arena.encode()
 
-    def _take_forked(self, report: Forked, fds: list[int]) -> None:
+    def _handle_forked(self, report: Forked, fds: list[int]) -> None:
         preparer, forked = self._forks.pop(report.preparer_id)
         preparer.attach(report.pid, fds[0])
         if not forked.done():
             forked.set_result(None)
 
-    def _take_failure(self, report: ForkFailed) -> None:
+    def _handle_failure(self, report: ForkFailed) -> None:
         if report.preparer_id != SPARE:
             _, forked = self._forks.pop(report.preparer_id)
             if not forked.done():
@@ -294,8 +301,8 @@ class ForkserverProcess:
         elif self._spare is not None:
             _end(self._spare, report.message)
 
-    def _take_spare(self, report: SpareForked, fds: list[int]) -> None:
-        if self._spare is None or self._spare.done():  # nobody waits for it any more
+    def _handle_spare(self, report: SpareForked, fds: list[int]) -> None:
+        if self._spare is None or self._spare.done():  # `fork_spare` was cancelled or timed out
             os.close(fds[0])
         else:
             self._spare.set_result(PidfdProcess(report.pid, fds[0]))
@@ -319,11 +326,11 @@ class ForkserverProcess:
 def _end(future: asyncio.Future[Any], reason: str) -> None:
     if not future.done():
         future.set_exception(ForkserverLost(reason))
-        future.exception()  # nobody may be waiting for it
+        future.exception()  # marks it as retrieved: there may be no waiter
 
 
 def _control_channel() -> tuple[socket.socket, socket.socket]:
-    """Our end, which does not block, and the fork server's."""
+    """Return the gateway's end, which is non-blocking, and the fork server's."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setblocking(False)
     return mine, theirs
@@ -337,21 +344,21 @@ async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) 
         stdin=DEVNULL,
         pass_fds=[control_fd],
         env=_environment(environment),
-        # A Ctrl-C in the terminal is for the gateway, which then ends this process.
+        # Ctrl-C in the terminal must reach only the gateway, which then terminates this process.
         start_new_session=True,
     )
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's own, handed on, not read (settings are config.py's business), `more`, and what is ours."""
-    wanted = {**os.environ, **more, **ENVIRONMENT}
-    tunables = [HUGE_PAGES, *filter(None, [wanted.get("GLIBC_TUNABLES")])]  # of one named twice, the last one counts
-    return {**wanted, "GLIBC_TUNABLES": ":".join(tunables)}
+    """Return this process's environment (passed on, not read: settings belong to config.py), `more`, `ENVIRONMENT`."""
+    variables = {**os.environ, **more, **ENVIRONMENT}
+    tunables = [HUGE_PAGES, *filter(None, [variables.get("GLIBC_TUNABLES")])]  # the last of two equal names wins
+    return {**variables, "GLIBC_TUNABLES": ":".join(tunables)}
 
 
 def _log_exit(report: Exited) -> None:
-    who = "the spare fork server" if report.preparer_id == SPARE else f"preparer {report.preparer_id}"
+    name = "the spare fork server" if report.preparer_id == SPARE else f"preparer {report.preparer_id}"
     if report.status < 0:
-        logger.warning("%s was ended by %s", who, signal.Signals(-report.status).name)
+        logger.warning("%s was killed by %s", name, signal.Signals(-report.status).name)
     elif report.status:
-        logger.warning("%s ended with status %d", who, report.status)
+        logger.warning("%s exited with status %d", name, report.status)

@@ -1,7 +1,7 @@
-"""The fork server in use, and a spare for the moment when it dies.
+"""The active fork server, and a spare that takes over when it dies.
 
-The spare is a fork of the one in use: warm at once, for the memory that it writes to. When the one in use dies, the
-spare takes its place and forks a spare of its own. Only when both die together is a processor built anew.
+The spare is a fork of the active one: immediately warm, at the cost of the pages that it writes to. When the active one
+dies, the spare replaces it and forks its own spare. A processor is rebuilt only if both die at the same time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProce
 
 logger = logging.getLogger(__name__)
 
-#: First and last pause before a spare that has died is replaced; it doubles in between.
+#: Bounds of the exponential backoff before a dead spare is replaced.
 INITIAL_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
 
 class Forkservers:
-    """Owns the spare. `start` builds a fork server from nothing."""
+    """Owns the spare. `start` starts a fork server from scratch."""
 
     def __init__(self, start: Callable[[], Awaitable[ForkserverProcess]]) -> None:
         self._start = start
@@ -32,7 +32,7 @@ class Forkservers:
         return self._spare is not None and not self._spare.lost.is_set()
 
     async def take(self) -> ForkserverProcess:
-        """The spare if there is one, else a new one; the caller owns it. Raises StartupFailed."""
+        """Return the spare if there is one, else a new fork server; the caller owns it. Raises StartupFailed."""
         if (spare := self._spare) is not None and self.has_spare:
             self._spare = None
             logger.info("spare fork server (pid %d) takes over", spare.pid)
@@ -41,7 +41,7 @@ class Forkservers:
         return await self._start()
 
     async def keep_spare(self, used: ForkserverProcess) -> None:
-        """Keep a spare of `used`, until that is lost."""
+        """Keep a spare of `used` running until `used` is lost."""
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         while not used.lost.is_set():
             try:
@@ -56,14 +56,14 @@ class Forkservers:
             await _first(used.lost.wait(), asyncio.sleep(backoff.next()))
 
     async def close(self) -> None:
-        """End the spare. Idempotent."""
+        """Terminate the spare. Idempotent."""
         spare, self._spare = self._spare, None
         if spare is not None:
             await spare.close(grace_s=1.0)
 
 
 async def _first(*waits: Awaitable[object]) -> None:
-    """Wait for one of them and cancel the others."""
+    """Wait for the first to complete and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

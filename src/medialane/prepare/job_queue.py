@@ -1,4 +1,4 @@
-"""Jobs, and the bounded queue in which they wait for a preparer. One event loop, no locks."""
+"""Jobs, and the bounded FIFO queue in which they wait for a preparer. One event loop, no locks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from medialane.observability.timeline import StageTimeline
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended: with an error or, without one, with a lease (none for a probe); and whether its preparer may be
-    given another job."""
+    """The result of a job: an error, or else a lease (None for a probe); and whether its preparer may run another."""
 
     lease: Lease[Feature] | None = None
     error: MedialaneError | None = None
@@ -25,12 +24,12 @@ class Outcome:
 
 
 class Job:
-    """One item on its way through a preparer.
+    """One item to be prepared or probed.
 
-    It owns a pin on the encoded bytes (`source`) and, once the preparer knows its sizes, a range of the arena
+    Owns a pin on the encoded bytes (`source`) and, once the preparer has reported the sizes, a range of the arena
     (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published. `timeout_s`
-    is for its time in a preparer, and `deadline` its end there, once it is in one. `result` is the caller's, None for
-    a job that `is_probe`; whoever has stopped waiting for it calls `disown`.
+    limits its time in a preparer; `deadline` is set when that begins. `result` is a lease for the caller, or None for
+    a probe; a caller that stops waiting for it calls `disown`.
     """
 
     def __init__(
@@ -58,8 +57,10 @@ class Job:
         self._closed = False
 
     def settle(self, outcome: Outcome) -> None:
-        """Give the outcome to the caller. What the job holds stays held, for the preparer may still use it, but for a
-        reservation that is published. After the first outcome, a lease is released."""
+        """Pass the outcome to the caller; if there already is one, release the lease.
+
+        The job keeps its pin and range, which the preparer may still use, except for a published reservation.
+        """
         if outcome.error is None:
             self.reservation = None
         if self.result.done():
@@ -71,7 +72,7 @@ class Job:
             self.result.set_result(outcome.lease)
 
     def close(self) -> None:
-        """No process reads or writes for this job any more: give back what it holds. Idempotent."""
+        """Release pin and range, once no process reads or writes for this job any more. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -80,7 +81,7 @@ class Job:
             self.reservation.abandon()
 
     def disown(self, grace_s: float) -> None:
-        """Nobody waits for the result: it is released as soon as it is there, and the job ends in `grace_s`."""
+        """Give up the result: release it when available, and limit the job to another `grace_s` seconds."""
         self.is_disowned = True
         if self.deadline is not None and not self.result.done() and not self.deadline.expired():
             at = asyncio.get_running_loop().time() + grace_s
@@ -94,7 +95,7 @@ def _release_result(result: asyncio.Future[Lease[Feature] | None]) -> None:
 
 
 class JobQueue:
-    """First in, first out. At most `limit` jobs wait beyond those that an idle preparer is about to take."""
+    """FIFO queue. At most `limit` jobs wait in addition to those that idle preparers are about to take."""
 
     def __init__(self, *, limit: int, timeout_s: float) -> None:
         self._limit = limit
@@ -108,7 +109,7 @@ class JobQueue:
         return len(self._jobs)
 
     def put(self, job: Job) -> None:
-        """Queue a job, which fails when nobody takes it in time. Raises PreparersBusy when the queue is full."""
+        """Queue a job; it fails with PreparersBusy after the timeout. Raises PreparersBusy if the queue is full."""
         if len(self._jobs) >= self._limit + self._num_takers:
             raise PreparersBusy("the queue of media items is full")
         self._jobs.append(job)
@@ -116,7 +117,7 @@ class JobQueue:
         self._changed.set()
 
     async def take(self, until: Callable[[], bool]) -> Job | None:
-        """The next job, or None as soon as `until()` holds (`wake` makes takers look again)."""
+        """Return the next job, or None as soon as `until()` is true (`wake` makes takers check again)."""
         self._num_takers += 1
         try:
             while not until():
@@ -134,7 +135,7 @@ class JobQueue:
         self._changed.set()
 
     def withdraw(self, job: Job) -> bool:
-        """Take a job out; False when it is not waiting any more."""
+        """Remove and close a job; False if it is no longer queued."""
         timer = self._timers.pop(job, None)
         if timer is None:
             return False

@@ -2,8 +2,8 @@
 
     send -> NeedRange -> reserve in the arena -> copy -> publish -> Outcome
 
-Nothing that a job does ends the pool: every exception becomes an outcome. An error of the house's tree fails the job
-alone; anything else also says that the preparer must not be used again.
+No job can stop the pool: every exception becomes an outcome. A MedialaneError fails only the job; any other exception
+also marks the preparer as unusable.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
 logger = logging.getLogger(__name__)
 
-#: Up to here, divided by the number of preparers, tensors are copied by the event loop, at 0.15-0.25 ms a MiB: another
-#: thread would be awake 0.4 ms later, for which the preparer waits. The division bounds the loop's time in copies,
-#: however many preparers there are.
+#: Up to this size, divided by the number of preparers, tensors are copied by the event loop, at 0.15-0.25 ms per MiB:
+#: waking another thread would take 0.4 ms, during which the preparer waits. The division bounds the time that the loop
+#: spends copying, for any number of preparers.
 COPIED_AT_ONCE_BYTES = 12 * 1024 * 1024
 
 
 class JobRunner:
-    """Runs the jobs of up to `num_preparers` preparers at a time. Owns the threads that copy, until `close`."""
+    """Runs jobs on up to `num_preparers` preparers concurrently. Owns the copy threads until `close`."""
 
     def __init__(self, arena: Arena, *, num_preparers: int) -> None:
         self._arena = arena
@@ -59,21 +59,21 @@ class JobRunner:
         self._num_jobs = 0
 
     async def run(self, job: Job, preparer: PreparerProcess, forkserver_is_lost: Callable[[], bool]) -> Outcome:
-        """Run one job within its deadline. Raises nothing; cancelled, its preparer is in an unknown state."""
+        """Run one job within its deadline. Raises nothing; if cancelled, the preparer's state is unknown."""
         try:
             async with asyncio.timeout(job.timeout_s) as job.deadline:
                 return Outcome(lease=await self._exchange_messages(job, preparer))
-        except MedialaneError as error:  # reported by the preparer, which is fine, or the arena is full
+        except MedialaneError as error:  # the arena is full, or reported by the preparer, which stays usable
             return Outcome(error=error)
-        except Exception as error:  # noqa: BLE001 - one job's surprise must not end those of the others; it is logged
+        except Exception as error:  # noqa: BLE001 - a bug in one job must not affect others; it is logged
             return Outcome(error=_explain(error, job, preparer, forkserver_is_lost), is_preparer_usable=False)
 
     def close(self) -> None:
-        """End the copy threads; a copy that is under way goes on to its end."""
+        """Shut down the copy threads; a copy in progress runs to completion."""
         self._copiers.shutdown(wait=False)
 
     async def _exchange_messages(self, job: Job, preparer: PreparerProcess) -> Lease[Feature] | None:
-        """One job's messages. Raises PreparerLost, and MedialaneError when the job failed and the preparer did not."""
+        """Exchange one job's messages. Raises PreparerLost, or MedialaneError if only the job failed."""
         self._num_jobs += 1
         job_id = self._num_jobs
         encoded = job.source.value
@@ -102,7 +102,10 @@ class JobRunner:
         return self._arena.publish(reservation, job.mm_hash, feature)
 
     def _reserve(self, job: Job, need: NeedRange) -> Reservation:
-        """Raises ArenaFull, and MediaTooLarge for what never fits beside the encoded bytes that it is made of."""
+        """Reserve the item's range.
+
+        Raises ArenaFull, or MediaTooLarge if it can never fit in the arena together with its encoded bytes.
+        """
         _, nbytes = layout(need.specs)
         if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
             raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server can store")
@@ -110,9 +113,9 @@ class JobRunner:
         return job.reservation
 
     async def _copy(self, preparer: PreparerProcess, need: NeedRange, tensors: Sequence[TensorDescriptor]) -> None:
-        """Copy tensors from the preparer into the arena, in a thread unless they are few. Raises PreparerLost.
+        """Copy tensors from the preparer into the arena, in a thread unless they are small. Raises PreparerLost.
 
-        Cancelled, it waits for the thread: until then the range is written to.
+        If cancelled, it waits for the thread, which writes to the range until it is done.
         """
         with contextlib.ExitStack() as views:
             into = [views.enter_context(self._arena.view.tensor(tensor, writable=True)) for tensor in tensors]
@@ -127,7 +130,7 @@ _Report = TypeVar("_Report", NeedRange, Done)
 
 
 def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:
-    """The report, if it is of this kind and of this job. Raises the error of a JobFailed, or PreparerLost."""
+    """Return the report if it has this type and job id. Raises the error of a JobFailed, else PreparerLost."""
     if isinstance(report, JobFailed) and report.job_id == job_id:
         raise from_report(report.report)
     if isinstance(report, kind) and report.job_id == job_id:
@@ -138,11 +141,11 @@ def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:
 def _explain(
     error: Exception, job: Job, preparer: PreparerProcess, forkserver_is_lost: Callable[[], bool]
 ) -> MedialaneError:
-    """Log what cost a job its preparer; return what its caller is told."""
+    """Log why a job lost its preparer; return the error for its caller."""
     match error:
         case TimeoutError():
-            why = "its job was cancelled" if job.is_disowned else f"its job took over {job.timeout_s:g} s"
-            logger.warning("preparer %d (pid %s) is killed: %s", preparer.preparer_id, preparer.pid, why)
+            reason = "its job was cancelled" if job.is_disowned else f"its job exceeded {job.timeout_s:g} s"
+            logger.warning("killing preparer %d (pid %s): %s", preparer.preparer_id, preparer.pid, reason)
             return PreparerTimeout(f"preparing this item took longer than {job.timeout_s:g} s")
         case PreparerLost():
             logger.warning("a job lost its preparer: %s", error)
@@ -155,7 +158,7 @@ def _explain(
 
 
 async def to_the_end(work: Awaitable[object]) -> None:
-    """Wait for clean-up that must not stop half-way: cancelled meanwhile, this waits on, then is cancelled."""
+    """Wait for clean-up that must complete: a cancellation takes effect only after it is done."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -1,7 +1,7 @@
-"""Files that a preparer may read (Landlock, Linux 5.13); it may write, make and remove none.
+"""Limits a preparer's file access to reading some files (Landlock, Linux 5.13); no writing, creating or removing.
 
-The rules hold for what is opened from now on, in this process and the threads that it starts, and cannot be taken off
-again. TCP (from ABI 4), signals and abstract sockets out of the domain (ABI 6) are refused by it, too.
+The rules apply to files opened afterwards by this process and the threads that it starts, and cannot be removed. They
+also deny TCP (from ABI 4), and signals and abstract sockets to processes outside the domain (from ABI 6).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GET_VERSION = 1
 _PATH_BENEATH = 1
 
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-#: Rights over files by ABI: all that each version knows are taken, and reading alone is given back.
+#: Number of file rights by ABI version: all are denied, and only reading is allowed again.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _ALL_RIGHTS = 16  # from ABI 5
 _BIND_TCP, _CONNECT_TCP = 1, 2
@@ -29,9 +29,9 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def restrict(readable: Iterable[str]) -> None:
-    """Let this process open these files, and files beneath these folders, for reading, and nothing else.
+    """Restrict this process to opening these files, and files beneath these folders, for reading.
 
-    What does not exist is left out. It must have no new privileges. Raises OSError where the kernel has no Landlock.
+    Missing paths are ignored. `no_new_privs` must be set. Raises OSError if the kernel has no Landlock.
     """
     ruleset = _create_ruleset()
     try:
@@ -57,7 +57,7 @@ def _allow_reading(ruleset: int, path: str) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # nothing there that could be read
+        return  # missing or inaccessible
     try:
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         rights = _READ_FILE | _READ_DIR if is_folder else _READ_FILE

@@ -1,18 +1,18 @@
-"""What gateway, fork server and preparers say to each other, and how it is framed.
+"""Control and job protocols between gateway, fork server and preparers, and their framing.
 
-Theory of operation. There are two kinds of channel, both unix sockets that exist only between the two ends.
+Theory of operation. There are two kinds of channel, both unnamed Unix socket pairs.
 
 *Control*, gateway <-> fork server, SOCK_SEQPACKET: one packet is one msgpack message, and a packet may carry one file
-descriptor (SCM_RIGHTS). The end of the channel is the end of the fork server and of all its preparers; its spare has a
-channel of its own.
+descriptor (SCM_RIGHTS). Closing the channel terminates the fork server and all its preparers; the spare has its own
+channel.
 
     gateway                       fork server
     Setup ----------------------> imports, builds and warms the processor
-          <---------------------- Ready | Refused (and it ends)
+          <---------------------- Ready | Refused (and it exits)
     Fork + job socket ----------> forks
           <---------------------- Forked + pidfd | ForkFailed
-          <---------------------- Exited, when a preparer has ended and is reaped
-    ForkSpare + control socket -> forks another fork server, whose control channel that is
+          <---------------------- Exited, when a preparer has exited and been reaped
+    ForkSpare + control socket -> forks another fork server, with this control channel
           <---------------------- SpareForked + pidfd | ForkFailed (preparer 0)
 
 *Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. One job at a time.
@@ -21,17 +21,17 @@ channel of its own.
           <---------------------- Hello, once: it has mapped the arena and confined itself
     ProcessItem ----------------> decodes, processes
           <---------------------- NeedRange | JobFailed
-    Copied | NoRange -----------> forgets its tensors: the gateway has copied them, or has no room
+    Copied | NoRange -----------> frees its tensors: the gateway has copied them, or has no space
 
-Where the kernel does not let the gateway read a preparer's memory, it asks for the copy instead of Copied:
+If the kernel does not let the gateway read a preparer's memory, the preparer copies (Range instead of Copied):
 
     Range ----------------------> copies its tensors into the range
           <---------------------- Done | JobFailed
 
-    ProbeItem ------------------> opens the item, decodes nothing
+    ProbeItem ------------------> opens the item without decoding it
           <---------------------- Done | JobFailed
 
-Tensors never pass through either channel: encoded bytes and results lie in the arena.
+Tensors never pass through either channel: encoded bytes and results are in the arena.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
 from medialane.prepare.sandbox import Sandbox
 
-#: Below the kernel's default send buffer (212 992), so that a packet never has to be split.
+#: Below the kernel's default send buffer (212 992), so that a packet is never split.
 MAX_CONTROL_BYTES = 128 * 1024
 
-#: What a message may hold besides a header: tensor specs, sizes, options (bounded where they come in).
+#: Allowance for the rest of a message: tensor specs, sizes, options (bounded at intake).
 _OTHER_BYTES = 256 * 1024
 
-#: The largest message that is ever due is a NeedRange with the largest header; a larger frame is a broken peer.
+#: The largest valid message is a NeedRange with the largest header; a larger frame is a protocol violation.
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + _OTHER_BYTES
 
 LENGTH = struct.Struct("<I")
 
 
 class PreparerSetup(msgspec.Struct, frozen=True):
-    """What every preparer of a pool is given. `memory_limit_bytes` counts from its size at start; 0 is no limit."""
+    """Settings of every preparer of a pool. `memory_limit_bytes` is added to its initial size; 0 means no limit."""
 
     arena: str
     arena_directory: str
@@ -69,16 +69,16 @@ class PreparerSetup(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a fork server. `factory_config` is the factory's own encoding."""
+    """The first message to a fork server. `factory_config` is opaque here; the factory decodes it."""
 
     factory_config: bytes
     preparer: PreparerSetup
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a preparer; the descriptor that comes along is its end of the job channel.
+    """Fork a preparer; the attached descriptor is its end of the job channel.
 
-    One that `writes_arena` copies its tensors there itself; the gateway cannot read its memory.
+    With `writes_arena` it copies its tensors to the arena itself, because the gateway cannot read its memory.
     """
 
     preparer_id: int
@@ -86,14 +86,14 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkSpare(msgspec.Struct, frozen=True, tag=True):
-    """Fork a fork server, warm like this one; the descriptor that comes along is its end of its control channel."""
+    """Fork another, equally warm fork server; the attached descriptor is its end of its control channel."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The processor is warm; `warm_s` is what that took.
+    """The processor is warm, after `warm_s` seconds.
 
-    `sandbox` is what its preparers are confined by. At `probe` in its memory stands the arena's id, which tells the
-    gateway whether it may read there.
+    `sandbox` is the sandbox of its preparers. `probe` is the address of the arena's id in its memory: the gateway tries
+    to read it to find out whether it may.
     """
 
     warm_s: float
@@ -102,20 +102,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The fork server ends because the operator must change something."""
+    """The fork server exits because of an error that the operator must fix."""
 
     message: str
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """The preparer runs; its pidfd comes along."""
+    """The preparer is running; its pidfd is attached."""
 
     preparer_id: int
     pid: int
 
 
 class SpareForked(msgspec.Struct, frozen=True, tag=True):
-    """The spare fork server runs; its pidfd comes along."""
+    """The spare fork server is running; its pidfd is attached."""
 
     pid: int
 
@@ -128,13 +128,13 @@ class ForkFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """The preparer has ended; `status` is as os.waitstatus_to_exitcode gives it (negative: killed by that signal)."""
+    """The preparer has exited; `status` is that of os.waitstatus_to_exitcode (negative: killed by that signal)."""
 
     preparer_id: int
     status: int
 
 
-#: In the place of a preparer's number: the spare fork server. Preparers are counted from 1.
+#: The spare fork server's `preparer_id`. Preparers are numbered from 1.
 SPARE = 0
 
 ControlRequest = Setup | Fork | ForkSpare
@@ -142,7 +142,7 @@ ControlReport = Ready | Refused | Forked | SpareForked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
-    """Decode and process one item. `io` is as in `MediaRef`, `options` are the processor's; both canonical JSON.
+    """Decode and process one item. `io` is as in `MediaRef`, `options` are for the processor; both canonical JSON.
 
     Without `options` the item is only decoded.
     """
@@ -154,7 +154,7 @@ class ProcessItem(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeItem(msgspec.Struct, frozen=True, tag=True):
-    """Open one item as its decoder would, without decoding it. The answer is Done or JobFailed."""
+    """Open one item as its decoder would, without decoding it. The reply is Done or JobFailed."""
 
     job_id: int
     encoded: EncodedMedia
@@ -178,7 +178,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedRange(msgspec.Struct, frozen=True, tag=True):
-    """The item is processed; its tensors wait at `addresses` in the preparer's memory for room in the arena."""
+    """The item is processed; its tensors are at `addresses` in the preparer's memory and need a range of the arena."""
 
     job_id: int
     specs: tuple[TensorSpec, ...]
@@ -190,7 +190,7 @@ class NeedRange(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All tensors are in the range, at the offsets that `arena.describe` gives; or a probed item may be decoded."""
+    """All tensors are in the range, at the offsets given by `arena.describe`; or the probe succeeded."""
 
     job_id: int
 
@@ -211,15 +211,15 @@ _JOB_REPORTS: msgspec.msgpack.Decoder[JobReport] = msgspec.msgpack.Decoder(JobRe
 
 
 def encode_control(message: ControlRequest | ControlReport) -> bytes:
-    """One packet. Raises ValueError if it is over MAX_CONTROL_BYTES."""
+    """Encode one packet. Raises ValueError if it exceeds MAX_CONTROL_BYTES."""
     packet = _ENCODER.encode(message)
     if len(packet) > MAX_CONTROL_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes is over the {MAX_CONTROL_BYTES} of a packet")
+        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes exceeds the limit of {MAX_CONTROL_BYTES}")
     return packet
 
 
 def decode_control_request(packet: bytes) -> ControlRequest:
-    """Raises msgspec.DecodeError, as do the other decoders here."""
+    """Decode one packet. Raises msgspec.DecodeError, as do the other decoders here."""
     return _CONTROL_REQUESTS.decode(packet)
 
 
@@ -228,7 +228,7 @@ def decode_control_report(packet: bytes) -> ControlReport:
 
 
 def encode_frame(message: JobRequest | JobReport) -> bytes:
-    """One frame. Raises PreparationFailed if its message is over MAX_FRAME_BYTES: the job fails, not the channel."""
+    """Encode one frame. Raises PreparationFailed if its message exceeds MAX_FRAME_BYTES: only the job fails."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         name = type(message).__name__
@@ -237,10 +237,10 @@ def encode_frame(message: JobRequest | JobReport) -> bytes:
 
 
 def frame_length(prefix: bytes) -> int:
-    """Length of the message after this prefix. Raises ValueError if no frame may be that long."""
+    """Return the length of the message after this prefix. Raises ValueError if it exceeds MAX_FRAME_BYTES."""
     (length,) = LENGTH.unpack(prefix)
     if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise ValueError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return int(length)
 
 

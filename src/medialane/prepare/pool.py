@@ -1,14 +1,13 @@
-"""The pool of preparers, seen from the gateway: items in, leases on features out.
+"""The gateway's pool of preparers: encoded items in, leases on features out.
 
-Theory of operation. One supervisor task keeps a fork server alive; below it one task per preparer gives it jobs from
-the common queue (`preparers`), and everything about a job happens in that task, in order (`job_run`).
+Theory of operation. One supervisor task keeps a fork server alive. Below it, one task per preparer feeds it jobs from
+the shared queue (`preparers`); everything about a job happens in that task, in order (`job_run`).
 
-What may go wrong, and who notices. Nothing that a job does ends the pool: an error fails the job, an exception that
-nobody foresaw fails the job and costs its preparer; one outside of jobs is logged, and everything starts again. A
-preparer that dies closes its channel: the job fails with PreparerCrashed. A preparer that takes too long: the job's
-deadline fires, the job fails with PreparerTimeout. A fork server that dies takes its preparers with it: running jobs
-fail with Unavailable, waiting ones wait on for the spare fork server, which takes over; without one they fail, too, and
-a processor is built anew, after pauses that grow while none comes up.
+Failures. No job can stop the pool: a MedialaneError fails the job; an unexpected exception fails the job and replaces
+its preparer; an exception outside of jobs is logged, and the fork server is restarted. A preparer that dies closes its
+channel: the job fails with PreparerCrashed. A job that exceeds its timeout fails with PreparerTimeout. The preparers
+die with their fork server: running jobs fail with Unavailable, queued jobs wait for the spare fork server to take over;
+without a spare they fail as well, and a new processor is built, with exponential backoff if building fails.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from medialane.prepare.sandbox import WRITE_ARENA
 
 logger = logging.getLogger(__name__)
 
-#: How long a running job goes on that nobody waits for any more. Most images are done by then, and whoever asks again
-#: finds them; the others would keep a preparer from those who wait, so theirs is killed and another one forked.
+#: How long a running job may continue after its caller was cancelled. Most images finish within this time and stay
+#: cached for a retry; a longer job would block queued ones, so its preparer is killed and replaced.
 DISOWNED_S = 0.25
 
 
 class PreparerPool:
     """Prepares items in parallel processes. One event loop; `start` once, `close` once.
 
-    `factory` names the function `module:function` that builds the warm processor inside the fork server from
-    `factory_config`, its own encoding. `environment` is set there on top of this process's own.
+    `factory` is the `module:function` that builds the warm processor inside the fork server from `factory_config`
+    (opaque to the pool). `environment` is added there to this process's own.
     """
 
     def __init__(
@@ -78,12 +77,12 @@ class PreparerPool:
         self._num_forkserver_restarts = 0
 
     async def start(self) -> None:
-        """Start the fork server and all preparers; return when every one is ready for jobs.
+        """Start the fork server and all preparers; return when all are ready for jobs.
 
-        Raises StartupFailed, after start_timeout_s at the latest; then nothing is left running.
+        Raises StartupFailed, after start_timeout_s at the latest; then no process is left running.
         """
         if self._supervisor is not None:
-            raise RuntimeError("the pool has been started already")
+            raise RuntimeError("the pool has already been started")
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(started), name="preparer-pool")
         try:
@@ -101,33 +100,33 @@ class PreparerPool:
         *,
         io: bytes = b"{}",
     ) -> Lease[Feature]:
-        """Decode and process one item and publish its feature in the arena under `mm_hash`; the lease is the caller's.
+        """Decode and process one item, publish its feature in the arena under `mm_hash`; the caller owns the lease.
 
-        `io` says how to decode (as in `MediaRef`), `options` are the processor's; without them the item is only
-        decoded (stage `decoded`).
+        `io` holds the decoding options (as in `MediaRef`), `options` those of the processor; without `options` the item
+        is only decoded (stage `decoded`).
 
-        `encoded` stays the caller's: the job takes a pin of its own. Raises PreparersBusy (queue full, or no preparer
-        in time), ArenaFull, PreparerTimeout, PreparerCrashed, Unavailable, and what decoding and processing raise.
-        Raises MediaTooLarge where the feature is larger than the arena. Cancelled while it waits, the job is dropped;
-        cancelled while it runs, it is stopped unless it ends within DISOWNED_S: then its feature stays cached.
+        The caller keeps `encoded`: the job pins it separately. Raises PreparersBusy (queue full, or no preparer within
+        the queue timeout), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed,
+        Unavailable, and what decoding and processing raise. A job cancelled in the queue is dropped; one cancelled
+        while running is stopped unless it finishes within DISOWNED_S: then its feature stays cached.
         """
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
         job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
         lease = await self._submit(job)
         if lease is None:
-            raise RuntimeError("a job that prepares has no result")
+            raise RuntimeError("a preparation job has no result")
         return lease
 
     async def probe_item(self, encoded: Lease[EncodedMedia]) -> None:
-        """Raise what decoding this item would raise for what the file says of itself (`media.probe`).
+        """Raise what decoding this item would raise for the file's header (`media.probe`).
 
-        As `prepare_item` for all else.
+        Ownership, cancellation and other errors are as for `prepare_item`.
         """
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
         await self._submit(Job(encoded.duplicate(), None, "", timeout_s=timeout_s, is_probe=True))
 
     async def _submit(self, job: Job) -> Lease[Feature] | None:
-        """Queue the job, which is closed whatever happens, and wait for its result."""
+        """Queue the job and wait for its result; the job is closed in any case."""
         try:
             if self._unavailable is not None:
                 raise Unavailable(self._unavailable)
@@ -158,7 +157,7 @@ class PreparerPool:
 
     @property
     def degradation(self) -> str | None:
-        """What is wrong with media preparation now; None when nothing is, or it was never started, or is closed."""
+        """Describe what is wrong with media preparation; None if healthy, never started, or closed."""
         if self._supervisor is None or self._is_closed:
             return None
         if self._unavailable is not None:
@@ -170,7 +169,7 @@ class PreparerPool:
         return None
 
     async def close(self) -> None:
-        """Fail all jobs with Unavailable and end all processes: busy preparers are killed. Idempotent."""
+        """Fail all jobs with Unavailable and terminate all processes: busy preparers are killed. Idempotent."""
         self._unavailable = "the server is shutting down"
         self._is_closed = True
         if self._supervisor is None:
@@ -180,24 +179,24 @@ class PreparerPool:
             await self._supervisor
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
-        """Keep a fork server alive until cancelled, or until the first one does not come up."""
+        """Keep a fork server alive until cancelled, or until the first one fails to start."""
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         loop = asyncio.get_running_loop()
         try:
             while True:
                 num_done, began = self._preparers.num_done, loop.time()
                 try:
-                    await self._live(started)
+                    await self._run_forkserver(started)
                 except StartupFailed as error:
                     logger.error("media preparation cannot start: %s", error.message)
                     _fail_start(started, error)
-                except Exception:  # the supervisor: whatever ended it, media preparation starts again
+                except Exception:  # the supervisor: restart media preparation after any failure
                     logger.exception("media preparation failed and is restarting")
                 _fail_start(started, StartupFailed("media preparation failed to start; see its log"))
                 if started.exception() is not None:
                     return
                 if self._preparers.num_done > num_done or loop.time() - began > MAX_BACKOFF_S:
-                    backoff.reset()  # it was of use
+                    backoff.reset()  # it completed jobs, or ran for long enough
                 self._num_forkserver_restarts += 1
                 await asyncio.sleep(backoff.next())
         finally:
@@ -215,14 +214,14 @@ class PreparerPool:
             environment=self._environment,
             timeout_s=self._config.start_timeout_s,
         )
-        for could in forkserver.sandbox.missing():
-            logger.warning("a preparer compromised by a hostile file could %s", could)
+        for capability in forkserver.sandbox.missing():
+            logger.warning("a preparer compromised by a hostile file could %s", capability)
         if not forkserver.reads_memory:
             logger.warning("a preparer compromised by a hostile file could %s", WRITE_ARENA)
         return forkserver
 
-    async def _live(self, started: asyncio.Future[None]) -> None:
-        """One fork server's life, with all its preparers. Raises StartupFailed when it does not come up."""
+    async def _run_forkserver(self, started: asyncio.Future[None]) -> None:
+        """Run one fork server and its preparers until it dies. Raises StartupFailed if it fails to start."""
         forkserver = self._forkserver = await self._forkservers.take()
         try:
             self._progress(f"starting {self._preparers.num_wanted} preparers")
@@ -235,24 +234,24 @@ class PreparerPool:
                 slots.create_task(self._watch(forkserver), name="forkserver-watch")
                 slots.create_task(self._forkservers.keep_spare(forkserver), name="forkserver-spare")
         finally:
-            self._refuse_jobs_for_long()
+            self._refuse_jobs_without_spare()
             await to_the_end(forkserver.close())
 
     async def _watch(self, forkserver: ForkserverProcess) -> None:
         await forkserver.lost.wait()
-        self._refuse_jobs_for_long()
+        self._refuse_jobs_without_spare()
 
-    def _refuse_jobs_for_long(self) -> None:
-        """Refuse jobs where another processor has to be built; a spare takes them over in milliseconds."""
+    def _refuse_jobs_without_spare(self) -> None:
+        """Refuse jobs if a new processor has to be built; a spare takes them over in milliseconds."""
         if not self._forkservers.has_spare:
             self._refuse_jobs("media preparation is restarting")
 
-    def _refuse_jobs(self, why: str) -> None:
-        self._unavailable = why
-        self._queue.fail_all(Unavailable(why))
+    def _refuse_jobs(self, reason: str) -> None:
+        self._unavailable = reason
+        self._queue.fail_all(Unavailable(reason))
 
     def _note_ready(self, forkserver: ForkserverProcess, started: asyncio.Future[None]) -> None:
-        """Another preparer is ready."""
+        """Called when a preparer is ready; the last one completes `started`."""
         if not forkserver.lost.is_set():
             self._unavailable = None
         if len(self._preparers.alive) == self._preparers.num_wanted and not started.done():

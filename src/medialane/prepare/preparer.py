@@ -1,12 +1,12 @@
-"""One preparer: a forked process that takes jobs from its channel, one at a time, until the channel ends.
+"""One preparer: a forked process that runs jobs from its channel, one at a time, until the channel is closed.
 
-A job reads encoded bytes from the arena, decodes them, runs the engine's processor and reports where the tensors lie in
-this process's memory, from where the gateway copies them into the arena. A decoder that a hostile file has taken over
-finds no network, no file to write, no process to start or signal, and no page of the arena that it could change
-(`sandbox`); it can read the arena, and spoil its own results. Where the kernel does not let the gateway read this
-process's memory, the arena is mapped writable, and tensors are copied into a range that the gateway gives.
-An error of the house's tree fails the job and nothing else; so does an unexpected exception, which is logged here.
-Whatever kills the process is seen by the pool, which fails the job and forks another. The protocol is in `messages`.
+A job reads encoded bytes from the arena, decodes them, runs the engine's processor and reports the addresses of the
+tensors in this process's memory, from which the gateway copies them into the arena. A decoder compromised by a hostile
+file cannot use the network, write files, start or signal processes, or change the arena (`sandbox`); it can read the
+arena and falsify its own results. If the kernel does not let the gateway read this process's memory, the arena is
+mapped writable, and tensors are copied into a range assigned by the gateway.
+A MedialaneError fails only the job; so does an unexpected exception, which is logged here. If the process dies, the
+pool fails the job and forks another one. The protocol is in `messages`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preparer:
-    """The child's side of the job channel. It owns the channel and its mapping of the arena."""
+    """The preparer's side of the job channel. Owns the channel and its mapping of the arena."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Preparer:
         sandbox.enter(processor.files)
 
     def run(self) -> None:
-        """Take jobs until the gateway closes the channel. Raises ValueError for what the protocol does not allow."""
+        """Run jobs until the gateway closes the channel. Raises ValueError for a protocol violation."""
         try:
             self._send(Hello(os.getpid()))
             while (request := self._receive()) is not None:
@@ -85,10 +85,10 @@ class Preparer:
                 if report is not None:
                     self._send(report)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the gateway has closed the channel while a job was running: nobody waits for it
+            return  # the gateway closed the channel during a job and does not expect a result
 
     def _run_job(self, job: ProcessItem | ProbeItem) -> JobReport | None:
-        """Run one job to its last report; None when the gateway has ended it."""
+        """Run one job and return its last report; None if the gateway has already ended the job."""
         try:
             return self._process(job) if isinstance(job, ProcessItem) else self._probe(job)
         except MedialaneError as error:
@@ -99,7 +99,7 @@ class Preparer:
             logger.warning("a job ran out of memory (memory_limit_bytes)")
             excess = PreparationFailed("preparing this item exceeds the memory limit")
             return JobFailed(job.job_id, to_report(excess))
-        except Exception:  # this loop is the supervisor of jobs: one job's surprise must not end the next
+        except Exception:  # supervises the jobs: a bug in one must not affect the next
             logger.exception("a job failed unexpectedly")
             return JobFailed(job.job_id, to_report(PreparationFailed("preparing this item failed")))
 
@@ -123,7 +123,7 @@ class Preparer:
         )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
-        del media  # its pixels need not stay while the gateway makes room
+        del media  # free the pixels while the gateway makes space
         processed = time.perf_counter()
         _check_header(item)
         addresses = tuple(map(address_of, item.buffers))
@@ -139,12 +139,12 @@ class Preparer:
         return Done(job.job_id)
 
     def _scaling(self, job: ProcessItem) -> _SizeChooser | None:
-        """Stage `decoded` is left whole: what its worker does with the pixels is not known here."""
-        wanted = self._media.jpeg_scaled_decode and job.options is not None
-        return _SizeChooser(self._processor, job.options or b"{}") if wanted else None
+        """Return None in stage `decoded`, which needs full size: the worker's use of the pixels is not known here."""
+        enabled = self._media.jpeg_scaled_decode and job.options is not None
+        return _SizeChooser(self._processor, job.options or b"{}") if enabled else None
 
     def _size_check(self, job: ProcessItem) -> Callable[[tuple[int, int]], None] | None:
-        """Without options it is not known yet how many tokens an image of a size becomes."""
+        """Return None without options: the number of tokens of an image size is then not known yet."""
         options = job.options
         return None if options is None else lambda size: self._processor.check_size(size, options)
 
@@ -152,9 +152,9 @@ class Preparer:
         entry = self._arena.entry(encoded.range, writable=False)
         return entry[encoded.data_offset : encoded.data_offset + encoded.num_bytes]
 
-    def _write(self, item: ProcessedItem, room: ArenaRange) -> None:
-        for tensor, buffer in zip(describe(room, item.specs), item.buffers, strict=True):
-            if buffer.nbytes:  # a view of nothing cannot be cast
+    def _write(self, item: ProcessedItem, target: ArenaRange) -> None:
+        for tensor, buffer in zip(describe(target, item.specs), item.buffers, strict=True):
+            if buffer.nbytes:  # an empty view cannot be cast
                 self._arena.tensor(tensor, writable=True)[:] = buffer.cast("B")
 
     def _send(self, report: JobReport) -> None:
@@ -165,7 +165,7 @@ class Preparer:
         return None if prefix is None else decode_job_request(self._read(frame_length(prefix)) or b"")
 
     def _read(self, nbytes: int) -> bytes | None:
-        """Exactly so many bytes; None when the channel has ended."""
+        """Read exactly `nbytes`; None if the channel is closed."""
         data = self._jobs.recv(nbytes, socket.MSG_WAITALL)
         return data if len(data) == nbytes else None
 
@@ -173,12 +173,12 @@ class Preparer:
 def _check_header(item: ProcessedItem) -> None:
     if len(item.header) > MAX_HEADER_BYTES:
         raise MediaTooLarge(
-            f"the model's processor makes {len(item.header)} bytes of metadata of this item; at most {MAX_HEADER_BYTES}"
+            f"this item has {len(item.header)} bytes of metadata after processing, more than {MAX_HEADER_BYTES}"
         )
 
 
 class _SizeChooser:
-    """Fills `media.model_choices.SizeChooser` for one job."""
+    """Implements `media.model_choices.SizeChooser` for one job."""
 
     def __init__(self, processor: Processor, options: bytes) -> None:
         self._processor = processor

@@ -1,8 +1,8 @@
-"""The gateway's handle on one preparer: its job channel, its life and its end.
+"""The gateway's handle on one preparer: its job channel and its process.
 
-The end of a preparer is known by its pidfd, which the fork server sends along: it becomes readable when the kernel has
-ended the process, so neither a reused pid nor a fork server that hangs or died can deceive us about who still writes
-into the arena.
+The exit of a preparer is detected by its pidfd, which the fork server passes to the gateway. It becomes readable when
+the kernel has terminated the process, so neither a reused pid nor a hanging or dead fork server can mislead the gateway
+about which processes may still write into the arena.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from medialane.prepare.process_memory import read_into
 
 logger = logging.getLogger(__name__)
 
-#: How long a killed process may take to end. It takes a millisecond unless it hangs inside the kernel.
+#: How long a killed process may take to exit. It takes a millisecond unless it hangs inside the kernel.
 KILL_TIMEOUT_S = 10.0
 
 
 class PreparerLost(Exception):
-    """The preparer is gone, or said what it must not: it takes no further job."""
+    """The preparer has exited or violated the protocol: it gets no further job."""
 
 
 class PreparerProcess:
-    """Owns the gateway's end of the job channel and the preparer's pidfd; `stop` ends both and the process.
+    """Owns the gateway's end of the job channel and the preparer's pidfd; `stop` closes both and ends the process.
 
     One task at a time may call `send`, `receive` and `stop`. A cancelled `send` or `receive` leaves the channel in an
     unknown state: only `stop` may follow.
@@ -61,11 +61,11 @@ class PreparerProcess:
         self._on_exit = on_exit
 
     def attach(self, pid: int, pidfd: int) -> None:
-        """The fork server has forked it. Takes the pidfd over."""
+        """Set pid and pidfd once the fork server has forked the preparer. Takes ownership of the pidfd."""
         self.pid = pid
         self._pidfd = pidfd
         self._loop.add_reader(pidfd, self._note_exit)
-        if self._jobs.fileno() < 0:  # stopped while the fork was under way
+        if self._jobs.fileno() < 0:  # stopped while the fork was in progress
             self._kill()
 
     @property
@@ -73,32 +73,32 @@ class PreparerProcess:
         return self.exited.is_set()
 
     async def wait_ready(self) -> None:
-        """Wait for its first word. Raises PreparerLost."""
+        """Wait for its Hello. Raises PreparerLost."""
         report = await self.receive()
         if not isinstance(report, Hello):
-            raise PreparerLost(f"preparer {self.preparer_id} began with {type(report).__name__}")
+            raise PreparerLost(f"preparer {self.preparer_id} sent {type(report).__name__} instead of Hello")
 
     async def send(self, request: JobRequest) -> None:
-        """Raises PreparerLost."""
+        """Send one message. Raises PreparerLost."""
         try:
             await self._loop.sock_sendall(self._jobs, encode_frame(request))
         except OSError as error:
             raise PreparerLost(f"preparer {self.preparer_id}: {error.strerror}") from error
 
     async def receive(self) -> JobReport:
-        """Raises PreparerLost for the channel's end and for what the protocol does not allow."""
+        """Return the next message. Raises PreparerLost if the channel is closed or the protocol is violated."""
         try:
             length = frame_length(await self._read(LENGTH.size))
             return decode_job_report(await self._read(length))
         except (OSError, EOFError) as error:
             raise PreparerLost(f"preparer {self.preparer_id} has closed its channel") from error
         except (ValueError, msgspec.DecodeError) as error:
-            raise PreparerLost(f"preparer {self.preparer_id} broke the protocol: {error}") from error
+            raise PreparerLost(f"preparer {self.preparer_id} violated the protocol: {error}") from error
 
     def read(self, addresses: Sequence[int], into: Sequence[memoryview]) -> None:
-        """Copy its memory from each of these addresses on. Blocks for a fifth of a millisecond a MB; for any thread.
+        """Fill each buffer from the preparer's memory at the corresponding address. Blocks for 0.2 ms per MB.
 
-        Raises PreparerLost.
+        Callable from any thread. Raises PreparerLost.
         """
         if self.pid is None or len(addresses) != len(into):
             raise PreparerLost(f"preparer {self.preparer_id} has {len(addresses)} tensors, not {len(into)}")
@@ -110,16 +110,16 @@ class PreparerProcess:
             raise PreparerLost(f"preparer {self.preparer_id}: its tensors cannot be read: {error.strerror}") from error
 
     def _check_alive(self) -> None:
-        """Raise ProcessLookupError if it has ended: then what was read by its pid may have been another's."""
+        """Raise ProcessLookupError if it has exited: then its pid may have been reused by another process."""
         if self._pidfd is None:
-            raise ProcessLookupError(errno.ESRCH, "it has ended")
+            raise ProcessLookupError(errno.ESRCH, "it has exited")
         signal.pidfd_send_signal(self._pidfd, 0)
 
     async def stop(self, grace_s: float) -> bool:
-        """Close the channel, which asks it to end; kill it after `grace_s`. Idempotent.
+        """Close the channel, which makes it exit; kill it after `grace_s`. Idempotent.
 
-        True when the process is gone. False when the kernel did not end it within KILL_TIMEOUT_S, or when it was never
-        known to be forked: then it may still use what it was given.
+        Returns True if the process has exited. False if the kernel did not terminate it within KILL_TIMEOUT_S, or its
+        fork was never confirmed: then it may still use its memory range and pin.
         """
         self._jobs.close()
         if self._pidfd is None:
@@ -143,7 +143,7 @@ class PreparerProcess:
 
     def _kill(self) -> None:
         if self._pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop is about to tell
+            with contextlib.suppress(ProcessLookupError):  # it has exited, and the loop has not noticed yet
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _note_exit(self) -> None:

@@ -1,9 +1,11 @@
-"""The preparers of one pool. One task per preparer (a *slot*) forks it, gives it jobs from the common queue, one at a
-time, and forks another when it has died, hung or served its time.
+"""The preparers of one pool.
 
-A job's caller gets its outcome first. Where the preparer must not be used again it is then killed, its end is
-confirmed by its pidfd, and only then are the job's range and its pin on the encoded bytes given back, for until then
-the process may still write. Preparers that die before they have done a job are replaced ever more slowly.
+One task per preparer (a *slot*) forks it, feeds it jobs from the shared queue, one at a time, and replaces it when it
+has died, hung or reached max_jobs_per_preparer.
+
+A job's caller gets its outcome first. If the preparer must not be used again, it is then killed, its exit is confirmed
+by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
+process may still write. Preparers that die before they have run a job are replaced with exponential backoff.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
 logger = logging.getLogger(__name__)
 
-#: First and last pause before a preparer that failed at once is replaced; it doubles in between.
+#: Bounds of the exponential backoff before a preparer that ran no job is replaced.
 INITIAL_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 
-#: How long an idle preparer may take to end by itself.
+#: How long an idle preparer may take to exit after its channel is closed; then it is killed.
 GRACE_S = 1.0
 
 
 class Preparers:
-    """Keeps `num_wanted` preparers at work. Counts what they did, over all fork servers."""
+    """Keeps `num_wanted` preparers running. The counters include all fork servers so far."""
 
     def __init__(self, config: PrepareConfig, queue: JobQueue, arena: Arena) -> None:
         self.num_wanted = config.resolved_num_preparers()
@@ -49,7 +51,10 @@ class Preparers:
     async def run_slot(
         self, forkserver: ForkserverProcess, on_ready: Callable[[], None], on_failure: Callable[[], None]
     ) -> None:
-        """Keep one preparer at work until the fork server is lost. Each is reported as ready, or as not to be had."""
+        """Keep one preparer running until the fork server is lost.
+
+        `on_ready` is called for each preparer that is ready, `on_failure` for each that failed to start.
+        """
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         while not forkserver.lost.is_set():
             num_jobs = 0
@@ -58,7 +63,7 @@ class Preparers:
             except ForkserverLost:
                 return
             except PreparerLost as error:
-                logger.warning("no new preparer: %s", error)
+                logger.warning("cannot start a preparer: %s", error)
                 on_failure()
             else:
                 self.alive.add(preparer)
@@ -70,27 +75,27 @@ class Preparers:
                 await _wait(forkserver.lost, backoff.next())
 
     def close(self) -> None:
-        """Call it when no slot runs any more."""
+        """Shut down the copy threads. Call it once no slot is running."""
         self._runner.close()
 
     async def _serve(self, preparer: PreparerProcess, forkserver: ForkserverProcess) -> int:
-        """Give jobs to a preparer until it is gone or has served its time; return how many it was given."""
+        """Run jobs on a preparer until it is lost or has reached its maximum; return their number."""
         num_jobs = 0
-        has_served = False
+        is_used_up = False
         try:
-            while not has_served and (job := await self._queue.take(lambda: preparer.gone)) is not None:
+            while not is_used_up and (job := await self._queue.take(lambda: preparer.gone)) is not None:
                 num_jobs += 1
                 if not await self._run(job, preparer, forkserver):
                     break
-                has_served = num_jobs == self._max_jobs
+                is_used_up = num_jobs == self._max_jobs
         finally:
             self.alive.discard(preparer)
             await to_the_end(preparer.stop(GRACE_S))
-        self.num_restarts += not has_served
+        self.num_restarts += not is_used_up
         return num_jobs
 
     async def _run(self, job: Job, preparer: PreparerProcess, forkserver: ForkserverProcess) -> bool:
-        """Run one job to its outcome. False when its preparer is not to be used again; then it has been stopped."""
+        """Run one job to its outcome. Returns False if its preparer must not be used again; then it is stopped."""
         outcome = Outcome(error=Unavailable("media preparation has ended"), is_preparer_usable=False)  # if cancelled
         self.num_busy += 1
         try:
@@ -100,15 +105,15 @@ class Preparers:
             if outcome.is_preparer_usable:
                 job.close()
             else:
-                await to_the_end(_end(job, preparer))
+                await to_the_end(_kill_and_close(job, preparer))
             self.num_busy -= 1
             self.num_done += outcome.error is None
             self.num_failed += outcome.error is not None
         return outcome.is_preparer_usable
 
 
-async def _end(job: Job, preparer: PreparerProcess) -> None:
-    """End the preparer, then give back what its job held; if it does not die, that stays held for ever."""
+async def _kill_and_close(job: Job, preparer: PreparerProcess) -> None:
+    """Kill the preparer, then release its job's range and pin; if it does not exit, they stay held forever."""
     if await preparer.stop(0):
         job.close()
 

@@ -1,8 +1,8 @@
-"""Reading another process's memory into our own (process_vm_readv(2)).
+"""Reads another process's memory (process_vm_readv(2)).
 
-It is how tensors leave a preparer, which therefore needs no place in the arena that it may write to. One copy, made by
-the kernel, of pages that stay where they are. The other process must be ours (same user) and let itself be read: Yama's
-`ptrace_scope` 1 asks for a descendant, or for `allow_reader`.
+The gateway fetches tensors from preparers this way, so preparers need no write access to the arena. The kernel makes a
+single copy. The other process must belong to the same user and permit it: Yama's `ptrace_scope` 1 requires a descendant
+or `allow_reader`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _libc.process_vm_readv.argtypes = [
 
 
 def read_into(pid: int, address: int, into: memoryview) -> None:
-    """Fill `into`, which is writable, from `address` on. Does not hold the interpreter's lock.
+    """Fill the writable buffer `into` from `address` of process `pid`. Releases the GIL.
 
-    Raises OSError if the process is gone, has nothing there, or may not be read.
+    Raises OSError if the process has exited, has nothing mapped there, or may not be read.
     """
     if not into.nbytes:
         return
     target = ctypes.addressof(ctypes.c_char.from_buffer(into))
     done = 0
-    while done < into.nbytes:  # the kernel reads 2 GiB at most at a time
+    while done < into.nbytes:  # the kernel copies at most 2 GiB per call
         left = into.nbytes - done
         ours, theirs = _Iovec(target + done, left), _Iovec(address + done, left)
         found = _libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
@@ -50,12 +50,12 @@ def read_into(pid: int, address: int, into: memoryview) -> None:
 
 
 def address_of(data: memoryview) -> int:
-    """Where the bytes of a buffer lie, for `read_into` of another process. 0 for an empty one."""
-    import numpy as np  # not in processes that only read
+    """Return the address of a buffer's bytes, for `read_into` in another process; 0 if it is empty."""
+    import numpy as np  # imported lazily: processes that only read do not need it
 
     return int(np.frombuffer(data.cast("B"), np.uint8).ctypes.data) if data.nbytes else 0
 
 
 def allow_reader(pid: int) -> None:
-    """Let the process `pid` read this one where Yama is on. Without Yama there is nothing to allow."""
+    """Let the process `pid` read this one under Yama; no effect without Yama."""
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The engine's half of preparation, as this room needs it; `vllm_bridge` fills it."""
+"""The engine's part of preparation: the interfaces that this package needs, implemented by `vllm_bridge`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from medialane.core.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ProcessedItem:
-    """What the engine's processor made of one item: a header, and the large tensors that follow it.
+    """The engine's processor output for one item: a header, and the large tensors that belong to it.
 
-    `buffers[i]` are the bytes of `specs[i]`, C-contiguous, alive as long as this object.
+    `buffers[i]` are the bytes of `specs[i]`, C-contiguous, valid as long as this object.
     """
 
     header: bytes
@@ -30,44 +30,44 @@ class Processor(Protocol):
 
     @property
     def files(self) -> Sequence[str]:
-        """Files and folders that it may still have to read once it is warm, beside Python's own."""
+        """Files and folders that it may still have to read once it is warm, besides Python's own."""
         ...
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """Take the frames that the engine's own sampler takes (`media.FrameSampler`)."""
+        """Sample the same frames as the engine's own sampler (`media.FrameSampler`)."""
         ...
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
-        """Process one item alone. `options` are canonical JSON. Raises MedialaneError for what the client did wrong."""
+        """Process one item separately. `options` are canonical JSON. Raises MedialaneError for client errors."""
         ...
 
     def check_size(self, size: tuple[int, int], options: bytes) -> None:
-        """Raise PromptTooLong if an image of this (width, height), either way round, has more tokens than any prompt.
+        """Raise PromptTooLong if an image of this (width, height), in either orientation, exceeds any prompt's length.
 
-        Called before the image is decoded. What cannot be told without its pixels passes.
+        Called before the image is decoded. Passes if the number of tokens depends on its pixels.
         """
         ...
 
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:
-        """Which size an image that is processed with `options` may be decoded at (`model_choices.SizeChooser`)."""
+        """Return the size at which an image processed with `options` may be decoded (`model_choices.SizeChooser`)."""
         ...
 
 
-#: A factory as the pool takes it: its fork server starts at once, whatever the model.
+#: A factory for the pool that loads no model: its fork server starts at once.
 NO_PROCESSOR_FACTORY = "medialane.prepare.processor:build_no_processor"
 
 _REFUSAL = "this model does not support media"
 
 
 def build_no_processor(_config: bytes) -> NoProcessor:
-    """Factory of stage `url`, in which preparers only open what workers are about to decode (`media.probe`)."""
+    """Factory for stage `url`, in which preparers only probe items before workers decode them (`media.probe`)."""
     return NoProcessor()
 
 
 class NoProcessor:
-    """Refuses every item (a `Processor`): in stage `url`, and of a model of text alone."""
+    """A `Processor` that refuses every item: for stage `url` and for text-only models."""
 
     files = ()
 
@@ -88,20 +88,20 @@ class NoProcessor:
 
 @dataclass(frozen=True, slots=True)
 class AssembledPrompt:
-    """Expanded token ids, and a placeholder for each of the features given, in the order they were given."""
+    """Expanded token ids, and one placeholder per feature, in the order of the features."""
 
     token_ids: list[int]
     placeholders: tuple[PlaceholderRange, ...]
 
 
 class Assembler(Protocol):
-    """Expands a prompt's placeholders from its items' metadata alone: neither pixels nor large tensors are read."""
+    """Expands a prompt's placeholders from its items' metadata only: reads neither pixels nor large tensors."""
 
     @property
     def accepts_item_options(self) -> bool:
-        """Whether an item's tokens follow from its feature alone, so that items may differ in processor options."""
+        """Whether an item's tokens depend only on its feature, so that items may differ in processor options."""
         ...
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
-        """`features` stand in the order of their modality's items in the request. Raises PromptRejected."""
+        """Expand the prompt; `features` are in request order within each modality. Raises PromptRejected."""
         ...

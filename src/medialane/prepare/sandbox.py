@@ -1,4 +1,4 @@
-"""Which walls this kernel lets us build around preparers; each is tried once, in a child that ends right away."""
+"""Probes which sandbox mechanisms the kernel supports, each in a short-lived child, and applies them to preparers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from medialane.prepare import confinement, landlock, seccomp
 from medialane.prepare.process_memory import read_into
 
-#: Libraries and facts of the machine that code loaded late asks for, beside Python's own folders.
+#: System libraries and machine information read by lazily loaded code, besides Python's own folders.
 _SYSTEM_FILES = (
     "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/etc/localtime",
     "/usr/share/zoneinfo", "/dev/null", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/proc/self",
@@ -20,18 +20,18 @@ _SYSTEM_FILES = (
 )  # fmt: skip
 
 
-#: What it could do where its memory cannot be read (see `Preparer`).
+#: What a compromised preparer could do if its memory cannot be read (see `Preparer`).
 WRITE_ARENA = "change other requests' media in shared memory (process_vm_readv is refused: kernel.yama.ptrace_scope?)"
 
 
 class Sandbox(msgspec.Struct, frozen=True):
-    """What holds on this machine: `system_calls` by seccomp, `files` by Landlock."""
+    """Which restrictions this machine supports: `system_calls` by seccomp, `files` by Landlock."""
 
     system_calls: bool = False
     files: bool = False
 
     def enter(self, files: Sequence[str]) -> None:
-        """Confine this process, which may read `files` besides what Python needs, for ever. Raises OSError."""
+        """Permanently confine this process, which may still read `files` and what Python needs. Raises OSError."""
         confinement.drop_capabilities()
         if self.files:
             landlock.restrict([*_python_files(), *_SYSTEM_FILES, *files])
@@ -39,7 +39,7 @@ class Sandbox(msgspec.Struct, frozen=True):
             seccomp.install()
 
     def missing(self) -> Iterator[str]:
-        """What a preparer that a hostile file has taken over could do here, and would not elsewhere."""
+        """Yield what a preparer compromised by a hostile file could do because of a missing mechanism."""
         if not self.system_calls:
             yield "use the network, start processes and signal others (seccomp is not available)"
         if not self.files:
@@ -47,7 +47,7 @@ class Sandbox(msgspec.Struct, frozen=True):
 
 
 def available() -> Sandbox:
-    """What can be had here. Forks: the calling process must have one thread."""
+    """Return the supported mechanisms. Forks: the calling process must have one thread."""
     return Sandbox(
         system_calls=_holds(seccomp.install, lambda: os.kill(os.getppid(), 0)),
         files=_holds(lambda: landlock.restrict([]), lambda: os.listdir("/")),
@@ -55,14 +55,14 @@ def available() -> Sandbox:
 
 
 def missing_here() -> Iterator[str]:
-    """All that is missing on this machine, `Sandbox.missing` and the arena. Forks, as above."""
+    """Yield all that is missing on this machine, including protection of the arena. Forks, as above."""
     yield from available().missing()
     if not memory_is_readable():
         yield WRITE_ARENA
 
 
 def memory_is_readable() -> bool:
-    """Whether a process may read the memory of its child here. Forks, as above."""
+    """Return whether a process may read the memory of its child on this machine. Forks, as above."""
     data = ctypes.create_string_buffer(b"read me")
     woken, waker = os.pipe()
     pid = os.fork()
@@ -85,7 +85,7 @@ def memory_is_readable() -> bool:
 
 
 def _holds(confine: Callable[[], None], forbidden: Callable[[], object]) -> bool:
-    """Whether a child that has confined itself is refused what is forbidden then."""
+    """Return whether the kernel denies `forbidden` to a child that has called `confine`."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -93,7 +93,7 @@ def _holds(confine: Callable[[], None], forbidden: Callable[[], object]) -> bool
             confinement.drop_privileges()
             confine()
             status = 0 if _is_refused(forbidden) else 1
-        except OSError:  # the kernel, or a container around us, refuses the confinement itself
+        except OSError:  # the kernel or the container runtime refuses the confinement itself
             status = 1
         finally:
             os._exit(status)
@@ -109,6 +109,6 @@ def _is_refused(call: Callable[[], object]) -> bool:
 
 
 def _python_files() -> list[str]:
-    """Where modules and their libraries are found that are imported late."""
+    """Return the folders of lazily imported modules and their libraries."""
     found = [path for path in sys.path if os.path.isabs(path)]
     return [*found, os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib")]

@@ -1,11 +1,11 @@
-"""System calls that a preparer may make (seccomp(2)); every other one fails with EPERM.
+"""The system-call allowlist of a preparer (seccomp(2)); all other calls fail with EPERM.
 
-Theory of operation. A preparer computes: it needs memory, threads, time, files to read, and what it has open already.
-A list of what is allowed keeps out the network, new processes, signals to others, other processes' memory, io_uring,
-mounts, and what the next kernel brings, without naming them. Where a call is fine or not by an argument that stands in
-a register, the filter looks at it; paths are behind pointers, which it cannot follow (`landlock` does that).
+Theory of operation. A preparer computes: it needs memory, threads, time, readable files and its open descriptors.
+An allowlist excludes the network, new processes, signals to other processes, their memory, io_uring, mounts, and calls
+of future kernels, without naming them. The filter inspects arguments that are passed in registers; paths are behind
+pointers, which it cannot dereference (`landlock` restricts those).
 
-The kernel runs the filter, a classic BPF program, at each call; it cannot be taken off again and needs no privilege.
+The kernel runs the filter, a classic BPF program, at each call; it cannot be removed and needs no privilege.
 libseccomp, which could assemble it, is a system library that minimal images lack; the program is a hundred comparisons.
 """
 
@@ -30,10 +30,10 @@ _NR, _ARCH, _ARGS = 0, 4, 16
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
-#: Newer than any call that was looked at here: the C library asks for such and goes on without.
+#: Calls from here on were not reviewed and fail with ENOSYS: the C library tries such calls and falls back.
 _FIRST_UNKNOWN = 453
 
-#: Allowed whatever the arguments. Numbers on x86_64 and aarch64, -1 where there is none: <asm/unistd.h>.
+#: Allowed with any arguments. Numbers on x86_64 and aarch64, -1 if there is none: <asm/unistd.h>.
 _ALLOWED: dict[str, tuple[int, int]] = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "preadv": (295, 69), "lseek": (8, 62), "close": (3, 57), "close_range": (436, 436), "dup": (32, 23),
@@ -44,7 +44,7 @@ _ALLOWED: dict[str, tuple[int, int]] = {
     "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1), "pselect6": (270, 72), "pipe2": (293, 59),
     "eventfd2": (290, 19), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, -1),
     "epoll_pwait": (281, 22),
-    # The job channel, which is connected: nothing else can be reached by these.
+    # For the job channel, which is connected: these reach no other peer.
     "recvfrom": (45, 207), "sendto": (44, 206),
     "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "madvise": (28, 233),
     "brk": (12, 214), "msync": (26, 227), "mincore": (27, 232), "membarrier": (324, 283),
@@ -59,12 +59,12 @@ _ALLOWED: dict[str, tuple[int, int]] = {
     "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, -1), "getuid": (102, 174),
     "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "uname": (63, 160), "sysinfo": (99, 179),
     "getrlimit": (97, 163), "getrandom": (318, 278),
-    # oneDNN asks for AMX by it.
+    # oneDNN requests AMX with it.
     "arch_prctl": (158, -1),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 
-#: Looked at further, in `_rules`.
+#: Allowed depending on their arguments: see `_rules`.
 _CONDITIONAL: dict[str, tuple[int, int]] = {
     "openat": (257, 56), "fcntl": (72, 25), "kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220),
     "clone3": (435, 435), "sched_setaffinity": (203, 122), "prctl": (157, 167), "prlimit64": (302, 261),
@@ -75,7 +75,7 @@ _COLUMNS = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 
 _WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x0001_0000
-#: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which has the kernel signal others.
+#: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, by which the kernel signals others.
 _FCNTL = (0, 1, 2, 3, 4, 1030)
 #: PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: names of threads and mappings.
 _PRCTL = (15, 16, 0x5356_4D41)
@@ -91,14 +91,15 @@ class _Insn(NamedTuple):
 
 
 def is_known() -> bool:
-    """Whether this machine's system calls are in the table."""
+    """Return whether this machine's architecture is in the table."""
     return platform.machine() in _COLUMNS
 
 
 def install() -> None:
-    """Confine this process and the threads that it starts, for ever. It must have one thread and no new privileges.
+    """Permanently confine this process and the threads that it starts.
 
-    Raises OSError where the kernel has no seccomp, and on machines that are not in the table.
+    It must have one thread and `no_new_privs` set. Raises OSError if the kernel has no seccomp, or the architecture is
+    not in the table.
     """
     if not is_known():
         raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
@@ -118,7 +119,7 @@ def _program(column: int, arch: int, pid: int) -> list[_Insn]:
         _Insn(_JUMP_EQUAL, 1, 0, arch),
         _Insn(_RETURN, 0, 0, _RET_KILL_PROCESS),
         _Insn(_LOAD, 0, 0, _NR),
-        # Calls of x32 have numbers from 2 ** 30 on.
+        # Calls of the x32 ABI have numbers from 2 ** 30.
         _Insn(_JUMP_AT_LEAST, 0, 1, _FIRST_UNKNOWN),
         _fail(errno.ENOSYS),
     ]
@@ -130,14 +131,14 @@ def _program(column: int, arch: int, pid: int) -> list[_Insn]:
 
 
 def _rules(pid: int) -> dict[str, list[_Insn]]:
-    """What decides of a call by its arguments. Each ends with a return."""
+    """Return the checks of calls by argument. Each ends with a return instruction."""
     return {
         "openat": [_argument(2), _Insn(_JUMP_ANY_BIT, 0, 1, _WRITING), _fail(errno.EACCES), _allow()],
         "fcntl": _one_of(1, _FCNTL),
         "kill": _one_of(0, [pid]),
         "tgkill": _one_of(0, [pid]),
         "clone": [_argument(0), _Insn(_JUMP_ANY_BIT, 0, 1, _CLONE_THREAD), _allow(), _fail(errno.EPERM)],
-        "clone3": [_fail(errno.ENOSYS)],  # its flags are behind a pointer; the C library then takes clone
+        "clone3": [_fail(errno.ENOSYS)],  # its flags are behind a pointer; the C library falls back to clone
         "sched_setaffinity": _one_of(0, [0, pid]),
         "prctl": _one_of(0, _PRCTL),
         "prlimit64": [  # without new limits
@@ -153,7 +154,7 @@ def _rules(pid: int) -> dict[str, list[_Insn]]:
 
 
 def _one_of(index: int, values: Iterable[int]) -> list[_Insn]:
-    """Allow the call if the low word of an argument, which is an int, is one of these."""
+    """Allow the call if the low word of an int argument is one of these."""
     tests = [insn for value in values for insn in (_Insn(_JUMP_EQUAL, 0, 1, value), _allow())]
     return [_argument(index), *tests, _fail(errno.EPERM)]
 

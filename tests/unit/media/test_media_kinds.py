@@ -53,8 +53,8 @@ def test_missing_libraries_are_named_with_their_fix():
     found = find_kinds(absent)
     assert found.line().splitlines() == [
         "media: image (jpeg png webp gif avif bmp)",
-        "media off: video/h264 video/hevc video/vp9 video/av1: av is not installed (pip install av)",
-        "media off: audio/wav audio/flac audio/mp3 audio/ogg audio/m4a: soundfile is not installed "
+        "media unavailable: video/h264 video/hevc video/vp9 video/av1: av is not installed (pip install av)",
+        "media unavailable: audio/wav audio/flac audio/mp3 audio/ogg audio/m4a: soundfile is not installed "
         "(pip install soundfile)",
     ]
     assert found.supports("image")
@@ -111,4 +111,4 @@ from medialane.media.kinds import installed_kinds
 print(installed_kinds().line())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=True)
-    assert done.stdout.startswith("media: image (jpeg png webp gif avif bmp)\nmedia off: ")
+    assert done.stdout.startswith("media: image (jpeg png webp gif avif bmp)\nmedia unavailable: ")
