@@ -99,8 +99,7 @@ def _add_media(sums: BlockIds, items: Sequence[MediaSpan], block_size: int) -> N
 def _add_extra_keys(
     sums: BlockIds, extra_keys: Sequence[Sequence[object] | None], lora_name: str | None, *, first: bool
 ) -> str:
-    """Add the overlaps that an event lists per block; return the salt, which is in the keys of a prompt's first
-    block."""
+    """Add the overlaps listed by an event; return the salt, which is in the keys of a prompt's first block."""
     salt = ""
     blocks: list[int] = []
     digests: list[int] = []
@@ -138,8 +137,7 @@ def _overlaps(keys: Iterable[object]) -> Iterable[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def _coefficients(block_size: int) -> BlockIds:
-    """One coefficient per position in a block; odd, so that different tokens at one position have different
-    products."""
+    """One coefficient per position in a block; odd, so that the product is injective in the token."""
     drawn = blake3(b"medialane-block-coefficients-1").digest(length=8 * block_size)
     coefficients: BlockIds = np.frombuffer(drawn, _U64) | np.uint64(1)
     coefficients.flags.writeable = False

@@ -32,8 +32,7 @@ def compiled(function: _F) -> _F:
 
 
 def compiled_part(function: _F) -> _F:
-    """Compile a function that only compiled functions call. It has no Python entry point: a call from Python is a
-    segmentation fault."""
+    """Compile a function for compiled callers only: it has no Python entry point, a call from Python crashes."""
     found: _F = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return found
 

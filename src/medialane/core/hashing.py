@@ -24,8 +24,7 @@ def canonical_options(options: Mapping[str, object]) -> bytes:
 
 
 def merged_options(request: bytes, item: bytes) -> bytes:
-    """Merge the options of a request and of one item, which take precedence key by key. All are canonical JSON
-    objects."""
+    """Merge two canonical JSON objects, the options of a request and of one item; the item's take precedence."""
     if item == b"{}":
         return request
     if request == b"{}":

@@ -58,8 +58,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventBatch(msgspec.Struct, frozen=True):
-    """The events of one engine step, in order. `rank` is the data-parallel rank; `time_s` is in seconds since the
-    epoch."""
+    """The events of one engine step, in order. `rank` is the data-parallel rank, `time_s` seconds since the epoch."""
 
     rank: int
     events: Sequence[KvEvent]

@@ -79,7 +79,7 @@ async def test_dead_workers_socket_is_no_worker(tmp_path):
 async def test_card_with_impossible_sizes_ends_the_connection(worker_that_says, size):
     card = msgspec.structs.replace(FAKE_CARD, **size)
     address = await worker_that_says(frames(Welcome("w", 1, card, False)))
-    with pytest.raises(ProtocolViolation, match="impossible sizes"):
+    with pytest.raises(ProtocolViolation, match="sizes out of range"):
         await RpcClient.connect(address, HELLO, QUICK)
 
 
