@@ -58,7 +58,7 @@ class ClientReports:
     def receive_blocks(self, change: KvChange) -> None:
         """Raises ProtocolViolation."""
         if len(change.stored) % 8 or len(change.removed) % 8:
-            raise ProtocolViolation("KV block ids whose length is not a multiple of 8 bytes")
+            raise ProtocolViolation("KV blocks with incomplete ids")
         if change.rank not in range(self._num_ranks):
             raise ProtocolViolation("KV blocks of an unknown rank")
         if not self._blocks.receive(change):

@@ -140,7 +140,9 @@ class Worker:
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 there, here = theirs.get(name), ours.get(name)
-                logger.warning("gateway %s has %s=%s, this worker %s", hello.gateway_id, name, there, here)
+                logger.warning(
+                    "gateway %s: processor setting %s is %s there and %s here", hello.gateway_id, name, there, here
+                )
 
     async def _attach(self, gateway_id: str, offer: ArenaOffer) -> bool:
         """Attach the arena in this process and in the engine's, which may have a different /dev/shm. Return True if
