@@ -1,8 +1,8 @@
-"""Shared memory that outlives a request: one file per host, allocated by its owner alone, mapped by everyone else.
+"""Shared memory for media: one file per host, allocated only by its owner and mapped by other processes.
 
-The owner (the gateway) makes an `Arena`, reserves ranges, publishes what was written there and hands out leases; other
-processes open an `ArenaView` and turn ranges and descriptors into memoryviews without a copy. `reap` removes what dead
-owners left.
+The owner (the gateway) creates an `Arena`, reserves ranges, publishes the entries written there and hands out leases;
+other processes open an `ArenaView` and resolve ranges and descriptors to memoryviews without a copy. `reap` removes
+files of dead owners.
 """
 
 from medialane.arena.arena import Arena

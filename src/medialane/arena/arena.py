@@ -1,7 +1,7 @@
-"""The arena as its owner uses it: reserve, write, publish, look up, release.
+"""The owner's interface to an arena: reserve, write, publish, look up, release.
 
-Single-threaded: one process owns an arena and calls it from one thread (`prefault` excepted). Other processes map it
-with `ArenaView` and are handed ranges and descriptors; they never allocate.
+Single-threaded: one process owns an arena and calls it from one thread (except `prefault`). Other processes map it with
+`ArenaView` and receive ranges and descriptors; they never allocate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ C = TypeVar("C", EncodedMedia, Feature)
 
 
 class Arena:
-    """The one owner of an arena file and of its entries; made by `Arena.create`, ended by `close`."""
+    """The owner of an arena file and its entries; created by `Arena.create`, ended by `close`."""
 
     def __init__(self, file: ArenaFile, shares: Mapping[Kind, float]) -> None:
         self._file = file
@@ -39,7 +39,7 @@ class Arena:
 
     @classmethod
     def create(cls, config: ArenaConfig) -> Arena:
-        """Make the file and lock it. Raises StartupFailed, leaving nothing behind. Call `reap` first."""
+        """Create and lock the file. Raises StartupFailed, leaving no file behind. Call `reap` first."""
         return cls(ArenaFile.create(config), config.shares)
 
     @property
@@ -52,51 +52,49 @@ class Arena:
 
     @property
     def nonce(self) -> bytes:
-        """What a process that maps this very file reads from it."""
+        """The random value in the file's header, by which a process proves that it maps this file."""
         return self._file.view.nonce
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file; a page of it is its header."""
+        """Size of the file, including one page for its header."""
         return self._file.view.size_bytes
 
     @property
     def max_payload_bytes(self) -> int:
-        """The largest payload that an empty arena has room for."""
+        """The largest payload that fits into an empty arena."""
         return self._file.view.size_bytes - PAGE_BYTES - ENTRY_HEADER_BYTES
 
     @property
     def view(self) -> ArenaView:
-        """The owner's own mapping, to read entries in this process. It ends with the arena."""
+        """The owner's mapping, to read entries in this process. It is closed with the arena."""
         return self._file.view
 
     def prefault(self, stop: Event) -> int:
-        """Make all pages, in a thread: see `ArenaFile.prefault`. Join that thread before `close`."""
+        """Allocate all pages; call it in a thread, and join that before `close`. See `ArenaFile.prefault`."""
         return self._file.prefault(stop)
 
     def reserve(self, num_bytes: int, kind: Kind = "processed") -> Reservation:
-        """Take a range for a payload of `num_bytes`, evicting cached entries that nobody holds if need be.
+        """Reserve a range for a payload of `num_bytes`, evicting cached entries that are not held if necessary.
 
-        What it will hold, its kind, decides whose share of the arena it counts for.
-
-        The caller owns the reservation. Raises ArenaFull when held entries leave no room, and MediaTooLarge when an
-        empty arena would have none either; nothing was evicted then.
+        `kind` is the share of the arena to which it counts. The caller owns the reservation. Raises ArenaFull if held
+        entries leave no space, and MediaTooLarge if it would not fit into an empty arena; nothing was evicted then.
         """
         if num_bytes < 0:
             raise ValueError(f"a payload of {num_bytes} bytes")
         if num_bytes > self.max_payload_bytes:
-            raise MediaTooLarge(f"the item takes {num_bytes} bytes, more than this server can store")
+            raise MediaTooLarge(f"the item needs {num_bytes} bytes, more than this server can store")
         self._check_open()
         entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes, kind)
         stamp(self._file.view.words, entry.range)
         return Reservation(self._table, entry, self._file.view)
 
     def publish(self, reservation: Reservation, key: str, value: C) -> Lease[C]:
-        """Cache what was written under `key`, among the reservation's kind, and lease it.
+        """Cache the written entry under `key` and the reservation's kind, and lease it.
 
-        Encoded entries are described by `EncodedMedia`, the others by `Feature`; TypeError else. If the key is taken,
-        the new range is freed and the lease is on the older entry, with the older value. The caller owns the lease.
-        Raises RuntimeError if the reservation is over.
+        Raises TypeError unless `value` is `EncodedMedia` for an encoded entry, `Feature` for others. If the key exists,
+        the new range is freed and the lease is on the existing entry, with its value. The caller owns the lease. Raises
+        RuntimeError if the reservation has ended.
         """
         self._check_open()
         if isinstance(value, EncodedMedia) != (reservation.kind == "encoded"):
@@ -105,7 +103,7 @@ class Arena:
         return Lease(self._table, entry, cast("C", found))
 
     def keep(self, reservation: Reservation, value: T) -> Lease[T]:
-        """Lease what was written without caching it: it is freed when the last of its leases ends."""
+        """Lease the written entry without caching it: it is freed when its last lease ends."""
         self._check_open()
         entry = reservation.take()
         self._table.keep(entry)
@@ -116,29 +114,29 @@ class Arena:
     @overload
     def lookup(self, key: str, kind: Literal["encoded"]) -> Lease[EncodedMedia] | None: ...
     def lookup(self, key: str, kind: Kind = "processed") -> Lease[Feature] | Lease[EncodedMedia] | None:
-        """Lease the entry of `key` among its kind, if there is one. The caller owns the lease."""
+        """Lease the entry of `key` and `kind`, if it exists. The caller owns the lease."""
         found = self._table.lookup(key, kind)
         return None if found is None else cast("Lease[Feature]", Lease(self._table, *found))
 
     def contains(self, key: str, kind: Kind = "processed") -> bool:
-        """Whether `key` is cached now; is no use of the entry."""
+        """Return whether `key` is cached, without counting as a use of the entry."""
         return self._table.contains(key, kind)
 
     def evict(self, key: str, kind: Kind = "processed") -> bool:
-        """Free the entry of `key`. False if there is none, or somebody holds it."""
+        """Free the entry of `key`. Return False if there is none, or it is held."""
         return self._table.evict(key, kind)
 
     def clear(self) -> int:
-        """Free every cached entry that nobody holds; return their number."""
+        """Free every cached entry that is not held; return their number."""
         return self._table.clear()
 
     def stats(self) -> ArenaStats:
         return self._table.stats()
 
     def close(self) -> None:
-        """Remove the file. Idempotent. Leases and reservations may still end; nothing new can begin.
+        """Remove the file. Idempotent. Leases and reservations may still end, but none can be created.
 
-        Whoever has mapped the file keeps what he has mapped.
+        Mappings in other processes stay valid.
         """
         self._table.clear()
         self._closed = True
@@ -149,5 +147,5 @@ class Arena:
             raise RuntimeError("the arena is closed")
 
     def _clear(self, entry: ArenaRange) -> None:
-        if not self._closed:  # afterwards there is no mapping to write to, and no new entry to protect
+        if not self._closed:  # later there is no mapping, and the memory is not reused
             clear(self._file.view.words, entry)

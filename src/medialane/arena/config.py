@@ -18,7 +18,7 @@ MIN_BYTES = 16 * MIB
 
 
 class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and place of the shared memory that holds processed media."""
+    """Size and location of the shared memory for media."""
 
     size_bytes: Annotated[
         int,
@@ -43,13 +43,13 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {"encoded": self.encoded_share, "decoded": self.decoded_share, "processed": self.processed_share}
 
     def validate(self) -> None:
-        """Raise StartupFailed if the arena cannot be made there.
+        """Raise StartupFailed if the arena cannot be created there.
 
-        What a dead owner left behind counts as free: `reap` comes before `Arena.create`.
+        Files of dead owners count as free space: `reap` is called before `Arena.create`.
         """
         if self.size_bytes < MIN_BYTES:
             raise StartupFailed(
-                f"--arena-size is {_format_bytes(self.size_bytes)}; the least is {_format_bytes(MIN_BYTES)}"
+                f"--arena-size is {_format_bytes(self.size_bytes)}; the minimum is {_format_bytes(MIN_BYTES)}"
             )
         for kind, share in self.shares.items():
             if not 0 <= share <= 1:
@@ -64,11 +64,11 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def not_enough_space(size_bytes: int, directory: str, free_bytes: int) -> str:
-    """What to tell the operator when the arena does not fit."""
-    wanted = math.ceil(size_bytes * 1.25 / GIB)
+    """Return the message for the operator if the arena does not fit."""
+    shm_gib = math.ceil(size_bytes * 1.25 / GIB)
     return (
         f"the arena needs {_format_bytes(size_bytes)} but {directory} has {_format_bytes(free_bytes)} free: enlarge it "
-        f"(docker run --shm-size={wanted}g, or --ipc=host) or make the arena smaller (--arena-size)"
+        f"(docker run --shm-size={shm_gib}g, or --ipc=host) or make the arena smaller (--arena-size)"
     )
 
 

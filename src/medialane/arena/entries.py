@@ -1,16 +1,16 @@
-"""The entry table: who holds which range of the arena, and what is evicted. Pure: no memory, no clock, no loop.
+"""The entry table: state and eviction of the arena's entries. It accesses no memory, clock or event loop.
 
-Entries are of three *kinds*: encoded bytes as they came, decoded media, processed features. There is one order of use
-over all of them. Each kind has a share of the arena; it may take more while there is room, and when there is none,
-entries of kinds over their share go first, the kind of the new entry counted with it.
+Entries are of three *kinds*: encoded bytes as received, decoded media, processed features. One LRU order covers all of
+them. Each kind has a share of the arena, which it may exceed while there is free space. If there is none, entries of
+kinds over their share (after adding the new entry) are evicted first.
 
     reserve -> WRITING --publish--> PUBLISHED  cached under a key; pinned, or idle and evictable in order of use
                   |  `---keep-----> PUBLISHED  without a key; freed when its last pin ends
                   |                    |
                   `---abandon----------+-----> FREED
 
-A writing or pinned entry is *held*: its bytes belong to somebody and nothing here can take them. Every entry is freed
-once, by `_free`, which tells `on_free` (it clears the generation word) before the allocator gets the bytes back.
+A writing or pinned entry is *held* and cannot be evicted. Every entry is freed once, by `_free`, which calls `on_free`
+(it clears the generation in the header) before the allocator may reuse the bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ V = TypeVar("V")
 Kind = Literal["encoded", "decoded", "processed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Among the entries of kinds over their share, a span is looked for around so many: they may lie too scattered to make
-#: one hole, and then looking around all of them (20 000 small images) would keep the loop for a tenth of a second.
+#: Limit of candidates among entries of kinds over their share: if these are too scattered for one hole, trying all of
+#: them (20 000 small images) would block the event loop for a tenth of a second.
 _MAX_SEEDS = 64
 
 
@@ -47,7 +47,7 @@ class EntryState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One entry. Only its table changes it."""
+    """One entry, modified only by its table."""
 
     range: ArenaRange
     kind: Kind = "processed"
@@ -58,9 +58,9 @@ class Entry:
 
 
 class EntryTable(Generic[V]):
-    """Entries of one arena in [start, start + size_bytes) of its file; V is what keyed entries are described by.
+    """Entries of one arena in [start, start + size_bytes) of its file; V is the type of values of cached entries.
 
-    `shares` are fractions of `size_bytes` by kind; a kind that is not there may take everything.
+    `shares` are fractions of `size_bytes` by kind; the default is 1.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class EntryTable(Generic[V]):
         self._num_hits = self._num_misses = self._num_evictions = 0
 
     def reserve(self, nbytes: int, kind: Kind = "processed") -> Entry:
-        """Take a range for writing an entry of `kind`, evicting idle entries if need be.
+        """Reserve a range for an entry of `kind`, evicting idle entries if necessary.
 
-        Raises ArenaFull when held entries leave no room; nothing was evicted then.
+        Raises ArenaFull if held entries leave no space; nothing was evicted then.
         """
         offset = self._allocator.allocate(nbytes)
         if offset is None:
-            offset = self._make_room(nbytes, kind)
+            offset = self._evict_for(nbytes, kind)
         range_ = ArenaRange(self._arena, self._start + offset, nbytes, next(self._generations))
         entry = Entry(range_, kind)
         self._held[range_.generation] = entry
@@ -104,30 +104,30 @@ class EntryTable(Generic[V]):
         return entry
 
     def trim(self, entry: Entry, nbytes: int) -> None:
-        """Give back the end of an entry that is being written, all but `nbytes`. Its range changes, not its generation.
+        """Shrink an entry that is being written to `nbytes`. Its range changes, but not its generation.
 
-        Raises ValueError if it is not that long.
+        Raises ValueError if it is shorter.
         """
         self._check_writing(entry)
         old = entry.range
         if not 0 < nbytes <= old.nbytes:
             raise ValueError(f"entry {old} cannot be trimmed to {nbytes} bytes")
-        given_back = align(old.nbytes) - align(nbytes)
-        if given_back:
+        freed = align(old.nbytes) - align(nbytes)
+        if freed:
             self._allocator.shrink(self._offset(entry), nbytes)
         entry.range = ArenaRange(old.arena, old.offset, nbytes, old.generation)
-        self._writing_bytes -= given_back
-        self._kind_bytes[entry.kind] -= given_back
+        self._writing_bytes -= freed
+        self._kind_bytes[entry.kind] -= freed
 
     def abandon(self, entry: Entry) -> None:
-        """Free an entry that is still being written. Its writer must be gone."""
+        """Free an entry that is being written. Its writer must have stopped."""
         self._end_writing(entry)
         self._free(entry)
 
     def publish(self, entry: Entry, key: str, value: V) -> tuple[Entry, V]:
-        """Cache `entry` under `key` among its kind and pin it.
+        """Cache `entry` under `key` and its kind, and pin it.
 
-        If the key is taken, free `entry` and pin the older one instead.
+        If the key exists, free `entry` and pin the existing one instead.
         """
         self._end_writing(entry)
         if (found := self._by_key.get((entry.kind, key))) is not None:
@@ -145,7 +145,7 @@ class EntryTable(Generic[V]):
         self.pin(entry)
 
     def lookup(self, key: str, kind: Kind = "processed") -> tuple[Entry, V] | None:
-        """Pin the entry of `key` if there is one; counts as its use, and as a hit or a miss."""
+        """Pin the entry of `key` if it exists; counts as a use, and as a hit or a miss."""
         found = self._by_key.get((kind, key))
         if found is None:
             self._num_misses += 1
@@ -158,7 +158,7 @@ class EntryTable(Generic[V]):
         return (kind, key) in self._by_key
 
     def pin(self, entry: Entry) -> None:
-        """Add a pin to a published entry. Raises RuntimeError for any other."""
+        """Add a pin to a published entry. Raises RuntimeError for other entries."""
         if entry.state is not EntryState.PUBLISHED:
             raise RuntimeError(f"entry {entry.range} is {entry.state.value}")
         if entry.pins == 0:
@@ -185,7 +185,7 @@ class EntryTable(Generic[V]):
             self._idle[entry.kind][self._offset(entry)] = entry
 
     def evict(self, key: str, kind: Kind = "processed") -> bool:
-        """Free the entry of `key`. False if there is none, or it is pinned."""
+        """Free the entry of `key`. Return False if there is none, or it is pinned."""
         found = self._by_key.get((kind, key))
         if found is None or found[0].pins:
             return False
@@ -193,7 +193,7 @@ class EntryTable(Generic[V]):
         return True
 
     def clear(self) -> int:
-        """Free every entry that nobody holds; return their number."""
+        """Free every entry that is not held; return their number."""
         idle = [entry for kind in KINDS for entry in self._idle[kind].values()]
         for entry in idle:
             self._evict(entry)
@@ -218,10 +218,10 @@ class EntryTable(Generic[V]):
             num_evictions=self._num_evictions,
         )
 
-    def _make_room(self, nbytes: int, kind: Kind) -> int:
+    def _evict_for(self, nbytes: int, kind: Kind) -> int:
         need = align(nbytes)
         if need > self._allocator.size_bytes:
-            raise ArenaFull("the media need more memory than is reserved for media", retry_after_s=None)
+            raise ArenaFull("the media need more memory than the server has for media", retry_after_s=None)
         span = self._choose(need, self._over_share(kind, need), _MAX_SEEDS) or self._choose(need, KINDS, None)
         if span is None:
             raise ArenaFull("no memory for media is free at the moment")
@@ -233,12 +233,12 @@ class EntryTable(Generic[V]):
         return found
 
     def _over_share(self, kind: Kind, need: int) -> list[Kind]:
-        """The kinds that are over their share when `kind` takes `need` bytes more."""
-        wanted = {k: self._kind_bytes[k] + (need if k == kind else 0) for k in KINDS}
-        return [k for k in KINDS if wanted[k] > self._max_bytes[k]]
+        """Return the kinds that exceed their share if `kind` gets `need` more bytes."""
+        num_bytes = {k: self._kind_bytes[k] + (need if k == kind else 0) for k in KINDS}
+        return [k for k in KINDS if num_bytes[k] > self._max_bytes[k]]
 
     def _choose(self, need: int, kinds: Collection[Kind], max_seeds: int | None) -> Span | None:
-        """What to evict of `kinds` alone."""
+        """Choose what to evict, among entries of `kinds` only."""
 
         def last_use(offset: int) -> int | None:
             found = (self._idle[kind].get(offset) for kind in kinds)

@@ -1,12 +1,12 @@
-"""Which cached entries make room for a new one: least recently used first, as far as the map of the arena allows.
+"""Chooses which cached entries to evict for a new one: LRU, subject to fragmentation.
 
-A new entry needs one hole, and what was used long ago lies scattered. Evicting strictly in order of use until a hole
-happens to be large enough empties three quarters of a 2 GiB arena for one 150 MB video among 5 MB images (simulated).
-So a *span* is grown around each of the few entries that were used longest ago: the entry, the holes beside it, and the
-neighbour used longer ago of the two, until the span is large enough. Of these spans the one is evicted whose most
-recent use is the oldest; of two such, the one of fewer entries. Among entries of one size that is plain LRU; on mixed
-sizes (0.2 to 150 MB, Zipf requests) it raised the simulated hit rate from 0.51 to 0.56, and costs some 15 steps
-instead of a walk over the arena.
+A new entry needs one contiguous hole, and the least recently used entries are scattered. Evicting strictly in LRU order
+until some hole is large enough empties three quarters of a 2 GiB arena for one 150 MB video among 5 MB images
+(simulated). So a *span* is grown around each of a few least recently used entries: the entry, its adjacent holes, and
+the less recently used of its two neighbours, until the span is large enough. The span whose most recent use is oldest
+is evicted; of equal ones, that with fewer entries. For entries of one size this is plain LRU; on mixed sizes (0.2 to
+150 MB, Zipf requests) it raised the simulated hit rate from 0.51 to 0.56, and takes about 15 steps instead of a scan
+of the arena.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import NamedTuple
 
 from medialane.arena.allocator import Allocator
 
-#: Spans to compare. One gets half of what eight get; 32 gain a little more for four times the work.
+#: Number of spans to compare. One gives half of the gain of eight; 32 give little more for four times the work.
 NUM_SPANS = 8
 
-#: The time of an evictable piece's last use by its offset; None for a piece that must stay.
+#: Maps the offset of a piece to the time of its last use; None if it cannot be evicted.
 LastUse = Callable[[int], int | None]
 
 
 class Span(NamedTuple):
-    """Pieces to free for one hole, and how recently the one used last was used."""
+    """Pieces to free for one hole, and their most recent use."""
 
     last_use: int
     offsets: frozenset[int]
 
 
 def choose_span(allocator: Allocator, need: int, oldest_first: Iterable[int], last_use: LastUse) -> Span | None:
-    """Return the pieces to free for a hole of `need` bytes.
+    """Return the pieces to free for a hole of `need` bytes, None if even freeing all of them would not suffice.
 
-    `oldest_first` are the offsets of all evictable pieces. None means that freeing all of them would not do: a gap
-    between two pieces that must stay is found from any piece inside it, and each is tried.
+    `oldest_first` are the offsets of all evictable pieces. Every gap between two pieces that must stay is tried, since
+    a span can be grown to the whole gap from any piece inside it.
     """
     best: Span | None = None
     num_found = 0

@@ -1,16 +1,16 @@
-"""The owner's side of an arena file: how it comes to be, is filled with pages, and ends.
+"""The owner's side of an arena file: creation, prefault, removal.
 
-Creation, so that a file under its final name always has a live owner or can be recognised as abandoned:
+Creation ensures that a file with a final name has a live owner or can be recognised as abandoned:
 
     open(.tmp, O_EXCL)  ->  flock EX  ->  still linked?  ->  ftruncate, header  ->  rename to .arena
 
-Between open and flock a reaper may find the file without an owner. It takes the lock, unlinks, and we see either the
-lock taken or a file without a name: then we begin again under another name. Once we hold the lock of a linked file,
-nobody else can take it.
+Between open and flock a reaper may find the file without an owner. It locks and unlinks it, and we see either a locked
+or an unlinked file: then we retry with another name. Once we hold the lock of a linked file, no other process can
+obtain it.
 
-The lock belongs to the open file description, so a forked child that inherits the descriptor would keep a dead owner
-alive. It is close-on-exec, which covers subprocesses; a child made by os.fork() calls `close`. The mapping is
-made from a second description, since Python's mmap duplicates the descriptor that it is given.
+The lock belongs to the open file description, so a forked child that inherits the descriptor would keep the lock of a
+dead owner. The descriptor is close-on-exec, which covers subprocesses; a child of os.fork() must call `close`. The
+mapping uses a second description, since Python's mmap duplicates the descriptor that it is given.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import try_lock
 
-#: Pages are made in pieces of this size: 10 ms each, after which a prefault can be stopped.
+#: Pages are allocated in pieces of this size (10 ms each), between which a prefault can be stopped.
 PREFAULT_BYTES = 16 << 20
 
-#: madvise(2), Linux 5.14; Python's mmap has no name for it.
+#: madvise(2), Linux 5.14; Python's mmap module does not define it.
 MADV_POPULATE_WRITE = 23
 
 _CREATE_TRIES = 16
 
 
 class ArenaFile:
-    """The file, its lock and the owner's mapping (`view`); made by `ArenaFile.create`."""
+    """The file, its lock and the owner's mapping (`view`); created by `ArenaFile.create`."""
 
     def __init__(self, path: Path, lock: int, view: ArenaView) -> None:
         self.path = path
@@ -48,26 +48,26 @@ class ArenaFile:
 
     @classmethod
     def create(cls, config: ArenaConfig) -> ArenaFile:
-        """Make a new arena file under a random id. Raises StartupFailed, leaving nothing behind."""
+        """Create an arena file with a random id. Raises StartupFailed, leaving no file behind."""
         config.validate()
         try:
             path, lock = _create_locked(config)
         except OSError as error:
-            raise StartupFailed(f"the arena cannot be made in {config.directory}: {error.strerror}") from error
+            raise StartupFailed(f"cannot create the arena in {config.directory}: {error.strerror}") from error
         try:
             view = ArenaView.open(arena_of(path), config.directory, writable=True)
-        except BaseException:  # whatever ends it, nothing is left behind
+        except BaseException:  # includes KeyboardInterrupt: leave no file behind
             path.unlink()
             os.close(lock)
             raise
         return cls(path, lock, view)
 
     def prefault(self, stop: Event) -> int:
-        """Make all pages of the arena, about 1 s a GiB; return how many bytes were made before `stop` was set.
+        """Allocate all pages of the arena, about 1 s per GiB; return the bytes allocated before `stop` was set.
 
-        For a thread: it lets go of the interpreter, and changes no byte, so that entries may be written meanwhile.
-        Until it has returned, a write to a new page is slow, and one that finds the file system full (another
-        program's files) kills its process with SIGBUS. Raises StartupFailed in that case.
+        To be called in a thread: it releases the GIL and changes no data, so entries may be written in the meantime.
+        Until it has returned, a write to a new page is slow, and if the file system is full (because of other
+        programs' files), it kills the writing process with SIGBUS. Raises StartupFailed if the file system is full.
         """
         done = 0
         if stop.is_set():
@@ -81,7 +81,7 @@ class ArenaFile:
         return done
 
     def close(self) -> None:
-        """Remove the file and give up the lock. Idempotent. In a child made by os.fork(), only the lock."""
+        """Remove the file and release the lock. Idempotent. A child of os.fork() only closes its descriptor."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -102,11 +102,11 @@ class ArenaFile:
                 raise
 
     def _allocate(self, offset: int, nbytes: int) -> None:
-        """For kernels without MADV_POPULATE_WRITE. Touching pages instead could undo what others write there."""
+        """For kernels without MADV_POPULATE_WRITE. Touching pages instead could overwrite concurrent writes."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            return  # closed meanwhile
+            return  # closed in the meantime
         try:
             os.posix_fallocate(descriptor, offset, nbytes)
         except OSError as error:
@@ -122,7 +122,7 @@ class ArenaFile:
 
 
 def _create_locked(config: ArenaConfig) -> tuple[Path, int]:
-    """Create a file under its final name; return it and the descriptor that holds its lock."""
+    """Create a file with its final name; return it and the descriptor that holds its lock."""
     size_bytes = config.size_bytes - config.size_bytes % PAGE_BYTES
     for _ in range(_CREATE_TRIES):
         header = FileHeader(secrets.token_hex(16), size_bytes, secrets.token_bytes(NONCE_BYTES))
@@ -135,7 +135,7 @@ def _create_locked(config: ArenaConfig) -> tuple[Path, int]:
                 os.pwrite(descriptor, header.encode(), 0)
                 os.rename(temporary, path)
                 return path, descriptor
-        except BaseException:  # whatever ends it, nothing is left behind
+        except BaseException:  # includes KeyboardInterrupt: leave no file behind
             _discard(temporary, descriptor)
             raise
         _discard(temporary, descriptor)
@@ -152,7 +152,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _madvise(piece: memoryview, advice: int) -> None:
-    """madvise(2) without the interpreter lock. mmap.madvise holds it: the event loop stood still for 0.2 s."""
+    """Call madvise(2) without the GIL. mmap.madvise holds it, which blocked the event loop for 0.2 s."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -1,21 +1,22 @@
-"""How an arena file is laid out, and how its name is formed.
+"""Layout and name of an arena file.
 
     directory/medialane-<32 hex digits>.arena
 
     0        file header: magic, version, offset of the first entry, size of the file, arena id, nonce; rest zero
-    4096     entries, each on a multiple of 64, holes between them:
+    4096     entries, aligned to 64, with holes between them:
                +0   u64 magic
-               +8   u64 generation   0: freed, nobody may believe what follows
-               +16  u64 nbytes       the whole entry, this header counted
+               +8   u64 generation   0: freed, the rest is invalid
+               +16  u64 nbytes       size of the entry, including this header
                +24  zero
-               +64  payload: tensors one after another, each on a multiple of 64
+               +64  payload: tensors one after another, each aligned to 64
 
-Offsets of entries count from the start of the file, offsets of tensors from the start of their entry. Only the owner
-writes headers; whoever writes a payload was given the range. Every word of an entry header is one aligned 8-byte
-store in the machine's own byte order (the file never leaves the host), so a reader sees the old word or the new one.
+Offsets of entries are relative to the start of the file, offsets of tensors to the start of their entry. Only the owner
+writes headers; a payload is written by the process that got the range from the owner. Every word of an entry header is
+one aligned 8-byte store in native byte order (the file never leaves the host), so a reader sees the old or the new
+word.
 
-A generation is never used twice in an arena, and an arena id never at all. A range that names both is therefore
-either valid, or found invalid by reading one word, however long it was on its way.
+Generations are never reused in an arena, and arena ids are never reused at all. So a range with both is either valid,
+or detected as invalid by reading one word, however old it is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAGE_BYTES = 4096
 ENTRY_HEADER_BYTES = 64
 NONCE_BYTES = 16
 
-#: The names of this program's files; one that is still being created ends in .tmp.
+#: Names of arena files; one that is being created ends in .tmp.
 FILE_NAME = re.compile(r"medialane-(?P<id>[0-9a-f]{32})\.arena(?:\.tmp)?")
 ARENA_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -45,7 +46,7 @@ _HEADER = struct.Struct(f"<8sIIQ16s{NONCE_BYTES}s")
 
 
 class FileHeader(msgspec.Struct, frozen=True):
-    """The first bytes of an arena file. `nonce` is known only to those who have mapped it: it proves a shared host."""
+    """The header of an arena file. Only processes that map the file know `nonce`, so it proves a shared host."""
 
     arena: str
     size_bytes: int
@@ -56,7 +57,7 @@ class FileHeader(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> FileHeader:
-        """Raise ValueError for anything that is not the header of an arena of this version."""
+        """Decode a header. Raises ValueError if it is not that of an arena of this version."""
         if len(data) < _HEADER.size:
             raise ValueError("the file is too short for an arena")
         magic, version, first, size_bytes, arena, nonce = _HEADER.unpack_from(data)
@@ -68,14 +69,15 @@ class FileHeader(msgspec.Struct, frozen=True):
 
 
 def file_path(directory: str, arena: str) -> Path:
-    """Raise ValueError for an id that is not 32 lower-case hex digits: no path ever comes out of a message."""
+    """Return the path of an arena's file. Raises ValueError if the id is not 32 lower-case hex digits, so that no
+    message can inject a path."""
     if not ARENA_ID.fullmatch(arena):
         raise ValueError("an arena id is 32 hex digits")
     return Path(directory) / f"medialane-{arena}.arena"
 
 
 def arena_of(path: Path) -> str:
-    """The id in the name of an arena's file. Raise ValueError for any other name."""
+    """Return the id in the name of an arena's file. Raises ValueError for any other name."""
     found = FILE_NAME.fullmatch(path.name)
     if found is None:
         raise ValueError(f"{path.name} is not the name of an arena's file")
@@ -83,7 +85,7 @@ def arena_of(path: Path) -> str:
 
 
 def stamp(words: memoryview, entry: ArenaRange) -> None:
-    """Write the header of `entry`; it is valid from the last of the three stores on."""
+    """Write the header of `entry`; the last of the three stores makes it valid."""
     first = entry.offset // 8
     words[first] = ENTRY_MAGIC
     words[first + 2] = entry.nbytes
@@ -91,12 +93,12 @@ def stamp(words: memoryview, entry: ArenaRange) -> None:
 
 
 def clear(words: memoryview, entry: ArenaRange) -> None:
-    """Make every descriptor of `entry` invalid, before its bytes may be used again."""
+    """Invalidate all descriptors of `entry`, before its bytes are reused."""
     words[entry.offset // 8 + 1] = 0
 
 
 def is_valid(words: memoryview, entry: ArenaRange) -> bool:
-    """Whether `entry` lies inside the file that `words` maps and is the entry that stands there now."""
+    """Return whether `entry` is inside the file mapped as `words` and matches the current header at its offset."""
     if entry.offset % ALIGNMENT or entry.offset < PAGE_BYTES or entry.nbytes < ENTRY_HEADER_BYTES:
         return False
     if entry.offset + entry.nbytes > words.nbytes or entry.generation <= 0:
@@ -107,9 +109,9 @@ def is_valid(words: memoryview, entry: ArenaRange) -> bool:
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
-    """Place tensors one after another in an entry.
+    """Lay out tensors one after another in an entry.
 
-    Return the offset of each from the start of the entry (the first is at 64), and the bytes of payload to reserve.
+    Return the offset of each from the start of the entry (the first is at 64), and the payload's size in bytes.
     """
     offsets = []
     end = ENTRY_HEADER_BYTES
@@ -121,6 +123,7 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
 
 
 def describe(entry: ArenaRange, specs: Sequence[TensorSpec]) -> tuple[TensorDescriptor, ...]:
-    """Describe the tensors that `layout(specs)` placed in `entry`. Raises ValueError if they do not fit there."""
+    """Return descriptors of the tensors laid out by `layout(specs)` in `entry`. Raises ValueError if they do not
+    fit."""
     offsets, _ = layout(specs)
     return tuple(TensorDescriptor(spec, entry, offset) for spec, offset in zip(specs, offsets, strict=True))

@@ -1,4 +1,4 @@
-"""The two ways of holding an entry: a reservation while it is written, leases while it is read. Each ends once."""
+"""Handles on an entry: a reservation while it is written, leases while it is read. Each ends exactly once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from medialane.core.tensor import ArenaRange
 
 T = TypeVar("T")
 
-#: What describes a cached entry: encoded media as such; decoded and processed media as features.
+#: The value of a cached entry: EncodedMedia for encoded media, Feature for decoded and processed media.
 Cached = EncodedMedia | Feature
 
 
 class Reservation:
-    """A range that its holder fills; `Arena.publish` or `Arena.keep` takes it over, `abandon` gives it back.
+    """A range that its owner fills; ended by `Arena.publish`, `Arena.keep` or `abandon`.
 
-    As a context manager it is abandoned at the end of the block unless it was taken over. One that is dropped
-    instead keeps its range (somebody may still be writing there) and warns.
+    As a context manager it is abandoned at the end of the block unless it has ended. If it is garbage collected
+    instead, its range stays allocated (a process may still be writing there) and a ResourceWarning is issued.
     """
 
     def __init__(self, table: EntryTable[Cached], entry: Entry, view: ArenaView) -> None:
@@ -41,7 +41,7 @@ class Reservation:
 
     @property
     def buffer(self) -> memoryview:
-        """The payload, writable, as long as was asked for. Raises ValueError when the reservation is over."""
+        """The payload, writable, of the requested size. Raises ValueError if the reservation has ended."""
         return self._buffer[:]
 
     @property
@@ -49,26 +49,27 @@ class Reservation:
         return self._entry.kind
 
     def trim(self, num_bytes: int) -> None:
-        """Give back the end of the payload, all but `num_bytes`: `range` and `buffer` are others afterwards.
+        """Shrink the payload to `num_bytes`, which replaces `range` and `buffer`.
 
-        Nobody else may know the range. Raises ValueError if the payload is not that long or the reservation is over.
+        The range must not have been given to another process. Raises ValueError if the payload is shorter or the
+        reservation has ended.
         """
-        self._buffer[:0]  # raises if it is over
+        self._buffer[:0]  # raises if it has ended
         self._table.trim(self._entry, ENTRY_HEADER_BYTES + num_bytes)
         stamp(self._view.words, self.range)
         self._buffer.release()
         self._buffer = self._view.entry(self.range, writable=True)[ENTRY_HEADER_BYTES:]
 
     def take(self) -> Entry:
-        """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it is over."""
+        """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it has ended."""
         if self._ended:
-            raise RuntimeError(f"the reservation of {self.range} is over")
+            raise RuntimeError(f"the reservation of {self.range} has ended")
         self._ended = True
         self._buffer.release()
         return self._entry
 
     def abandon(self) -> None:
-        """Free the range. Nobody may be writing there any more. Idempotent, and nothing after a take-over."""
+        """Free the range, to which no process may be writing any more. No effect if the reservation has ended."""
         if not self._ended:
             self._table.abandon(self.take())
 
@@ -85,17 +86,18 @@ class Reservation:
             warnings.warn(f"reservation of {self.range} was dropped", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"Reservation({self.range}, {'over' if self._ended else 'open'})"
+        return f"Reservation({self.range}, {'ended' if self._ended else 'open'})"
 
 
 class Lease(Generic[T]):
-    """One pin on one entry: its bytes stay where they are until `release`. `value` describes the entry.
+    """One pin on one entry: its bytes stay in place until `release`. `value` describes the entry.
 
-    A lease that is dropped instead keeps its pin (somebody may still be reading) and warns.
+    If a lease is garbage collected instead, the entry stays pinned (a process may still be reading) and a
+    ResourceWarning is issued.
     """
 
     def __init__(self, table: EntryTable[Cached], entry: Entry, value: T) -> None:
-        """Take over a pin that `entry` already has."""
+        """Adopt a pin that `entry` already has."""
         self._table = table
         self._entry = entry
         self._released = False
@@ -110,16 +112,16 @@ class Lease(Generic[T]):
         return self._released
 
     def release(self) -> None:
-        """End the lease. Raises RuntimeError the second time: two owners of one lease are a bug."""
+        """End the lease. Raises RuntimeError the second time: a lease must have one owner."""
         if self._released:
-            raise RuntimeError(f"the lease on {self.range} was released before")
+            raise RuntimeError(f"the lease on {self.range} was already released")
         self._released = True
         self._table.unpin(self._entry)
 
     def duplicate(self) -> Lease[T]:
-        """A second, independent lease on the same entry. Raises RuntimeError after `release`."""
+        """Return a second, independent lease on the same entry. Raises RuntimeError after `release`."""
         if self._released:
-            raise RuntimeError(f"the lease on {self.range} was released before")
+            raise RuntimeError(f"the lease on {self.range} was already released")
         self._table.pin(self._entry)
         return Lease(self._table, self._entry, self.value)
 

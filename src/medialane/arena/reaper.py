@@ -1,7 +1,7 @@
-"""Removes the arena files of owners that are gone (`core.owner_lock`).
+"""Removes the arena files of processes that have exited (`core.owner_lock`).
 
-Holding the lock until the file is gone keeps an owner that is just creating it from believing that it has one (file.py
-tells the other half). Readers keep what they have mapped: the memory is freed with the last mapping.
+The lock is held until the file is unlinked, so that a process that is just creating this file notices its removal (see
+file.py). Readers keep their mappings: the memory is freed with the last one.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from medialane.core.owner_lock import abandoned
 
 
 class Reaped(msgspec.Struct, frozen=True):
-    """A file that was removed, and the memory it occupied."""
+    """A removed file, and the memory that it occupied."""
 
     path: str
     num_bytes: int
 
 
 def reap(directory: str) -> list[Reaped]:
-    """Remove every arena file in `directory` whose owner is gone, unfinished ones included; return what was removed.
+    """Remove every arena file in `directory` whose owner has exited, unfinished ones included; return the removed
+    files.
 
-    Files of live owners, of other users and of other programs are left alone. Raises OSError if the directory cannot
-    be read.
+    Files of live owners, other users and other programs are not touched. Raises OSError if the directory cannot be
+    read.
     """
     removed = []
     for name in os.listdir(directory):
         with _abandoned(directory, name) as num_bytes:
             if num_bytes is not None:
                 path = os.path.join(directory, name)
-                with suppress(FileNotFoundError):  # an owner that lost the race for its lock cleans up too
+                with suppress(FileNotFoundError):  # a creator that lost the race for the lock unlinks it too
                     os.unlink(path)
                     removed.append(Reaped(path, num_bytes))
     return removed
 
 
 def reclaimable_bytes(directory: str) -> int:
-    """How much memory `reap` would free in `directory`."""
+    """Return how many bytes of memory `reap` would free in `directory`."""
     total = 0
     for name in os.listdir(directory):
         with _abandoned(directory, name) as num_bytes:
@@ -51,7 +52,7 @@ def reclaimable_bytes(directory: str) -> int:
 
 @contextmanager
 def _abandoned(directory: str, name: str) -> Iterator[int | None]:
-    """Yield the memory that an abandoned arena file occupies, its lock held; None for anything else."""
+    """Yield the memory occupied by an abandoned arena file, with its lock held; None for other files."""
     if not FILE_NAME.fullmatch(name):
         yield None
         return
@@ -61,5 +62,5 @@ def _abandoned(directory: str, name: str) -> Iterator[int | None]:
 
 def _is_arena(descriptor: int) -> bool:
     head = os.pread(descriptor, len(FILE_MAGIC), 0)
-    # A file that had no header yet was never more than a temporary name.
+    # A file without a header was abandoned during creation.
     return head == FILE_MAGIC or not head.strip(b"\0")

@@ -1,4 +1,4 @@
-"""A process's mapping of an arena, and the checks that stand between a descriptor and its bytes."""
+"""A process's mapping of an arena, with validation of descriptors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from medialane.core.tensor import ArenaRange, TensorDescriptor
 
 
 class ArenaView:
-    """One mapping of an arena; made by `ArenaView.open`.
+    """One mapping of an arena; created by `ArenaView.open`.
 
-    Views of entries borrow from it: they stay readable after `close` and after the owner's death, but say nothing
-    about what the bytes mean once the lease under which they were taken has ended.
+    Memoryviews of entries stay readable after `close` and after the owner has exited, but their content is undefined
+    once the lease under which they were obtained has ended.
     """
 
     def __init__(self, header: FileHeader, mapping: mmap.mmap, *, writable: bool) -> None:
@@ -29,9 +29,9 @@ class ArenaView:
 
     @classmethod
     def open(cls, arena: str, directory: str, *, writable: bool = False) -> ArenaView:
-        """Map the arena `arena` of `directory`. The caller owns the view and closes it.
+        """Map the arena with the id `arena` in `directory`. The caller owns the view and closes it.
 
-        Raises HandoverFailed if there is no such arena here, or the file is not what its name says.
+        Raises HandoverFailed if there is no such arena on this host, or the file's header does not match its name.
         """
         try:
             path = file_path(directory, arena)
@@ -60,10 +60,10 @@ class ArenaView:
         return self._words[:]
 
     def entry(self, range: ArenaRange, writable: bool = False) -> memoryview:  # noqa: A002 - the types' own name
-        """The bytes of an entry, its header included, so that descriptors' offsets index them.
+        """Return the bytes of an entry including its header, so that offsets of descriptors are indices.
 
-        Raises HandoverFailed for a range of another arena, outside this one, or whose entry is no longer there;
-        ValueError if `writable` is asked of a read-only mapping.
+        Raises HandoverFailed for a range of another arena, outside this one, or whose entry was freed; ValueError if
+        `writable` is requested from a read-only mapping.
         """
         if self._mapping is None:
             raise HandoverFailed("the arena's mapping is closed")
@@ -75,19 +75,19 @@ class ArenaView:
         return found if writable else found.toreadonly()
 
     def tensor(self, descriptor: TensorDescriptor, writable: bool = False) -> memoryview:
-        """The bytes of a tensor. Raises as `entry`, and HandoverFailed for one that overlaps its entry's header."""
+        """Return the bytes of a tensor. Raises like `entry`, and HandoverFailed if it overlaps its entry's header."""
         first = descriptor.offset
         if first < ENTRY_HEADER_BYTES:
             raise HandoverFailed(f"a tensor cannot begin in its entry's header: {descriptor}")
         return self.entry(descriptor.range, writable)[first : first + descriptor.spec.nbytes]
 
     def close(self) -> None:
-        """Drop the mapping. Idempotent. While views of entries live, the memory stays mapped until the last ends."""
+        """Unmap the file. Idempotent. While memoryviews of entries exist, the memory stays mapped."""
         mapping, self._mapping = self._mapping, None
         self._words.release()
         self._memory.release()
         if mapping is not None:
-            with suppress(BufferError):  # views live: theirs are now the only references
+            with suppress(BufferError):  # memoryviews exist: the last one unmaps the file
                 mapping.close()
 
 
@@ -96,5 +96,5 @@ def _read_header(descriptor: int, arena: str) -> FileHeader:
     if header.arena != arena:
         raise ValueError("the file's header names another arena")
     if header.size_bytes != os.fstat(descriptor).st_size or header.size_bytes % PAGE_BYTES:
-        raise ValueError("the file does not have the size that its header says")
+        raise ValueError("the file's size does not match its header")
     return header

@@ -1,1 +1,1 @@
-"""The types that flow between rooms, the errors, the hash. Imports nothing of ours, no torch, no vllm."""
+"""Types shared by all packages, errors and hashes. Imports no other medialane package, no torch and no vllm."""

@@ -1,7 +1,7 @@
-"""Administrative calls: what an operator asks of every worker's engine, beside requests.
+"""Administrative calls that an operator sends to every worker's engine.
 
-They are vLLM's own (`vllm.engine.protocol.EngineClient`), and these are all that may travel: an engine has a method for
-each type, and nothing is called by a name that somebody sent.
+They mirror vLLM's (`vllm.engine.protocol.EngineClient`). Only these types can be sent: an engine handles each type
+explicitly, so a peer cannot call an arbitrary method by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered False while blocks are in use."""
+    """The result is False while blocks are in use."""
 
     reset_running_requests: bool = False
     reset_connector: bool = False
@@ -38,7 +38,7 @@ class ReleaseKvCacheMemory(msgspec.Struct, frozen=True, array_like=True, tag=Tru
 
 
 class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered whether the engine is fully awake."""
+    """The result is whether the engine is fully awake."""
 
     tags: tuple[str, ...] | None = None
 
@@ -71,7 +71,7 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AddLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`lora` is the engine's own encoding of a LoRA request, as in `EngineRequest`."""
+    """`lora` is a LoRA request in the engine's encoding, as in `EngineRequest`."""
 
     lora: bytes
 
@@ -92,17 +92,17 @@ AdminCall = (
     | AddLora
 )
 
-#: What an engine answers: a yes or no for the calls that ask for one.
+#: The result of a call: a boolean for calls that return one, else None.
 AdminResult = bool | None
 
 
 def clears_kv_cache(call: AdminCall) -> bool:
-    """Whether an engine that has done the call holds no KV blocks any more."""
+    """Return whether the call leaves the engine's KV cache empty."""
     return isinstance(call, ResetPrefixCache) or _clears_all(call)
 
 
 def clears_encoder_cache(call: AdminCall) -> bool:
-    """Whether an engine that has done the call holds no encoder outputs any more."""
+    """Return whether the call leaves the engine's encoder cache empty."""
     return isinstance(call, ResetEncoderCache) or _clears_all(call)
 
 

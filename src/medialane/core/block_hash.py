@@ -1,16 +1,16 @@
-"""Block ids: our 64-bit identity of a full KV block, and with it of the whole prompt up to that block's end.
+"""Block ids: 64-bit hashes that identify a full KV block and the whole prompt up to its end.
 
-No engine's hash is assumed. The same ids come from a prompt (`prompt_block_ids`) and from what an engine says that it
-stored (`stored_block_ids`), so a gateway can look up what workers hold. An id covers the tokens, the media items that
-overlap the block and where they begin, LoRA, `cache_salt` and the block size.
+They do not depend on an engine's hash function. The same ids are computed from a prompt (`prompt_block_ids`) and from
+an engine's KV events (`stored_block_ids`), so a gateway can look up which workers hold a prefix. An id covers the
+tokens, the media items that overlap the block and their offsets, LoRA, `cache_salt` and the block size.
 
 Recipe, all mod 2^64. A block's content is `c = fmix64(sum_k a_k * token_k + sum_items fmix64(digest + C * offset))`,
-offset relative to the block's start; a chain is `h_i = K * h_(i-1) + c_i`, which starts at a digest of salt, LoRA and
-block size. Since an id is the whole state of its chain, an event goes on from the id of the block before it. The
+offset relative to the block's start; the chain is `h_i = K * h_(i-1) + c_i`, starting from a digest of salt, LoRA and
+block size. An id is the whole state of its chain, so an event's ids continue from the id of the parent block. The
 arithmetic is in `block_sums`.
 
-Equal prefixes have equal ids; unequal ones collide by chance only (2^-64 a pair), unless someone looks for collisions:
-the constants are public. What a collision costs is a request routed to the wrong worker, never a wrong answer.
+Equal prefixes have equal ids. Unequal prefixes collide with probability 2^-64 per pair, except by deliberate attack:
+the constants are public. A collision can route a request to a suboptimal worker, but never changes its output.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def prompt_block_ids(
     lora: str | None = None,
     cache_salt: str | None = None,
 ) -> BlockIds:
-    """Ids of the prompt's full blocks, in order; two prompts have equal ids as far as an engine may share their blocks.
+    """Return the ids of the prompt's full blocks, in order. Two prompts share ids exactly where an engine may share
+    their blocks.
 
-    `token_ids` are expanded (each item's placeholders included). A list is converted first, which costs more than all
-    the rest; uint32 arrays are taken as they are. `lora` is the adapter's name; an empty string is as none, in
-    `cache_salt` too. Raises OverflowError for a token id that is none.
+    `token_ids` are expanded (with every placeholder token). Pass a uint32 array to avoid the conversion of a list,
+    which costs more than the hash. `lora` is the adapter's name; an empty `lora` or `cache_salt` is the same as None.
+    Raises OverflowError for a token id outside [0, 2^32).
     """
     ids = token_sums(token_array(token_ids), _coefficients(block_size))
     if media:
@@ -60,10 +61,10 @@ def stored_block_ids(
     lora_name: str | None,
     parent: int | None,
 ) -> BlockIds:
-    """The same ids from one stored-block event, whose fields are vLLM's; `parent` is our id of the block before the
+    """Return the same ids from a `BlockStored` event (fields as in vLLM); `parent` is our id of the block before the
     first, None at a prompt's start.
 
-    Raises ValueError when tokens and keys are not those of whole blocks, or a key is of a kind that we do not know.
+    Raises ValueError if tokens and keys do not cover whole blocks, or a key is of an unknown kind.
     """
     if len(token_ids) % block_size:
         raise ValueError("a stored event's tokens are not whole blocks")
@@ -71,17 +72,17 @@ def stored_block_ids(
     salt = ""
     if extra_keys is not None:
         if len(extra_keys) != len(ids):
-            raise ValueError("a stored event has not one entry of extra keys for each block")
+            raise ValueError("a stored event must have one entry of extra keys per block")
         salt = _add_extra_keys(ids, extra_keys, lora_name, first=parent is None)
     chain(ids, _start(block_size, lora_name or "", salt) if parent is None else parent)
     return ids
 
 
 def token_array(token_ids: Sequence[int] | NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Token ids as uint32. Raises OverflowError for what is not in [0, 2^32)."""
+    """Return token ids as uint32. Raises OverflowError for an id outside [0, 2^32)."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype(np.uint32, copy=False)
-    # Half the time of np.array(list): one type check an element instead of a look for a common type.
+    # Half the time of np.array(list), which first searches for a common type of the elements.
     return np.frombuffer(array("I", token_ids), dtype=np.uint32)
 
 
@@ -98,7 +99,7 @@ def _add_media(sums: BlockIds, items: Sequence[MediaSpan], block_size: int) -> N
 def _add_extra_keys(
     sums: BlockIds, extra_keys: Sequence[Sequence[object] | None], lora_name: str | None, *, first: bool
 ) -> str:
-    """Add the overlaps that an event lists by block; returns the salt, which stands with a prompt's first block."""
+    """Add the overlaps listed by an event; return the salt, which is in the keys of a prompt's first block."""
     salt = ""
     blocks: list[int] = []
     digests: list[int] = []
@@ -109,7 +110,7 @@ def _add_extra_keys(
             del texts[0]
         if texts:
             if not first or block or len(texts) > 1:
-                raise ValueError("a stored event has an extra key that is not known")
+                raise ValueError("a stored event has an unknown extra key")
             salt = texts[0]
         for digest, offset in _overlaps(keys or ()):
             blocks.append(block)
@@ -121,7 +122,7 @@ def _add_extra_keys(
 
 
 def _overlaps(keys: Iterable[object]) -> Iterable[tuple[int, int]]:
-    """(digest, offset) of every item that a block's keys name; embeddings instead of tokens count as an item, too."""
+    """Yield (digest, offset) of every item in a block's keys. Prompt embeddings (bytes) count as an item too."""
     for key in keys:
         match key:
             case str():
@@ -131,12 +132,12 @@ def _overlaps(keys: Iterable[object]) -> Iterable[tuple[int, int]]:
             case [str(mm_hash), int(offset)]:
                 yield _digest(mm_hash), offset
             case _:
-                raise ValueError("a stored event has an extra key that is not known")
+                raise ValueError("a stored event has an unknown extra key")
 
 
 @lru_cache(maxsize=64)
 def _coefficients(block_size: int) -> BlockIds:
-    """One odd number for each place in a block: odd, so that two tokens at one place never have the same product."""
+    """One coefficient per position in a block; odd, so that the product is injective in the token."""
     drawn = blake3(b"medialane-block-coefficients-1").digest(length=8 * block_size)
     coefficients: BlockIds = np.frombuffer(drawn, _U64) | np.uint64(1)
     coefficients.flags.writeable = False

@@ -1,4 +1,4 @@
-"""The arithmetic of `block_hash` on arrays, mod 2^64. What is given as `sums` is changed in its place."""
+"""Array arithmetic of `block_hash`, mod 2^64. Functions modify their argument `sums` in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 Places = NDArray[np.int64]
 
-#: The chain's multiplier, odd and 5 mod 8, as multipliers of congruential generators are.
+#: The chain's multiplier: odd and 5 mod 8, like multipliers of linear congruential generators.
 _K: Final = 0xD1342543DE82EF95
 #: Spreads offsets: 2^64 over the golden ratio.
 _C: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -20,12 +20,12 @@ _FMIX_1: Final = 0xFF51AFD7ED558CCD
 _FMIX_2: Final = 0xC4CEB9FE1A85EC53
 _SHIFT: Final = np.uint64(33)
 _MASK: Final = (1 << 64) - 1
-#: So few blocks are faster one by one than as arrays: most KV events have one.
+#: Up to this number of blocks, plain integers are faster than arrays; most KV events have one block.
 _FEW: Final = 4
 
 
 def token_sums(tokens: NDArray[np.uint32], coefficients: Words) -> Words:
-    """sum_k a_k * token_k of every full block; there are as many coefficients as tokens in a block."""
+    """Return sum_k a_k * token_k of every full block, with one coefficient per position in a block."""
     size = len(coefficients)
     num_blocks = len(tokens) // size
     sums: Words = tokens[: num_blocks * size].reshape(num_blocks, size).astype(np.uint64) @ coefficients
@@ -33,9 +33,9 @@ def token_sums(tokens: NDArray[np.uint32], coefficients: Words) -> Words:
 
 
 def add_media(sums: Words, block_size: int, *, offsets: Places, ends: Places, digests: Words) -> None:
-    """Add to each block what overlaps it, by vLLM's walk (`_gen_mm_extra_hash_keys`), whose ends matter where ranges
-    overlap (audio inside its video): an item that goes on past the block hides those after it, and nothing is added
-    from the end of the last item on. Items stand in the order of their offsets."""
+    """Add to each block the items that overlap it, in the way of vLLM's `_gen_mm_extra_hash_keys`. Its edge cases
+    matter where ranges overlap (audio inside its video): an item that extends past the block hides those after it, and
+    nothing is added after the end of the last item. Items are sorted by offset."""
     num_blocks = min(len(sums), -(-ends.item(-1) // block_size))
     hidden = 0
     for offset, end, digest in zip(offsets.tolist(), ends.tolist(), digests, strict=True):
@@ -47,14 +47,14 @@ def add_media(sums: Words, block_size: int, *, offsets: Places, ends: Places, di
 
 
 def add_overlaps(sums: Words, blocks: Places, digests: Words, offsets: Places) -> None:
-    """Add items that are listed by block, each with its offset relative to the block. A block may have several."""
+    """Add items listed per block, with their offsets relative to the block. A block may have several."""
     np.add.at(sums, blocks, _fmix(digests + offsets.astype(np.uint64) * _C))
 
 
 def chain(sums: Words, start: int) -> None:
     """Replace each sum by its id: h_i = K * h_(i-1) + fmix64(sum_i), where h_(-1) is `start`.
 
-    Since K has an inverse, h_i = K^(i+1) * (start + sum_(j<=i) K^-(j+1) * fmix64(sum_j)): one cumulative sum.
+    K is invertible, so h_i = K^(i+1) * (start + sum_(j<=i) K^-(j+1) * fmix64(sum_j)): one cumulative sum.
     """
     if len(sums) <= _FEW:
         sums[:] = _chain_few(sums.tolist(), start)
@@ -88,7 +88,7 @@ def _fmix(values: Words) -> Words:
 
 @lru_cache(maxsize=32)
 def _powers(count: int) -> tuple[Words, Words]:
-    """K^1, K^2, ... and the powers of its inverse."""
+    """Return K^1, K^2, ... and the powers of its inverse."""
     return _powers_of(_K, count), _powers_of(pow(_K, -1, 1 << 64), count)
 
 

@@ -1,11 +1,11 @@
-"""How native functions, which stand in files named native_*.py, are compiled: by numba.
+"""Compiles the native functions (in files named native_*.py) with numba.
 
-Compiling takes a dozen seconds, so machine code is kept on disk. Numba drops what it kept of a function when the file
-of that function changes, and does not see that another file changed whose functions were compiled into it. So it is
-kept in a folder named by the digest of all native files of a room: what any of them says is part of where the code is.
+Compilation takes a dozen seconds, so machine code is cached on disk. Numba invalidates a cached function when its own
+file changes, but not when another file changes whose functions were inlined into it. So the cache directory is named by
+the digest of all native files of the package.
 
-Where no such folder can be written, numba looks for another by its own rules, and where there is none, functions are
-compiled anew in each process: a slow start, and nothing else.
+If no such directory is writable, numba searches for another by its own rules; if there is none, functions are compiled
+again in each process, which only makes the start slow.
 """
 
 from __future__ import annotations
@@ -26,41 +26,40 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def compiled(function: _F) -> _F:
-    """The function, compiled on its first call. Its arrays must be contiguous and writable: each other kind of array
-    would be compiled for anew, and take a request's time for that."""
+    """Compile the function on its first call. Pass contiguous, writable arrays only: every other array type triggers a
+    compilation of its own, during a request."""
     return _compiled(function)
 
 
 def compiled_part(function: _F) -> _F:
-    """A function that compiled ones call: it becomes part of them. It has no entry for Python, where a call of it would
-    be a segmentation fault."""
+    """Compile a function for compiled callers only: it has no Python entry point, a call from Python crashes."""
     found: _F = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return found
 
 
 def compiled_for(signature: object, *, nogil: bool = False) -> Callable[[_F], _F]:
-    """The function, compiled for arguments of one kind when its module is imported.
+    """Compile the function for one signature when its module is imported.
 
-    `nogil` lets it run without the interpreter lock: nobody may change its arrays meanwhile.
+    With `nogil` it runs without the GIL: no other thread may change its arrays in the meantime.
     """
     return lambda function: _compiled(function, signature, nogil=nogil)
 
 
 def _compiled(function: _F, *signature: object, nogil: bool = False) -> _F:
-    own, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _folder(function)
+    previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, numba.config.CACHE_DIR or _folder(function)
     try:
         found: _F = numba.njit(*signature, cache=True, nogil=nogil)(function)
-    except RuntimeError:  # numba's way to say that it can write nowhere
+    except RuntimeError:  # numba found no writable cache directory
         _warn_once()
         found = numba.njit(*signature, nogil=nogil)(function)
     finally:
-        numba.config.CACHE_DIR = own
+        numba.config.CACHE_DIR = previous
     return found
 
 
 @lru_cache(maxsize=1)
 def _warn_once() -> None:
-    logger.warning("no writable cache for compiled code (set NUMBA_CACHE_DIR): it is compiled at each start")
+    logger.warning("no writable cache for compiled code (set NUMBA_CACHE_DIR): compiling at each start")
 
 
 def _folder(function: Callable[..., object]) -> str:
@@ -68,13 +67,13 @@ def _folder(function: Callable[..., object]) -> str:
 
 
 @lru_cache
-def _folder_of(room: Path) -> str:
-    """Beside the bytecode, or in the user's cache; empty if neither can be written."""
+def _folder_of(package: Path) -> str:
+    """Return a directory in `__pycache__` or in the user's cache; empty if neither is writable."""
     digest = blake2b(digest_size=8)
-    for path in sorted(room.glob("native_*.py")):
+    for path in sorted(package.glob("native_*.py")):
         digest.update(path.read_bytes())
     name = f"native-{digest.hexdigest()}"
-    for parent in (room / "__pycache__", Path("~/.cache/medialane").expanduser()):
+    for parent in (package / "__pycache__", Path("~/.cache/medialane").expanduser()):
         if _is_writable(parent / name):
             return str(parent / name)
     return ""

@@ -1,4 +1,4 @@
-"""Embeddings that a client sends in place of a media item (vLLM's `image_embeds` and the like), as they travel."""
+"""Wire format of embeddings that a client sends instead of a media item (vLLM's `image_embeds` and the like)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import msgspec
 from medialane.core.errors import InvalidFeature
 from medialane.core.tensor import TensorSpec
 
-#: What `MediaPayload.media_type` and `EncodedMedia.media_type` say of an `Embeds` document. No sniffer ever says it.
+#: `MediaPayload.media_type` and `EncodedMedia.media_type` of an `Embeds` document. Sniffing never returns it.
 EMBEDS_TYPE = "application/x-medialane-embeds"
 
-#: The field of embeddings that came as one tensor instead of an object of named ones.
+#: The field name of embeddings sent as one tensor instead of an object of named tensors.
 UNNAMED = ""
 
-#: Stands before a document, so that its content hash is no media's.
+#: Prefix of a document, so that its content hash differs from that of any media file.
 _MAGIC = b"medialane-embeds-1\0"
 
 
@@ -32,7 +32,7 @@ class EmbedsTensor(msgspec.Struct, frozen=True):
 
 
 class Embeds(msgspec.Struct, frozen=True):
-    """One item's embeddings: tensors by name, or one under `UNNAMED`."""
+    """One item's embeddings: tensors by name, or a single one under `UNNAMED`."""
 
     fields: dict[str, EmbedsTensor]
 
@@ -42,16 +42,16 @@ _decode = msgspec.msgpack.Decoder(Embeds).decode
 
 
 def encode_embeds(embeds: Embeds) -> bytes:
-    """The document of `embeds`; equal embeddings are equal bytes."""
+    """Encode `embeds` deterministically: equal embeddings give equal bytes."""
     return _MAGIC + _encode(embeds)
 
 
 def decode_embeds(data: bytes | memoryview) -> Embeds:
-    """Raises InvalidFeature for what is no document of ours."""
+    """Decode a document of `encode_embeds`. Raises InvalidFeature for any other bytes."""
     view = memoryview(data)
     if view[: len(_MAGIC)] != _MAGIC:
-        raise InvalidFeature("embeddings of an unknown form")
+        raise InvalidFeature("unknown format of embeddings")
     try:
         return _decode(view[len(_MAGIC) :])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidFeature("embeddings that cannot be read") from error
+        raise InvalidFeature("malformed embeddings") from error

@@ -1,4 +1,4 @@
-"""The one tree of errors.
+"""Exception hierarchy.
 
     MedialaneError
     |-- InvalidRequest (400)            the client must change the request
@@ -6,10 +6,10 @@
     |   |-- EmptyMedia, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, ImageTooComplex, TooManyFrames
     |   |-- TooManyMediaItems, UnknownMediaUuid
     |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
-    |   |-- PromptRejected              vLLM refused prompt or parameters
+    |   |-- PromptRejected              vLLM rejected the prompt or its parameters
     |   |   `-- PromptTooLong             one item alone has more tokens than a prompt may have
-    |   |-- InvalidFeature              the worker refused the request's processed media
-    |   |-- InvalidBody                 not JSON, or not the JSON that we expect
+    |   |-- InvalidFeature              the worker rejected the request's processed media
+    |   |-- InvalidBody                 not JSON, or not of the expected schema
     |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
     |   |                               AudioTooLong
     |   |-- HeaderTooLarge (431)
@@ -18,13 +18,13 @@
     |-- UpstreamFailed (502)            the media's origin failed
     |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost,
     |   |                               BodyMemoryExhausted, TooManyConnections
-    |   `-- AdminCallIncomplete              an administrative call that not all workers have done
+    |   `-- AdminCallIncomplete         an administrative call that not all workers have completed
     |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
     |-- GenerationFailed (500)          the engine failed this request
-    `-- internal, never shown as such:  HandoverFailed, ProtocolViolation, StartupFailed
+    `-- internal, not sent to clients:  HandoverFailed, ProtocolViolation, StartupFailed
 
-Every class carries its HTTP status, its restart-reset `code`, and whether the same request may succeed when sent again.
-Messages are written for clients: no library text, no addresses, no paths of this machine.
+Every class defines its HTTP status, its stable `code` and OpenAI's error type (`kind`). Messages are written for
+clients: no third-party error text, no addresses, no local paths.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ import msgspec
 
 
 class MedialaneError(Exception):
-    """Base of the tree.
+    """Base class.
 
-    `param` is the field of the request at fault in OpenAI's spelling (`messages[0].content[2].image_url`),
-    `retry_after_s` what a Retry-After header should say.
+    `param` is the invalid field of the request in OpenAI's notation (`messages[0].content[2].image_url`),
+    `retry_after_s` the value of the Retry-After header.
     """
 
     status: ClassVar[int] = 500
@@ -52,7 +52,7 @@ class MedialaneError(Exception):
         self.retry_after_s = retry_after_s
 
     def at(self, param: str) -> MedialaneError:
-        """Return the same error, telling which field of the request it is about."""
+        """Return the same error with the field of the request that it refers to."""
         return type(self)(self.message, param=param, retry_after_s=self.retry_after_s)
 
 
@@ -143,9 +143,11 @@ class PromptTooLong(PromptRejected):
 
 
 class InvalidFeature(InvalidRequest):
-    """A feature contradicts itself, its placeholder, the prompt or the model; it must never reach an engine.
+    """A feature is inconsistent in itself, or with its placeholder, the prompt or the model; it must never reach an
+    engine.
 
-    What a client can change are the options with which its media are processed: another stage would apply the same.
+    A client can change the processor options of its media. There is no fallback to another stage, which would apply
+    the same options.
     """
 
     code = "invalid_feature"
@@ -233,7 +235,7 @@ class WorkerLost(Unavailable):
 
 
 class AdminCallIncomplete(Unavailable):
-    """For operators: the message names workers by their addresses."""
+    """For operators: the message contains addresses of workers."""
 
     code = "admin_call_incomplete"
 
@@ -255,25 +257,25 @@ class GenerationFailed(MedialaneError):
 
 
 class HandoverFailed(MedialaneError):
-    """One way of handing features over did not work; the next way may."""
+    """One stage or transport of the hand-over failed; the next one may succeed."""
 
     code = "handover_failed"
 
 
 class ProtocolViolation(MedialaneError):
-    """The peer sent what our protocol does not allow; the connection ends."""
+    """The peer violated the protocol; the connection is closed."""
 
     code = "protocol_violation"
 
 
 class StartupFailed(MedialaneError):
-    """Something at start-up that the operator must change; the message says what."""
+    """An error at start-up that the operator must fix; the message says how."""
 
     code = "startup_failed"
 
 
 class ErrorReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error of the tree on its way to another process."""
+    """A MedialaneError as sent to another process."""
 
     code: str
     message: str
@@ -295,11 +297,11 @@ _CLASSES = _by_code()
 
 
 def to_report(error: MedialaneError) -> ErrorReport:
-    """Describe `error` for another process."""
+    """Serialize `error` for another process."""
     return ErrorReport(error.code, error.message, error.param, error.retry_after_s)
 
 
 def from_report(report: ErrorReport) -> MedialaneError:
-    """Rebuild the error of a report. A code that this version does not know becomes a plain MedialaneError."""
+    """Rebuild the error of a report. An unknown code gives a plain MedialaneError."""
     cls = _CLASSES.get(report.code, MedialaneError)
     return cls(report.message, param=report.param, retry_after_s=report.retry_after_s)

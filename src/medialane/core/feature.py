@@ -1,4 +1,4 @@
-"""Features: what vLLM's multimodal processor makes of one media item, and where it stands in a prompt."""
+"""Features: the output of vLLM's multimodal processor for one media item, and its placeholder in a prompt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.stage import StageName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
-#: Bytes of a feature's header, which travels in control messages: between processes and to workers, both ends check it.
+#: Limit of a feature's header, in bytes. It is sent in control messages (to other processes and to workers); both ends
+#: check it.
 MAX_HEADER_BYTES = 4 * 1024 * 1024
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """The processed tensors of one media item, or the one tensor of another stage: what was decoded, the encoded bytes.
+    """The processed tensors of one media item, or the single tensor of another stage: decoded media or encoded bytes.
 
     `mm_hash` identifies it (64 hex digits: blake3-256 over model, processor settings, content, options and salt; the
-    decoded form has a key of its own in the arena). `header` is what the engine's bridge needs besides the tensors
-    (field names and kinds, small tensors); only the bridge reads it. `tensors` are the large ones, in the header's
-    order.
+    decoded form has its own key in the arena). `header` is opaque except to the engine's bridge: field names and kinds,
+    small tensors. `tensors` are the large ones, in the header's order.
     """
 
     modality: Modality
@@ -40,9 +40,9 @@ class Feature(msgspec.Struct, frozen=True):
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tokens [offset, offset + length) of the prompt stand for one item.
+    """Tokens [offset, offset + length) of the prompt represent one item.
 
-    `is_embed`, if given, has one byte a token (0 or 1): only the ones take an embedding.
+    `is_embed`, if given, has one byte per token (0 or 1): only tokens with 1 are replaced by an embedding.
     """
 
     offset: int
@@ -53,7 +53,7 @@ class PlaceholderRange(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.offset < 0 or self.length <= 0:
             raise ValueError(f"placeholder [{self.offset}, +{self.length}) is empty or before the prompt")
         if self.is_embed is not None and len(self.is_embed) != self.length:
-            raise ValueError(f"is_embed has {len(self.is_embed)} marks for {self.length} tokens")
+            raise ValueError(f"is_embed has {len(self.is_embed)} bytes for {self.length} tokens")
 
     @property
     def end(self) -> int:
@@ -65,16 +65,16 @@ class PlaceholderRange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlacedFeature(msgspec.Struct, frozen=True):
-    """A feature and its place in one prompt."""
+    """A feature and its placeholder in one prompt."""
 
     feature: Feature
     placeholder: PlaceholderRange
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
-    """Where a media item stands in a prompt: tokens [offset, offset + length), half-open.
+    """Position of a media item in a prompt: tokens [offset, offset + length).
 
-    `num_embeds` is how many embeddings the encoder makes for it (its tokens less separators).
+    `num_embeds` is the number of embeddings that the encoder computes for it (its tokens minus separators).
     """
 
     mm_hash: str
@@ -89,9 +89,9 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True):
-    """A prompt as the chat template left it: each item is one unexpanded placeholder.
+    """A prompt as rendered by the chat template: each item is one unexpanded placeholder.
 
-    `items` stand in the order of their modality's placeholders; `options` are the request's processor options,
+    `items` are in the order of the placeholders of their modality; `options` are the request's processor options,
     canonical JSON.
     """
 
@@ -108,10 +108,10 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 
 
 class Hold(Protocol):
-    """A pin on an entry of the arena (`arena.Lease`): its bytes stay where they are until `release`, called once."""
+    """A pin on an entry of the arena (`arena.Lease`): its bytes stay in place until `release`, called exactly once."""
 
     def duplicate(self) -> Hold:
-        """A second, independent hold on the same entry. Raises RuntimeError after `release`."""
+        """Return a second, independent hold on the same entry. Raises RuntimeError after `release`."""
         ...
 
     def release(self) -> None: ...
@@ -121,8 +121,8 @@ class Hold(Protocol):
 class StagedItem:
     """One media item in the form that a stage sends, and the request's hold on it.
 
-    `feature.mm_hash` is the identifier under which the engine shall know the item. `media_type` says what encoded bytes
-    are. `is_hit` tells whether the arena had it, None where nothing had to be made.
+    `feature.mm_hash` is the item's identifier in the engine. `media_type` is the type of encoded bytes. `is_hit` is
+    whether the arena had the item, None if nothing had to be computed.
     """
 
     ref: MediaRef
@@ -133,10 +133,11 @@ class StagedItem:
 
 
 class StagedMedia(Protocol):
-    """The media of one request in the form of any stage."""
+    """The media of one request, available in the form of any stage."""
 
     async def in_stage(self, stage: StageName) -> Sequence[StagedItem]:
-        """All items, in the order of the request's. Found or made once; the request's scope owns the holds.
+        """Return all items in the order of the request. Each is looked up or computed once; the request's scope owns
+        the holds.
 
         Raises MedialaneError.
         """
@@ -144,10 +145,10 @@ class StagedMedia(Protocol):
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
-    """What became of a media prompt, and the media themselves: what is handed over travels with the prompt.
+    """A prepared media prompt, together with its media.
 
-    A stage that `is_processed`: `token_ids` are expanded, `features` stand in the order of the source's items. Others:
-    `token_ids` are the source's and there are no features. `mm_hashes` identify the items in all of them.
+    In a stage that `is_processed`, `token_ids` are expanded and `features` are in the order of the source's items. In
+    other stages `token_ids` are the source's and there are no features. `mm_hashes` identify the items in every stage.
     """
 
     token_ids: list[int]
@@ -161,13 +162,13 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
 
 class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One media item as it travels to a worker, in every stage: its tensors by descriptor or by value.
+    """One media item as sent to a worker, in any stage: its tensors by descriptor or by value.
 
-    * Stage `features`: a feature's header and large tensors, and the `placeholder` that they stand for.
+    * Stage `features`: a feature's header and large tensors, and the item's `placeholder`.
     * Stage `decoded`: one tensor, laid out as in `core.media`: pixels or frames (uint8), or samples (float32).
-    * Stage `url`: one tensor, the encoded bytes (uint8); `media_type` says what they are and `io` how to decode them.
+    * Stage `url`: one tensor, the encoded bytes (uint8), their `media_type` and the decoding options `io`.
 
-    `mm_hash` is the identifier under which the engine shall know the item, `param` its field in the client's request.
+    `mm_hash` is the item's identifier in the engine, `param` its field in the client's request.
     """
 
     modality: Modality

@@ -1,4 +1,4 @@
-"""One flight per key: callers who want the same thing at the same time share one run of the work."""
+"""Deduplicates concurrent work by key (singleflight)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _itself(result: T) -> T:
 
 
 class SingleFlight(Generic[K, T]):
-    """Runs the work of a key once for all who ask while it runs.
+    """Runs the work of a key once for all callers that arrive while it runs.
 
-    A caller that is cancelled leaves the others' flight alone; when the last one leaves, the flight is cancelled. An
-    error reaches every caller. Nothing is remembered after the flight.
+    Cancelling one caller does not affect the others; when the last one is cancelled, so is the work. An error is raised
+    in every caller. Results are not cached after the flight.
 
-    Results that have an end: every caller owns what `share` makes of the flight's result, and the flight's own is given
-    to `release` when its last caller has left, whatever became of the callers.
+    For results that must be released: each caller owns what `share` returns for the flight's result, and the flight's
+    own result is passed to `release` after its last caller has left, however it left.
     """
 
     def __init__(self, *, share: Callable[[T], T] = _itself, release: Callable[[T], None] | None = None) -> None:
@@ -37,6 +37,7 @@ class SingleFlight(Generic[K, T]):
         self._release = release
 
     async def do(self, key: K, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work`, or of the work already running for `key`."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(work()))
@@ -51,12 +52,13 @@ class SingleFlight(Generic[K, T]):
                 flight.task.cancel()
 
     def _land(self, key: K, flight: _Flight[T]) -> None:
-        """The work has ended, or nobody waits for it any more; the later of the two ends the flight."""
+        """Called when the work is done and when the last caller leaves; the later of the two releases the result."""
         if self._flights.get(key) is flight:
             del self._flights[key]
         if not flight.task.done() or flight.task.cancelled():
             return
-        # Every waiter has its error; with none left it is nobody's, and not "never retrieved".
+        # Every waiter has received the error. Retrieve it here for the case that none is left, or asyncio logs
+        # "exception was never retrieved".
         failed = flight.task.exception() is not None
         if not failed and not flight.num_waiters and not flight.is_released and self._release is not None:
             flight.is_released = True

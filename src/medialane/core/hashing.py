@@ -1,4 +1,4 @@
-"""The one hash of the house: blake3-256, over parts whose boundaries are part of the hash."""
+"""Content hashing: blake3-256, with length-delimited parts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _decode_object = msgspec.json.Decoder(dict[str, object]).decode
 
 
 def content_hash(data: bytes | bytearray | memoryview) -> str:
-    """Hash encoded media: 64 hex digits."""
+    """Return the hash of encoded media, 64 hex digits."""
     return blake3(data).hexdigest()
 
 
 def canonical_options(options: Mapping[str, object]) -> bytes:
-    """Encode options so that equal options are equal bytes whatever the order of their keys.
+    """Encode options as JSON, independently of the order of their keys.
 
-    Raises TypeError for values that JSON does not have.
+    Raises TypeError for values without a JSON representation.
     """
     return msgspec.json.encode(options, order="deterministic")
 
 
 def merged_options(request: bytes, item: bytes) -> bytes:
-    """Canonical options of one item: the request's, its own winning key by key. Both are JSON objects, canonical."""
+    """Merge two canonical JSON objects, the options of a request and of one item; the item's take precedence."""
     if item == b"{}":
         return request
     if request == b"{}":
@@ -33,20 +33,20 @@ def merged_options(request: bytes, item: bytes) -> bytes:
 
 
 def decoded_key(*, content: str, io: bytes, salt: str) -> str:
-    """Identify the decoded form of one item before it is decoded: 64 hex digits. Parts are as in `feature_key`."""
+    """Return the key of an item's decoded form, 64 hex digits, without decoding it. Parameters as in `feature_key`."""
     return blake3(msgspec.msgpack.encode(("medialane-decoded-1", content, io, salt))).hexdigest()
 
 
 def feature_key(*, processor: str, content: str, io: bytes, options: bytes, salt: str) -> str:
-    """Identify the features of one item before it is decoded: 64 hex digits.
+    """Return the key of an item's features, 64 hex digits, without decoding it.
 
-    `processor` is the digest of model and processor settings, `content` the content hash. `io` says how to decode,
-    `options` how to process; both are canonical.
+    `processor` is the digest of model and processor settings, `content` the content hash. `io` are the decoding and
+    `options` the processor options, both canonical JSON.
     """
     parts = ("medialane-feature-2", processor, content, io, options, salt)
     return blake3(msgspec.msgpack.encode(parts)).hexdigest()
 
 
 def digest(settings: Mapping[str, object]) -> str:
-    """Digest of a mapping of settings: 64 hex digits."""
+    """Return the digest of a mapping of settings, 64 hex digits."""
     return blake3(canonical_options(settings)).hexdigest()

@@ -1,4 +1,4 @@
-"""Hosts as an operator writes them, checked when they are read: a resolver raises whatever it likes much later."""
+"""Validates host names in settings at start-up, before the resolver would reject them with various errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
-#: RFC 1123, and the underscore that names of containers have.
+#: RFC 1123, plus the underscore, which occurs in names of containers.
 _LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE | re.ASCII)
 #: RFC 1035, section 2.3.4: 255 bytes on the wire are 253 characters.
 _MAX_CHARS: Final = 253
@@ -15,18 +15,18 @@ _SCOPE: Final = re.compile(r"[a-z0-9_.-]{1,15}", re.IGNORECASE | re.ASCII)
 
 
 def ascii_host(host: str) -> str:
-    """The name or literal address (IPv6 without brackets) as resolvers take it, international names in punycode.
+    """Return the host name or literal address (IPv6 without brackets) in ASCII, international names in punycode.
 
-    Raises ValueError.
+    Raises ValueError if it is neither.
     """
     try:
         return _ipv6(host) if ":" in host else _name(host)
-    except ValueError:  # of `ipaddress` and of codecs, in words of their own
+    except ValueError:  # of `ipaddress` or a codec: their messages differ
         raise ValueError(f"{host!r} is not a host name or IP address") from None
 
 
 def _name(host: str) -> str:
-    name = host.encode("idna").decode("ascii")  # as `socket` does it
+    name = host.encode("idna").decode("ascii")  # like `socket`
     labels = name.removesuffix(".").split(".")
     if not all(map(_LABEL.fullmatch, labels)) or len(name) > _MAX_CHARS:
         raise ValueError(name)

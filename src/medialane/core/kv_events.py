@@ -1,7 +1,7 @@
-"""What engines say of their KV caches, and what workers tell gateways of it.
+"""KV-cache events: from engine to worker, and from worker to gateway.
 
-An engine reports full blocks by hashes of its own (`KvEventBatch`). Its worker turns those into the house's block ids
-(`core.block_hash`) and forwards nothing but ids (`KvChange`).
+An engine reports full blocks by its own hashes (`KvEventBatch`). Its worker converts those to our block ids
+(`core.block_hash`) and forwards only ids (`KvChange`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-#: The house's ids of KV blocks, one dimension.
+#: Our ids of KV blocks, one dimension.
 BlockIds = NDArray[np.uint64]
 
-#: An engine's own hash of a block. It identifies, and says nothing else: engines differ in how they make it.
+#: An engine's own hash of a block: an opaque identifier, since engines differ in how they compute it.
 EngineHash = int | bytes
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """Consecutive full blocks that a prefix search finds from now on; fields as in vLLM's event of this name.
+    """Consecutive full blocks that were added to the prefix cache; fields as in vLLM's event of the same name.
 
-    `token_ids` are the tokens of all `block_hashes`, `parent_block_hash` the block before the first (None at a prompt's
-    start). `extra_keys[i]` is what else went into block i: `[mm_hash, offset]` of the items in it, the offset counted
-    from the block's start; the cache salt in a prompt's first block; the LoRA's name. A block may be stored several
-    times, and is held until it was removed as often. `medium` None means "GPU", `group_idx` None the only group.
+    `token_ids` are the tokens of all `block_hashes`, `parent_block_hash` is the block before the first (None at a
+    prompt's start). `extra_keys[i]` are the other inputs of block i's hash: `[mm_hash, offset]` of the items in it, the
+    offset relative to the block's start; the cache salt in a prompt's first block; the LoRA's name. A block may be
+    stored several times, and is held until it was removed as often. `medium` None means "GPU", `group_idx` None the
+    only group.
     """
 
     block_hashes: list[EngineHash]
@@ -41,7 +42,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """Blocks whose memory the engine has taken for something else."""
+    """Blocks that the engine has evicted."""
 
     block_hashes: list[EngineHash]
     medium: str | None = None
@@ -50,14 +51,14 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """The rank holds nothing any more: its cache was reset, it has started again, or events of it are lost."""
+    """The rank holds no blocks any more: its cache was reset, it has restarted, or some of its events were lost."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventBatch(msgspec.Struct, frozen=True):
-    """What happened in one step of an engine, in order. `rank` is the data-parallel rank, `time_s` since the epoch."""
+    """The events of one engine step, in order. `rank` is the data-parallel rank, `time_s` seconds since the epoch."""
 
     rank: int
     events: Sequence[KvEvent]
@@ -68,12 +69,12 @@ class KvEventBatch(msgspec.Struct, frozen=True):
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway learns of one rank of a worker: block ids, u64 little-endian, one after the other.
+    """A change of the blocks that one rank of a worker holds: packed block ids, u64 little-endian.
 
-    `sequence` counts the changes of the rank on one connection, from 0. A `snapshot` replaces all that was known of the
-    rank; `more`: its further ids follow in the next changes, which are no snapshots themselves. Else `stored` are held
-    now and `removed` no more; a change that says what is known already is lawful. `time_s` is when the oldest of it
-    happened, by the worker's clock (seconds since the epoch; 0 in snapshots).
+    `sequence` counts the changes of the rank on one connection, from 0. A `snapshot` replaces everything known about
+    the rank; with `more`, the rest of its ids follows in the next changes, which do not have `snapshot` set. Otherwise
+    `stored` are now held and `removed` are not; a change may repeat known facts. `time_s` is the time of its oldest
+    event by the worker's clock (seconds since the epoch; 0 in snapshots).
     """
 
     rank: int

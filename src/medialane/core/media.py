@@ -1,4 +1,4 @@
-"""Media on their way from a reference in a request to decoded pixels, frames or samples."""
+"""Media types, from references in a request to decoded pixels, frames or samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Modality = Literal["image", "video", "audio"]
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """What a client calls an item (vLLM's `uuid`), and the item options said with it. Never an identity of content.
+    """A client's name for an item (vLLM's `uuid`), and the item options given with it. It never identifies content.
 
-    `kind` is the modality that the client gave it as, `<modality>_embeds` for embeddings.
+    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings.
     """
 
     uuid: str
@@ -27,15 +27,15 @@ class Alias(msgspec.Struct, frozen=True):
 
 
 class MediaRef(msgspec.Struct, frozen=True):
-    """One media item as a request names it: a URL, bytes that came inside the request, or an alias of earlier ones.
+    """One media item of a request: a URL, inline bytes, or an alias of an item sent earlier.
 
     `param` is the item's field in the request, for errors. `salt` separates tenants: the same content under another
-    salt is another entry. `io` says how to decode the item (frames, fps, ...): canonical JSON of what vLLM calls the
-    `media_io_kwargs` of the item's modality. Intake writes the item's own; the renderer's hook puts those of model and
-    request with them. `options` are processor options of this item alone, canonical JSON as well.
+    salt is another entry. `io` are the item's decoding options (frames, fps, ...): canonical JSON of vLLM's
+    `media_io_kwargs` for its modality. Intake sets the item's own; the renderer's hook merges those of model and
+    request. `options` are processor options of this item alone, canonical JSON as well.
 
-    `alias` is what the client calls it. Given by that alone, it has neither URL nor data, but `content`, once its hash
-    is known. `is_embeds` says that `data` is an `Embeds` document: no decoder and no processor is for it.
+    `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`
+    once its hash is known. With `is_embeds`, `data` is an `Embeds` document, which is neither decoded nor processed.
     """
 
     modality: Modality
@@ -58,7 +58,7 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     @property
     def is_alias(self) -> bool:
-        """Whether the client has sent nothing but the item's alias."""
+        """Whether the client has sent only the item's alias."""
         return self.url is None and self.data is None
 
     def __repr__(self) -> str:
@@ -82,11 +82,11 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 
 
 class MediaSize(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The media's true size, which prompt assembly needs in place of the pixels. Zero where it does not apply.
+    """The media's true size, which prompt assembly needs instead of the pixels. Zero where it does not apply.
 
-    `num_samples` of a feature counts what the processor was given, resampled to the model's rate; of decoded sound the
-    samples themselves, which are `sample_rate` a second. `metadata` of a video is the JSON object that vLLM's samplers
-    tell of it (fps, duration, the frames taken, ...): some families write timestamps.
+    For a feature, `num_samples` counts the processor's input, resampled to the model's rate; for decoded audio, the
+    samples at `sample_rate` Hz. `metadata` of a video is the JSON object of vLLM's samplers (fps, duration, indices of
+    the sampled frames, ...), from which some model families derive timestamps.
     """
 
     width: int = 0
@@ -118,7 +118,7 @@ class Image:
 class FrameBatch:
     """Frames sampled from a video: uint8 of shape (frames, height, width, 3), RGB, C-contiguous.
 
-    `metadata` is the JSON object that the model's sampler tells of the video, as in `MediaSize`.
+    `metadata` is the JSON object of the model's sampler, as in `MediaSize`.
     """
 
     __slots__ = ("frames", "metadata")
@@ -140,7 +140,7 @@ class FrameBatch:
 
 
 class AudioSamples:
-    """Mono sound at the rate that it was recorded at: float32 of shape (samples,); `sample_rate` in Hz."""
+    """Mono audio at its original rate: float32 of shape (samples,); `sample_rate` in Hz."""
 
     __slots__ = ("sample_rate", "samples")
 
@@ -164,7 +164,7 @@ Decoded = Image | FrameBatch | AudioSamples
 
 
 class VideoSource(msgspec.Struct, frozen=True):
-    """What a video says of itself, as vLLM's decoder (OpenCV) reports it: samplers choose frames by these."""
+    """Properties of a video as reported by vLLM's decoder (OpenCV); samplers choose frames by them."""
 
     num_frames: int
     fps: float
@@ -172,9 +172,9 @@ class VideoSource(msgspec.Struct, frozen=True):
 
 
 class Video(Protocol):
-    """An opened video, of which a sampler chooses frames.
+    """An opened video from which a sampler chooses frames.
 
-    `data` are its encoded bytes, for samplers that decode themselves.
+    `data` are its encoded bytes, for samplers with their own decoder.
     """
 
     @property
@@ -184,7 +184,7 @@ class Video(Protocol):
     def data(self) -> memoryview: ...
 
     def read(self, indices: Sequence[int]) -> tuple[NDArray[np.uint8], list[int]]:
-        """Frames of these indices (ascending, in presentation order), and the indices of those that could be read.
+        """Return the frames at these indices (ascending, in presentation order), and the indices that could be read.
 
         The frames are uint8 of shape (frames read, height, width, 3), RGB. Raises InvalidVideo, VideoTooLarge,
         VideoTooLong, TooManyFrames.

@@ -1,4 +1,4 @@
-"""Prometheus series on their way from a worker to a gateway."""
+"""Prometheus series as sent from a worker to a gateway."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
-    """A family as prometheus_client names it: without the suffixes of its samples."""
+    """A metric family; `name` as in prometheus_client, without the suffixes of its samples."""
 
     name: str
     documentation: str
@@ -14,7 +14,7 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetricSeries(msgspec.Struct, frozen=True, array_like=True):
-    """One sample's name and labels. `family` is the family's number: families are numbered as they are sent."""
+    """One sample's name and labels. `family` is the index of its family in the order in which families were sent."""
 
     family: int
     name: str
@@ -22,11 +22,11 @@ class MetricSeries(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetricChanges(msgspec.Struct, frozen=True, array_like=True):
-    """What has changed since the last ones on this connection; the first ones are everything.
+    """Changes since the previous message on this connection; the first message has all series.
 
-    `families` and `series` are new; series are numbered as they are sent, from 0, and no number is used twice. `ids`
-    (u32, little-endian) are the series whose values have changed, `values` (f64) their values now; `removed` (u32) are
-    series that exist no more.
+    `families` and `series` are new; series are numbered from 0 as they are sent, and no number is reused. `ids` (u32,
+    little-endian) are the series whose values have changed, `values` (f64) their new values; `removed` (u32) are series
+    that no longer exist.
     """
 
     families: tuple[MetricFamily, ...] = ()

@@ -1,8 +1,8 @@
-"""Files that belong to a living process, and what is left of processes that are gone.
+"""Files owned by a live process, and removal of those whose owner has exited.
 
-An owner holds an exclusive flock(2) on its file for as long as it lives; the kernel drops the lock with the owner's
-last descriptor, kill -9 included. So whoever obtains the lock has found a file without an owner, and may remove it. The
-lock belongs to the open file description: a forked child that inherits the descriptor keeps it.
+An owner holds an exclusive flock(2) on its file while it runs; the kernel drops the lock with the owner's last
+descriptor, also after kill -9. So a process that obtains the lock has found a file without an owner, and may remove it.
+The lock belongs to the open file description: a forked child that inherits the descriptor keeps it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from medialane.core.errors import StartupFailed
 
-#: Gone meanwhile; another user's; a link; a socket. Whatever its name, that is no file of ours.
+#: Removed in the meantime; another user's; a symbolic link; a socket: not ours, whatever its name.
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 
 _LOCK = "owner.lock"
 
 
 def try_lock(descriptor: int) -> bool:
-    """Take the lock of an open file. False if another process has it."""
+    """Lock an open file without waiting. Return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -36,8 +36,8 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def abandoned(path: str | Path) -> Iterator[int | None]:
-    """Yield a read-only descriptor of the file, its lock held, if it is a regular file of this user's without an owner;
-    None for everything else. Raises OSError if that cannot be found out."""
+    """Yield a read-only descriptor of the file, with its lock held, if it is a regular file of this user without an
+    owner; otherwise None. Raises OSError if the file cannot be checked."""
     descriptor = _open(path)
     if descriptor is None:
         yield None
@@ -49,10 +49,10 @@ def abandoned(path: str | Path) -> Iterator[int | None]:
 
 
 class OwnedFolder:
-    """A folder of mode 0700 that goes with its owner, or with the next `create` after its owner was killed.
+    """A folder of mode 0700 that is removed by its owner, or by the next `create` after its owner was killed.
 
-    The lock is that of a file inside. The folder gets its final name only once it is locked, and only final names are
-    looked at.
+    The lock is that of a file inside. The folder gets its final name only after it is locked, and only final names are
+    reaped.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -61,7 +61,7 @@ class OwnedFolder:
 
     @classmethod
     def create(cls, parent: Path, prefix: str) -> OwnedFolder:
-        """Make a folder below `parent`, after removing those of this prefix whose owners are gone. Raises
+        """Create a folder in `parent`, after removing those of this prefix whose owners have exited. Raises
         StartupFailed."""
         try:
             reap_folders(parent, prefix)
@@ -71,11 +71,11 @@ class OwnedFolder:
             path = parent / unfinished.name.removeprefix(".")
             unfinished.rename(path)
         except OSError as error:
-            raise StartupFailed(f"cannot make a private folder in {parent}: {error.strerror}") from error
+            raise StartupFailed(f"cannot create a private folder in {parent}: {error.strerror}") from error
         return cls(path, lock)
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the folder; with `keep` it stays, for somebody to read, until the next `create`. Idempotent."""
+        """Remove the folder; with `keep` it stays for inspection until the next `create`. Idempotent."""
         if self._lock is None:
             return
         if not keep:
@@ -85,7 +85,7 @@ class OwnedFolder:
 
 
 def reap_folders(parent: Path, prefix: str) -> list[Path]:
-    """Remove this user's `OwnedFolder`s below `parent` whose owners are gone; return them."""
+    """Remove this user's `OwnedFolder`s in `parent` whose owners have exited; return their paths."""
     removed = []
     for path in parent.glob(f"{prefix}*"):
         if not _is_own_folder(path):
@@ -107,7 +107,7 @@ def _open(path: str | Path) -> int | None:
 
 
 def _is_abandoned(descriptor: int, path: str | Path) -> bool:
-    """Locks the file if it is."""
+    """Return whether the file has no owner, and lock it then."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not try_lock(descriptor):
         return False

@@ -1,7 +1,7 @@
-"""The kernel's parent-death signal (prctl(2), PR_SET_PDEATHSIG): a child ends although its parent was killed.
+"""The parent-death signal (prctl(2), PR_SET_PDEATHSIG) terminates a child even if its parent was killed.
 
-The signal is sent when the *thread* that made the child ends. So a child is made from a thread that lives as long as
-its process: the main thread.
+The signal is sent when the *thread* that created the child exits. So children are created from the main thread, which
+lives as long as its process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _libc.prctl.restype = ctypes.c_int
 
 
 def signal_on_parent_death(number: Signals, *, parent_pid: int) -> bool:
-    """Have the kernel send `number` to this process when its parent ends. False if the process `parent_pid` is not the
-    parent any more: it has ended already, and no signal will come. Raises OSError."""
+    """Have the kernel send `number` to this process when its parent exits. Return False if `parent_pid` is no longer
+    the parent: it has already exited, and no signal will be sent. Raises OSError."""
     if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
@@ -28,11 +28,11 @@ def signal_on_parent_death(number: Signals, *, parent_pid: int) -> bool:
 
 
 def dies_with_this_process(number: Signals) -> Callable[[], None]:
-    """What `subprocess.Popen` takes as `preexec_fn`: the child gets `number` when this process ends."""
+    """Return a `preexec_fn` for `subprocess.Popen`: the child gets `number` when this process exits."""
     parent_pid = os.getpid()
 
     def between_fork_and_exec() -> None:
-        """Nothing here takes a lock that another thread may hold: the library is loaded already."""
+        """Must not take a lock that another thread may hold at fork; libc is already loaded."""
         if not signal_on_parent_death(number, parent_pid=parent_pid):
             os._exit(1)
 

@@ -1,4 +1,4 @@
-"""A request on its way to an engine, and what comes back."""
+"""A request to an engine, its outputs, and the routing types."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from medialane.core.stage import STAGES, StageName, TransportName
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
-    """Of a stage that `is_processed`: expanded token ids and features, each with its placeholder; without features, a
-    text prompt.
+    """Prompt of a stage that `is_processed`: expanded token ids, and features with their placeholders; without
+    features, a text prompt.
 
     `options` are the request's processor options, canonical JSON: the worker needs them to check the placeholders.
     """
@@ -30,8 +30,8 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
 
 
 class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
-    """Of the other stages: token ids whose placeholders are not expanded, and the items that the worker shall process
-    itself, in the order of their modality.
+    """Prompt of the other stages: token ids whose placeholders are not expanded, and the items that the worker
+    processes, in the order of their modality.
 
     `options` are the request's processor options, canonical JSON.
     """
@@ -43,7 +43,7 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
 
     def __post_init__(self) -> None:
         if STAGES[self.stage].is_processed:
-            raise ValueError(f"a prompt of stage {self.stage} is expanded")
+            raise ValueError(f"a prompt of stage {self.stage} must be expanded")
 
     def __repr__(self) -> str:
         return f"SourcePrompt({len(self.token_ids)} tokens, {len(self.media)} items {self.stage})"
@@ -53,10 +53,11 @@ Prompt = ExpandedPrompt | SourcePrompt
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker generates from. `sampling_params` is the engine's own encoding; only the bridge reads it.
+    """A generation request for a worker. `sampling_params` are in the engine's encoding; only the bridge reads them.
 
-    `lora` is the engine's own encoding of a LoRA request, `lora_name` the adapter's name in it; `reasoning` are its
-    reasoning-parser arguments. Outputs are deltas, or one at the end, unless `cumulative`: then each has all so far.
+    `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name in it; `reasoning` are the
+    reasoning parser's arguments. Outputs are deltas, or a single final one; if `cumulative`, each has everything so
+    far.
     """
 
     request_id: str
@@ -76,7 +77,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One candidate token: id, log probability, rank (1 is best), its text."""
+    """One candidate token: id, log probability, rank (1 is best) and text."""
 
     token_id: int
     logprob: float
@@ -84,12 +85,12 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     decoded_token: str | None
 
 
-#: Per token position the candidates, the sampled token first; None where the engine gives none (first prompt token).
+#: Candidates per token position, the sampled token first; None where the engine has none (first prompt token).
 Logprobs = list[list[TokenLogprob] | None]
 
 
 class CompletionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one of the n completions gained (or, for final-only requests, all of it)."""
+    """New tokens of one of the n completions (all tokens for final-only requests)."""
 
     index: int
     text: str
@@ -101,15 +102,15 @@ class CompletionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The engine's own clock for one request, seconds: waiting for the scheduler, prefill until the first token."""
+    """Times of one request by the engine's clock, in seconds: in the scheduler's queue, and prefill to first token."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
 
 
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a request's answer. With the first one come the token ids of a prompt that the worker expanded
-    itself (stages `decoded` and `url`), and `placed`: where its items stand."""
+    """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
+    (stages `decoded` and `url`), and the positions of its items (`placed`)."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -123,7 +124,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Successive deltas of one request as one that says the same: what a slow reader gets in one piece."""
+    """Merge successive deltas of one request into an equivalent one, for a slow reader."""
     first, last = deltas[0], deltas[-1]
     by_index: dict[int, list[CompletionDelta]] = {}
     for delta in deltas:
@@ -152,7 +153,7 @@ def _merge_completions(parts: Sequence[CompletionDelta]) -> CompletionDelta:
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
-    """How busy a worker is, as it reports itself."""
+    """Load of one rank, as reported by its worker."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -160,11 +161,11 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What a worker serves. `processor` are the settings that must agree for features to mean the same:
-    model, dtype, processor class and backend, device-side normalisation, versions.
+    """Description of a worker's model and engine. `processor` are the settings that must match for features to be
+    interchangeable: model, dtype, processor class and backend, device-side normalisation, versions.
 
-    Sizes are 0 where the engine does not tell: `encoder_cache_tokens` embeddings fit in its encoder cache,
-    `num_kv_blocks` blocks in the KV cache of one rank. `max_loras` is 0 where LoRA is off, None where not told.
+    `encoder_cache_tokens` is the encoder cache's size in embeddings, `num_kv_blocks` the KV cache's size per rank in
+    blocks. Sizes are 0 if the engine does not report them. `max_loras` is 0 if LoRA is disabled, None if not reported.
     """
 
     model: str
@@ -181,8 +182,8 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A worker, or one data-parallel rank of it, as the router sees it. `num_in_flight` counts this gateway's requests
-    there; `same_host` says that it maps our arena; a draining one finishes what it has."""
+    """A worker, or one of its data-parallel ranks, as seen by the router. `num_in_flight` counts this gateway's
+    requests there; with `same_host` it maps our arena; a `draining` one only finishes its requests."""
 
     worker_id: str
     address: str
@@ -197,8 +198,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a choice costs, in milliseconds. The first six are expected until the first token. `contention` is what its
-    work takes from those who come after it; `session` a bonus, so not above zero."""
+    """Estimated cost of a routing choice, in milliseconds. The first six add up to the time to first token.
+    `contention` is the delay that its work causes for later requests; `session` is a bonus, so at most zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0
@@ -211,17 +212,17 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def expected_ms(self) -> float:
-        """Until the first token."""
+        """Expected time to first token."""
         return self.prefill + self.encoder + self.queue + self.running + self.kv_pressure + self.handover
 
     @property
     def total(self) -> float:
-        """What choices are compared by."""
+        """The cost by which choices are compared."""
         return self.expected_ms + self.contention + self.session
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A worker that was not chosen: what the policy gave it (lower is better), and what it holds of the prompt."""
+    """A worker that was not chosen: its score under the policy (lower is better) and the prompt tokens in its cache."""
 
     worker_id: str
     rank: int
@@ -230,10 +231,10 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
-    """The chosen worker and why. `cached_tokens` are those of the prompt that its engine is predicted to have in its KV
-    cache (whole blocks, at most all but the last token); `encoder_items_cached` the items that the encoder need not run
-    for: those within the cached tokens, and those in its encoder cache. `expected_ms` is the time until the first
-    token. `alternatives` are the next best few."""
+    """The chosen worker and the reason. `cached_tokens` is the predicted number of prompt tokens in its KV cache (whole
+    blocks, at most all but the last token); `encoder_items_cached` the number of items that need no encoder run: those
+    within the cached tokens, and those in its encoder cache. `expected_ms` is the expected time to first token.
+    `alternatives` are the next best workers."""
 
     worker_id: str
     reason: str

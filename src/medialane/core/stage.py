@@ -1,8 +1,8 @@
-"""Stages: in what form a request's media are handed to a worker. One row of `STAGES` each.
+"""Stages: the forms in which a request's media are sent to a worker, one row of `STAGES` each.
 
-How that form travels is the transport, chosen separately (`transfer.ways`). A new stage is a row here, the code that
-finds what it sends (`gateway.request_media`), and, where the worker has more to do than to run the engine, the code
-that does it (`vllm_bridge.source_prompt`).
+The transport is chosen separately (see `transfer`). A new stage needs a row here, code that provides what it sends
+(`gateway.request_media`), and, if the worker has to do more than run the engine, code for that
+(`vllm_bridge.source_prompt`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ StageName = Literal["features", "decoded", "url"]
 StageChoice = Literal["auto", StageName]
 TransportName = Literal["shm", "inline"]
 
-#: What is left of an item's way to the language model. The encoder runs inside the engine.
+#: Remaining steps before the language model. The encoder runs inside the engine.
 WorkerStep = Literal["decode", "process", "encode"]
 
 
@@ -23,11 +23,10 @@ WorkerStep = Literal["decode", "process", "encode"]
 class Stage:
     """One form of a request's media.
 
-    `sends` is the kind of arena entry that is handed over, `worker_steps` what the worker still does with it.
-    `transports` are those that may carry it, best first; `last_resort` carries it where the operator's choice of a
-    transport is impossible at a worker. `same_processor`: it means the same only to a worker whose processor settings
-    equal ours. With `--stage auto`, `instead` is tried at a worker that cannot be given this stage, `fallback` where
-    handing it over failed.
+    `sends` is the kind of arena entry that is sent, `worker_steps` are the steps left to the worker. `transports` are
+    the possible ones, best first; `last_resort` is used if the operator's choice of a transport is impossible for a
+    worker. `same_processor` requires a worker whose processor settings equal ours. With `--stage auto`, `instead` is
+    used for a worker that does not support this stage, `fallback` after a failed hand-over.
     """
 
     name: StageName
@@ -53,21 +52,21 @@ class Stage:
 STAGES: Mapping[StageName, Stage] = {
     stage.name: stage
     for stage in (
-        # What is decoded means the same to every worker: the next best where features do not.
+        # Decoded media do not depend on processor settings: the next best where features cannot be used.
         Stage("features", "processed", ("encode",), same_processor=True, instead="decoded", fallback="url"),
         Stage("decoded", "decoded", ("process", "encode"), fallback="url"),
-        # Encoded bytes are few: they go inside the message rather than not at all.
+        # Encoded bytes are small: sending them inline is better than failing.
         Stage("url", "encoded", ("decode", "process", "encode"), last_resort=("inline",)),
     )
 }
 
-#: What `auto` begins with.
+#: The first stage that `auto` tries.
 BEST_STAGE: StageName = "features"
 
-#: What leaves everything to the worker: for embeddings that a client sends, and a model that takes no media.
+#: Leaves everything to the worker: for embeddings sent by a client, and for a model without media support.
 RAW_STAGE: StageName = "url"
 
 
 def prepared_stage(choice: StageChoice) -> Stage:
-    """The stage that a request's media are prepared for before its worker is known."""
+    """Return the stage for which a request's media are prepared before its worker is known."""
     return STAGES[BEST_STAGE if choice == "auto" else choice]

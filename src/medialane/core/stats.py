@@ -1,4 +1,4 @@
-"""What the parts of a gateway count, read whenever somebody scrapes."""
+"""Statistics of a gateway's components, read at each scrape of /metrics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class ArenaStats(msgspec.Struct, frozen=True):
-    """What an arena holds now, and how often it was asked. Bytes are allocated bytes: headers and padding counted.
+    """Usage of an arena and its cache lookups. Bytes are allocated bytes, including headers and padding.
 
-    free + writing + published = size; pinned is the part of published that leases hold. encoded + decoded + processed
+    free + writing + published = size; pinned is the part of published held by leases. encoded + decoded + processed
     = writing + published.
     """
 
@@ -32,8 +32,8 @@ class ArenaStats(msgspec.Struct, frozen=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True):
-    """What the preparers do now, and what they have done since their start. `num_restarts` counts replaced preparers
-    that died or were killed, not those that had served their time."""
+    """State and totals of the preparers. `num_restarts` counts replaced preparers that crashed or were killed, not
+    those that were recycled as scheduled."""
 
     num_preparers: int
     num_alive: int
@@ -47,8 +47,8 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 
 class RoutingStats(msgspec.Struct, frozen=True):
-    """What the router knows of workers' caches, and where it was wrong; by worker the age of its last KV change and
-    the gaps in them."""
+    """The router's state about workers' caches, and its mispredictions; per worker the age of its last KV change and
+    the number of gaps in them."""
 
     num_blocks: int
     num_entries: int

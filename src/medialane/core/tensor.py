@@ -1,4 +1,4 @@
-"""Tensors as facts: what they are, and where their bytes lie in an arena."""
+"""Tensor metadata and locations in an arena."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 Dtype = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
-#: Bytes of one element. A dtype that is not here is refused: guessing one would be silent garbage.
+#: Bytes per element. Other dtypes are rejected: a wrong guess would silently corrupt data.
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -24,7 +24,7 @@ ITEM_BYTES: dict[str, int] = {
 }
 assert set(ITEM_BYTES) == set(get_args(Dtype))  # noqa: S101 - the two tables above must agree; checked once at import
 
-#: Tensors begin on a cache line, which every dtype's alignment divides.
+#: Tensors are aligned to cache lines, a multiple of every dtype's alignment.
 ALIGNMENT = 64
 
 
@@ -49,10 +49,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class ArenaRange(msgspec.Struct, frozen=True):
-    """One entry of one arena: bytes [offset, offset + nbytes), valid while the entry's generation word says so.
+    """One entry of one arena: bytes [offset, offset + nbytes), valid while the entry's header has this generation.
 
-    `arena` names one incarnation of an arena (32 hex digits) and is never used again; `offset` points at the entry's
-    header, which holds the generation; `nbytes` counts the header too.
+    `arena` identifies one incarnation of an arena (32 hex digits) and is never reused; `offset` is that of the entry's
+    header, which holds the generation; `nbytes` includes the header.
     """
 
     arena: str
@@ -62,7 +62,7 @@ class ArenaRange(msgspec.Struct, frozen=True):
 
 
 class TensorDescriptor(msgspec.Struct, frozen=True, tag="arena"):
-    """Where a tensor's bytes lie: `offset` counts from the start of the entry `range`."""
+    """Location of a tensor: `offset` is relative to the start of the entry `range`."""
 
     spec: TensorSpec
     range: ArenaRange
@@ -70,11 +70,11 @@ class TensorDescriptor(msgspec.Struct, frozen=True, tag="arena"):
 
     def __post_init__(self) -> None:
         if self.offset < 0 or self.offset % ALIGNMENT or self.offset + self.spec.nbytes > self.range.nbytes:
-            raise ValueError(f"tensor {self.spec} at {self.offset} does not lie inside its entry {self.range}")
+            raise ValueError(f"tensor {self.spec} at {self.offset} is not inside its entry {self.range}")
 
 
 class InlineTensor(msgspec.Struct, frozen=True, tag="inline"):
-    """A tensor whose bytes travel with the message. `data` is empty while they travel beside it (`rpc.payload`)."""
+    """A tensor sent by value. `data` is empty while its bytes are sent in separate frames (`rpc.payload`)."""
 
     spec: TensorSpec
     data: memoryview

@@ -1,8 +1,8 @@
-"""Control messages between gateways and workers: one connection each, requests one way, streamed answers the other.
+"""Control messages between gateways and workers: one connection per pair, requests to the worker, outputs streamed
+back.
 
 A worker runs an `RpcServer` over its `Handler`; a gateway connects an `RpcClient` and gets a `RemoteRequest` for each
-submitted request. `messages.py` tells the protocol. Tensors' bytes travel here only where a request carries them
-inline.
+submitted request. `messages.py` defines the protocol. Tensors are sent over the connection only if they are inline.
 """
 
 from medialane.rpc.address import parse_address

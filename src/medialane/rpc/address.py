@@ -1,4 +1,4 @@
-"""Where a worker listens: `unix:/path` or `tcp://host:port`."""
+"""Addresses of workers: `unix:/path` or `tcp://host:port`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 
-#: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)).
+#: sockaddr_un.sun_path has 108 bytes including its terminating zero (unix(7)).
 MAX_UNIX_PATH_BYTES = 107
 
 
@@ -17,14 +17,14 @@ class UnixAddress(NamedTuple):
 
 
 class TcpAddress(NamedTuple):
-    """`host` is a name in ASCII or a literal address (IPv6 without brackets); port 0 lets the listener choose."""
+    """`host` is an ASCII name or a literal address (IPv6 without brackets); with port 0 the kernel chooses one."""
 
     host: str
     port: int
 
 
 def parse_address(address: str) -> UnixAddress | TcpAddress:
-    """Read an address. Raises StartupFailed, and nothing else, telling what is wrong with it."""
+    """Parse an address. Raises StartupFailed, and nothing else, with the reason."""
     if address.startswith("unix:"):
         return _unix(address.removeprefix("unix:"))
     if address.startswith("tcp://"):
@@ -51,7 +51,7 @@ def _tcp(address: str) -> TcpAddress:
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     if bracketed != (":" in host):
-        raise StartupFailed(f"worker address {address!r}: an IPv6 address, and nothing else, is written in brackets")
+        raise StartupFailed(f"worker address {address!r}: IPv6 addresses, and no other hosts, need brackets")
     try:
         return TcpAddress(ascii_host(host), int(port))
     except ValueError as error:
@@ -59,5 +59,5 @@ def _tcp(address: str) -> TcpAddress:
 
 
 def format_tcp(host: str, port: int) -> str:
-    """The address that `parse_address` reads back."""
+    """Format an address that `parse_address` accepts."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

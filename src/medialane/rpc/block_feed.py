@@ -1,9 +1,9 @@
-"""What one gateway has still to be told of the worker's KV blocks (a `connection.PieceSource`).
+"""Outgoing KV-block updates for one gateway (a `connection.PieceSource`).
 
-Theory of operation. Changes wait in order until the connection takes them, piece by piece. Where too many wait (the
-gateway reads slowly), and where the gateway knows nothing yet or not any more, what waits is dropped and everything
-that is held then is told instead, as snapshots. Changes during a snapshot's pieces wait behind them. So memory is one
-list of what is held, at the most, and a bounded number of changes.
+Changes are queued in order until the connection sends them, piece by piece. If too many are queued (the gateway reads
+slowly), or the gateway has no state or an inconsistent one, the queue is dropped and snapshots of all blocks held at
+that time are sent instead. Changes during a snapshot are queued behind its pieces. So memory is bounded by one list of
+the held blocks and a fixed number of changes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from medialane.core.kv_events import KvChange
 from medialane.rpc.framing import append_frame
 from medialane.rpc.messages import KvBlocks
 
-#: Blocks in a message: a gateway takes them up in some 2 us each, and does nothing else meanwhile.
+#: Blocks per message: a gateway needs about 2 us to apply each, and its event loop is blocked in the meantime.
 PIECE_BLOCKS = 2048
 
-#: Blocks in changes that may wait; above that, a snapshot is rarely more.
+#: Most blocks in queued changes; a snapshot is rarely larger.
 MAX_WAITING_BLOCKS = 1 << 17
 
 ID_BYTES = 8
 
 
 class BlockFeed:
-    """`held` gives the ids of each rank; it may call `push` before it returns.
+    """`held` returns the ids of each rank; it may call `push` before it returns.
 
-    After `push` and `resync` the owner asks `wants_to_send`, and if so gives it a turn: `append_next` until it is
+    After `push` and `resync` the owner calls `wants_to_send`, and if that is True, `append_next` until it returns
     False.
     """
 
@@ -45,7 +45,7 @@ class BlockFeed:
         self.num_snapshots = 0
 
     def push(self, change: KvChange) -> None:
-        """Something has changed; its sequence does not count."""
+        """Queue a change; its `sequence` is ignored."""
         if self._stale:
             return
         if change.snapshot:
@@ -57,13 +57,13 @@ class BlockFeed:
             self.resync()
 
     def resync(self) -> None:
-        """Start again with everything that is held."""
+        """Drop the queue and send snapshots of everything that is held."""
         self._stale = True
         self._pieces.clear()
         self._num_waiting = 0
 
     def wants_to_send(self) -> bool:
-        """Whether there is something to tell and nobody sees to it; the asker does then."""
+        """Return whether updates are pending and no sender is active. If True, the caller has become the sender."""
         wants = not self._is_sending and (self._stale or bool(self._pieces))
         self._is_sending = self._is_sending or wants
         return wants
@@ -76,7 +76,7 @@ class BlockFeed:
         return self._is_sending
 
     def next(self) -> KvChange | None:
-        """The next piece; None when everything is told."""
+        """Return the next piece; None when everything has been sent."""
         if self._stale:
             self._begin()
         while self._pieces:

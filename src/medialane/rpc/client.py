@@ -1,7 +1,7 @@
-"""The gateway's end: one connection to one worker.
+"""The gateway's side: one connection to one worker.
 
-`RpcClient` registers, and gives each message of the worker to the part that it belongs to: answers to requests
-(`ClientRequests`), load and KV blocks (`ClientReports`), answers to administrative calls (`ClientCalls`).
+`RpcClient` registers with the worker and dispatches its messages: outputs of requests (`ClientRequests`), load and KV
+blocks (`ClientReports`), results of administrative calls (`ClientCalls`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from medialane.rpc.remote_request import RemoteRequest
 
 
 class RpcClient:
-    """A connection on which the worker has welcomed us. It does not reconnect: `connect` again after `closed`."""
+    """A connection registered with a worker. It does not reconnect: call `connect` again after `closed`."""
 
     welcome: Welcome
 
@@ -58,14 +58,14 @@ class RpcClient:
 
     @classmethod
     async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
-        """Connect and register; `config.token` is sent in place of the hello's.
+        """Connect and register; `config.token` replaces the token of `hello`.
 
-        When this returns, the worker reads nothing of this gateway's earlier connections. Raises
+        When this returns, the worker no longer reads media of this gateway's earlier connections. Raises
 
-        * NoWorkerReady: nobody listens there, and only then: the worker's process is gone or not up yet;
-        * WorkerLost: unreachable, no answer within `connect_timeout_s`, hung up, or not able to take us now;
-        * StartupFailed and others: refused until somebody changes something (token, version, model);
-        * ProtocolViolation: who listens there is not a worker.
+        * NoWorkerReady: no process listens at the address, and only then: the worker has exited or is not up yet;
+        * WorkerLost: unreachable, no response within `connect_timeout_s`, disconnected, or temporarily refused;
+        * StartupFailed and others: refused until the configuration changes (token, version, model);
+        * ProtocolViolation: the listener is not a worker.
 
         Cancellation and errors leave no connection behind.
         """
@@ -73,9 +73,9 @@ class RpcClient:
         try:
             async with asyncio.timeout(config.connect_timeout_s):
                 client.welcome = await client._register(address, hello)
-        except BaseException as error:  # cancellation, too, leaves no connection behind
+        except BaseException as error:  # includes cancellation
             client._welcomed.cancel()
-            client._connection.end(WorkerLost("registration was given up"))
+            client._connection.end(WorkerLost("registration was cancelled"))
             if isinstance(error, TimeoutError):
                 raise WorkerLost("the worker did not answer in time") from None
             raise
@@ -83,17 +83,17 @@ class RpcClient:
 
     @property
     def closed(self) -> asyncio.Event:
-        """Set when the connection is gone, whoever ended it."""
+        """Set when the connection is closed, by either side."""
         return self._connection.closed
 
     @property
     def loads(self) -> Sequence[WorkerLoad]:
-        """Of each rank, as it reported last; empty until then."""
+        """The last reported load of each rank; empty before the first report."""
         return self._reports.loads
 
     @property
     def num_block_gaps(self) -> int:
-        """How often changes of KV blocks were missing, and all of them were told again."""
+        """How often changes of KV blocks were missing, so that snapshots were requested."""
         return self._reports.num_block_gaps
 
     @property
@@ -108,16 +108,16 @@ class RpcClient:
         on_released: Callable[[str], None] | None = None,
         on_sent: Callable[[str], None] | None = None,
     ) -> RemoteRequest:
-        """Send a request. It fails through its iteration: also when it could not be sent, with
+        """Send a request. Errors are raised by its iteration. If it cannot be sent, these are
 
-        * WorkerLost: the connection is gone;
+        * WorkerLost: the connection is closed;
         * NoWorkerReady: `max_in_flight` or `max_write_buffer_bytes` is reached;
-        * HandoverFailed: it is larger than a message may be, its inline tensors counted.
+        * HandoverFailed: with its inline tensors it exceeds the message size limit.
 
-        `on_released` is called with its id as soon as the worker has let go of it, at once if it was not sent, never if
-        the connection is lost before. `on_sent` is called with its id once the bytes of its inline tensors are read no
-        more: they are copied, or it is over; not if it could not be sent. Raises GenerationFailed for an id that is
-        under way, having done nothing.
+        `on_released` is called with its id as soon as the worker has released it: immediately if it was not sent, never
+        if the connection is lost before. `on_sent` is called with its id once its inline tensors are no longer read
+        (all were copied, or the request has ended), but not if it could not be sent. Raises GenerationFailed, with no
+        effect, if a request with this id is in flight.
         """
         return self._requests.submit(request, on_released=on_released, on_sent=on_sent)
 
@@ -128,9 +128,9 @@ class RpcClient:
         on_loads: Callable[[Sequence[WorkerLoad]], None],
         on_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Call back, from now on until the connection is gone: `on_blocks` with what the worker holds and how that
-        changes, in order, a part in each round of the loop; `on_loads` with each report; last `on_lost`, when `closed`
-        is set. What was reported before is kept for `on_blocks`. Called once, on a live connection."""
+        """Register callbacks until the connection is closed: `on_blocks` for the worker's blocks and their changes, in
+        order, one per iteration of the event loop; `on_loads` for each report; finally `on_lost`, when `closed` is set.
+        `on_blocks` also gets changes received earlier. Call once, on an open connection."""
         self._on_lost = on_lost
         self._reports.watch(on_blocks=on_blocks, on_loads=on_loads)
 
@@ -151,11 +151,12 @@ class RpcClient:
         await self.closed.wait()
 
     async def close(self) -> None:
-        """End the connection at once; what is under way is cancelled there and raises WorkerLost here. Idempotent."""
+        """Close the connection. Requests in flight are cancelled at the worker and raise WorkerLost here.
+        Idempotent."""
         self._connection.end(WorkerLost("the connection was closed"))
         await self.closed.wait()
 
-    # Called by the connection, from here on; see connection.Peer.
+    # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
         pass
@@ -176,7 +177,7 @@ class RpcClient:
             case AdminDone() | AdminFailed() | MetricValues():
                 self._calls.received(message)
             case Pong():
-                pass  # that it came is what counts
+                pass  # any received bytes count as liveness
             case Welcome():
                 self._open(message)
             case Refused(report):
@@ -209,5 +210,5 @@ class RpcClient:
 
 
 def _refusal(error: MedialaneError) -> MedialaneError:
-    """NoWorkerReady says that nobody listens; a worker that says so itself cannot mean that."""
+    """Convert NoWorkerReady, which is reserved for "no process listens": this worker has just responded."""
     return WorkerLost(error.message) if isinstance(error, NoWorkerReady) else error

@@ -1,4 +1,4 @@
-"""What a gateway has asked of a worker beside requests, and waits for; see `session_calls` for the other end."""
+"""A gateway's administrative calls and metric reads in flight; `session_calls` is the worker's side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medialane.rpc.messages import AdminDone, AdminFailed, Administer, MetricVal
 
 
 class ClientCalls:
-    """The calls of one connection. `metrics` are the worker's, as of the last `read_metrics`."""
+    """The calls of one connection. `metrics` are the worker's as of the last `read_metrics`."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send
@@ -25,9 +25,9 @@ class ClientCalls:
         self.metrics = MetricMirror()
 
     async def administer(self, call: AdminCall, timeout_s: float) -> AdminResult:
-        """Have the worker's engine do `call`. A call that is given up here may yet be done there.
+        """Run `call` on the worker's engine. A cancelled or timed-out call may still be executed there.
 
-        Raises what the worker reports, WorkerLost when the connection is gone, Unavailable after `timeout_s`.
+        Raises the error that the worker reports, WorkerLost if the connection is closed, Unavailable after `timeout_s`.
         """
         self._check_connected()
         self._num_calls += 1
@@ -39,13 +39,13 @@ class ClientCalls:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise Unavailable(f"no answer within {timeout_s:g} s") from None
+            raise Unavailable(f"no response within {timeout_s:g} s") from None
         finally:
             del self._waiting[call_id]
 
     async def read_metrics(self, timeout_s: float) -> bool:
-        """Bring `metrics` up to date. False where the worker has not answered in time: they stay as they are, and the
-        answer is taken up when it comes."""
+        """Update `metrics`. Return False if the worker did not respond before the timeout: they are unchanged then, and
+        a late response is still applied."""
         if self._lost:
             return False
         if self._reading is None:
@@ -55,37 +55,37 @@ class ClientCalls:
         return bool(done) and not self._lost
 
     def received(self, message: AdminDone | AdminFailed | MetricValues) -> None:
-        """Raises ProtocolViolation for an answer to what was not asked."""
+        """Apply a response. Raises ProtocolViolation if there was no such call."""
         if isinstance(message, MetricValues):
             self._take(message)
             return
         if not 0 < message.call_id <= self._num_calls:
-            raise ProtocolViolation("an answer to an administrative call that was not made")
+            raise ProtocolViolation("a response to an unknown administrative call")
         answer = self._waiting.get(message.call_id)
         if answer is None or answer.done():
-            return  # nobody waits any more
+            return  # cancelled or timed out
         if isinstance(message, AdminFailed):
             answer.set_exception(from_report(message.error))
         else:
             answer.set_result(message.result)
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """Fail all calls: the connection is closed."""
         self._lost = True
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(WorkerLost("the worker was lost before it had answered"))
+                answer.set_exception(WorkerLost("the worker was lost before it responded"))
         if self._reading is not None:
             self._reading.set_result(None)
             self._reading = None
 
     def _take(self, message: MetricValues) -> None:
         if self._reading is None:
-            raise ProtocolViolation("metrics that were not asked for")
+            raise ProtocolViolation("metrics that were not requested")
         try:
             self.metrics.apply(message.changes)
         except ValueError as error:
-            raise ProtocolViolation(f"metrics that make no sense: {error}") from error
+            raise ProtocolViolation(f"invalid metrics: {error}") from error
         if not message.more:
             self._reading.set_result(None)
             self._reading = None

@@ -1,4 +1,4 @@
-"""What a worker reports without being asked: its load and its KV blocks; see `session_reports` for the other end."""
+"""Load and KV blocks that a worker reports unsolicited; `session_reports` is the worker's side."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from medialane.core.request import ModelCard, WorkerLoad
 from medialane.rpc.block_inbox import BlockInbox
 from medialane.rpc.messages import ResyncBlocks
 
-#: Of a worker's card: far beyond any engine, and small enough for the state whose size depends on them.
+#: Limits for a worker's card: far beyond any engine, but they bound the state whose size depends on the card.
 _MAX_BLOCK_SIZE: Final = 1 << 16
 _MAX_RANKS: Final = 1 << 12
 _MAX_KV_BLOCKS: Final = 1 << 32
 
 
 class ClientReports:
-    """The latest load of each rank (`loads`, empty before the first report), and the changes of KV blocks, delivered to
-    the callbacks of `watch` one change per round of the event loop. Changes wait until there is a callback."""
+    """The latest load of each rank (`loads`, empty before the first report), and changes of KV blocks, delivered to the
+    callbacks of `watch`, one change per iteration of the event loop. Changes are queued until there is a callback."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send
@@ -38,7 +38,7 @@ class ClientReports:
         return self._blocks.num_gaps
 
     def open(self, card: ModelCard) -> None:
-        """The worker has welcomed us. Raises ProtocolViolation for a card that no engine has."""
+        """Start with the card of the worker's Welcome. Raises ProtocolViolation if its sizes are out of range."""
         _check(card)
         self._num_ranks = max(1, card.data_parallel_size)
         self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
@@ -50,7 +50,7 @@ class ClientReports:
     def receive_loads(self, loads: Sequence[WorkerLoad]) -> None:
         """Raises ProtocolViolation."""
         if len(loads) != self._num_ranks:
-            raise ProtocolViolation(f"the load of {len(loads)} ranks where the worker has {self._num_ranks}")
+            raise ProtocolViolation(f"the load of {len(loads)} ranks from a worker with {self._num_ranks}")
         self.loads = loads
         if self._on_loads is not None:
             self._on_loads(loads)
@@ -58,15 +58,15 @@ class ClientReports:
     def receive_blocks(self, change: KvChange) -> None:
         """Raises ProtocolViolation."""
         if len(change.stored) % 8 or len(change.removed) % 8:
-            raise ProtocolViolation("KV blocks that are not whole ids")
+            raise ProtocolViolation("KV blocks with incomplete ids")
         if change.rank not in range(self._num_ranks):
-            raise ProtocolViolation("KV blocks of a rank that the worker does not have")
+            raise ProtocolViolation("KV blocks of an unknown rank")
         if not self._blocks.receive(change):
             self._send(ResyncBlocks())
         self._deliver_soon()
 
     def lost(self) -> None:
-        """The connection is gone: nothing more is delivered."""
+        """Stop deliveries: the connection is closed."""
         self._on_blocks = self._on_loads = None
         if self._delivery is not None:
             self._delivery.cancel()
@@ -91,4 +91,4 @@ def _check(card: ModelCard) -> None:
         and card.encoder_cache_tokens >= 0
         and card.max_num_seqs >= 0
     ):
-        raise ProtocolViolation("a worker's card with impossible sizes")
+        raise ProtocolViolation("a worker's card with sizes out of range")

@@ -1,4 +1,4 @@
-"""The requests that a gateway has sent over one connection; see `session_requests` for the other end."""
+"""The requests that a gateway has sent over one connection; `session_requests` is the worker's side."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from medialane.rpc.remote_request import RemoteRequest
 
 
 class ClientRequests:
-    """In progress from `submit` until the worker has released them; `len` is their number.
+    """Requests from `submit` until the worker has released them; `len` is their number.
 
-    The `on_...` methods are called with what the worker answers. They raise ProtocolViolation for a request that is not
-    in progress.
+    The `on_...` methods are called for messages of the worker. They raise ProtocolViolation if the request is not in
+    flight.
     """
 
     def __init__(self, connection: Connection, config: RpcConfig) -> None:
@@ -78,7 +78,7 @@ class ClientRequests:
         remote.on_release()
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """Fail all requests: the connection is closed."""
         for outgoing in list(self._outgoing.values()):
             outgoing.cancel()
         requests, self._requests = self._requests, {}
@@ -89,7 +89,7 @@ class ClientRequests:
         try:
             return self._requests[request_id]
         except KeyError:
-            raise ProtocolViolation("an answer to a request that is not under way") from None
+            raise ProtocolViolation("a message about a request that is not in flight") from None
 
     def _check_capacity(self) -> None:
         if self._connection.closed.is_set():
@@ -115,7 +115,7 @@ class ClientRequests:
     def _send_in_pieces(
         self, request: EngineRequest, tensors: list[memoryview], on_sent: Callable[[str], None] | None
     ) -> None:
-        """Raises ProtocolViolation, having sent nothing, if the request is larger than allowed."""
+        """Raises ProtocolViolation, with nothing sent, if the request is larger than allowed."""
         request_id = request.request_id
 
         def ended() -> None:

@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and deadlines; a gateway and its workers may differ, each guards itself."""
+    """Limits and timeouts, applied locally: a gateway and its workers may have different ones."""
 
     max_frame_bytes: Annotated[
         int, msgspec.Meta(description="largest message between gateway and worker; a larger one ends the connection")
@@ -37,16 +37,16 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.Meta(description="how long a worker waits for requests to be released, at reconnection and shutdown"),
     ] = 10.0
     heartbeat_interval_s: Annotated[float, msgspec.Meta(description="heartbeat interval")] = 1.0
-    heartbeat_timeout_s: Annotated[float, msgspec.Meta(description="silence after which a peer is considered dead")] = (
-        10.0
-    )
+    heartbeat_timeout_s: Annotated[
+        float, msgspec.Meta(description="time without data after which a peer is considered dead")
+    ] = 10.0
     token: Annotated[
         str,
         msgspec.Meta(description="shared secret of gateway and workers; set it if workers listen on tcp://"),
     ] = ""
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot work."""
+        """Raise StartupFailed with the name of an invalid setting."""
         for name in ("max_frame_bytes", "max_write_buffer_bytes", "max_in_flight", "max_queued_bytes"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1")
         _require(self.max_frame_bytes < 1 << 32, "max_frame_bytes must be less than 4 GiB")

@@ -1,12 +1,12 @@
-"""One connection between a gateway and a worker, the same at both ends: frames, batching, back pressure, liveness.
+"""A connection between a gateway and a worker, symmetric: frames, batching, back pressure, liveness.
 
-**Writing.** Messages are encoded at once into one buffer that goes to the transport when the event loop next comes
-round, so the deltas of many requests in one engine step cost one system call. A buffer that has grown large goes at
-once. `writable` waits while the peer reads too slowly; whoever does not wait is bounded by `max_write_buffer_bytes`,
-beyond which the connection ends. What is long goes in pieces (`send_in_pieces`), behind which nothing else waits.
+**Writing.** Messages are encoded immediately into one buffer, which is written in the next iteration of the event loop,
+so the deltas of many requests in one engine step cost one system call. A large buffer is written immediately.
+`writable` waits while the peer reads too slowly; callers that do not wait are limited by `max_write_buffer_bytes`,
+beyond which the connection is closed. Large content is sent in pieces (`send_in_pieces`), interleaved with messages.
 
-**Liveness.** A silent peer is counted in our own heartbeats, not by the clock: if this process itself stalls (a loaded
-machine, SIGSTOP), it makes no beats, and the peer's bytes that wait in the kernel are read before the next one.
+**Liveness.** Missed heartbeats are counted in our own beats, not by the clock: if this process stalls (a loaded
+machine, SIGSTOP), it counts no beats, and the peer's bytes buffered in the kernel are read before the next one.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from medialane.rpc.framing import FrameReader, append_frame
 
 logger = logging.getLogger(__name__)
 
-#: A write buffer larger than this does not wait for the loop's next round.
+#: A write buffer larger than this is written without waiting for the next iteration of the event loop.
 FLUSH_BYTES = 256 * 1024
 
 
 class Peer(Protocol):
-    """What one end does with its connection. All are called from the event loop and return at once."""
+    """Callbacks of a connection's owner. All are called from the event loop and must not block."""
 
     def opened(self, connection: Connection) -> None: ...
 
     def received(self, frame: memoryview) -> None:
-        """Act on one frame, which is valid during the call. Raises ProtocolViolation, which ends the connection."""
+        """Handle one frame, valid only during the call. Raises ProtocolViolation, which closes the connection."""
 
     def beat(self) -> None:
-        """A heartbeat interval has passed; say something to the peer."""
+        """Called at each heartbeat interval; must send a message to the peer."""
 
     def lost(self, error: MedialaneError) -> None:
-        """The connection is gone, whoever ended it. Called once, last."""
+        """The connection was closed, by either side. Called once, last."""
 
 
 class PieceSource(Protocol):
-    """Something long that is sent in pieces, between which the loop does other things."""
+    """Large content that is sent in pieces, one per iteration of the event loop."""
 
     def append_next(self, buffer: bytearray) -> bool:
-        """Append whole frames, some hundred KiB at the most; False when there are no more. Called from the loop."""
+        """Append whole frames, at most a few hundred KiB; return False after the last. Called from the event loop."""
         ...
 
 
 class Connection(asyncio.Protocol):
-    """Owns the transport. `send` is lawful until the peer has been told `lost`; afterwards it does nothing."""
+    """Owns the transport. After the connection is closed, `send` has no effect."""
 
     def __init__(self, peer: Peer, config: RpcConfig, *, max_frame_bytes: int) -> None:
         self._peer = peer
@@ -73,24 +73,23 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_buffered_bytes(self) -> int:
-        """Bytes that the peer has not taken yet."""
+        """Bytes that the kernel has not accepted yet."""
         waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
         return len(self._buffer) + waiting
 
     @property
     def paused(self) -> bool:
-        """The peer reads too slowly: wait for `writable` before sending what can wait."""
+        """Whether the peer reads too slowly: wait for `writable` before sending what can wait."""
         return not self._can_write.is_set()
 
     async def writable(self) -> None:
-        """Wait until the peer has read enough, or the connection is gone."""
+        """Wait until the peer has read enough, or the connection is closed."""
         await self._can_write.wait()
 
     def send(self, message: msgspec.Struct, *, at_once: bool = False) -> None:
-        """Queue one message. Raises ProtocolViolation, with nothing queued, if it is larger than a frame may be.
+        """Queue one message. Raises ProtocolViolation, with nothing queued, if it exceeds the frame size limit.
 
-        `at_once` gives it to the transport now, with what is queued before it: a request that a worker waits for is
-        rarely one of many.
+        `at_once` writes it now, with the messages queued before it: for requests, which rarely come in batches.
         """
         if self._error is not None or self.closed.is_set():
             return
@@ -101,38 +100,38 @@ class Connection(asyncio.Protocol):
             self._flushing = self._loop.call_soon(self._flush)
 
     def send_in_pieces(self, source: PieceSource) -> None:
-        """Send what `source` gives, after the sources before it, as fast as the peer reads and a piece in each round of
-        the loop. It is forgotten when the connection is gone."""
+        """Send the pieces of `source`, after earlier sources, as fast as the peer reads, one piece per iteration of the
+        event loop. It is dropped when the connection is closed."""
         if self._error is None and not self.closed.is_set():
             self._sources.append(source)
             self._pump_soon()
 
     def accept_large_frames(self) -> None:
-        """The peer is known now: frames may be as large as configured."""
+        """Raise the frame size limit to the configured one, once the peer is authenticated."""
         self._frames.max_frame_bytes = self._config.max_frame_bytes
 
     def start_heartbeat(self) -> None:
-        """Beat until the connection is gone, and end it when the peer stays silent."""
+        """Send heartbeats until the connection is closed, and close it if none arrive from the peer."""
         if not self.closed.is_set():
             self._num_silent_beats = 0
             self._beating = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
 
     def end(self, error: MedialaneError) -> None:
-        """End the connection now; what is buffered is dropped. `lost` is told the first reason given."""
+        """Close the connection now and drop buffered data. `lost` is called with the first error given."""
         self._error = self._error or error
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Write what is buffered, then end. A peer that does not read keeps it open: after a deadline, call `end`."""
+        """Write buffered data, then close. A peer that does not read keeps it open: after a timeout, call `end`."""
         self._write()
         self._error = self._error or WorkerLost("the connection was closed")
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # asyncio types it by what a datagram has, too
-        if self._error is not None:  # given up while it was being made
+        self._transport = cast("asyncio.Transport", transport)  # asyncio's type also covers datagrams
+        if self._error is not None:  # closed while connecting
             self._transport.abort()
         self._peer.opened(self)
 
@@ -171,7 +170,7 @@ class Connection(asyncio.Protocol):
     def _write(self) -> None:
         if not self._buffer or self._transport is None or self._error is not None:
             return
-        # The transport may keep a reference, so it gets the buffer itself and the next messages a new one.
+        # The transport may keep a reference, so give it this buffer and start a new one.
         data, self._buffer = self._buffer, bytearray()
         self._transport.write(data)
         if self.num_buffered_bytes > self._config.max_write_buffer_bytes + self._config.max_frame_bytes:
@@ -188,13 +187,13 @@ class Connection(asyncio.Protocol):
         if not self._sources[0].append_next(self._buffer):
             self._sources.popleft()
         self._write()
-        if not self.paused:  # else `resume_writing` goes on
+        if not self.paused:  # else `resume_writing` continues
             self._pump_soon()
 
     def _beat(self) -> None:
         self._num_silent_beats += 1
         if self._num_silent_beats * self._config.heartbeat_interval_s > self._config.heartbeat_timeout_s:
-            self.end(WorkerLost("the peer is silent"))
+            self.end(WorkerLost("missed heartbeats of the peer"))
             return
         self._beating = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
         self._peer.beat()

@@ -1,4 +1,4 @@
-"""Opens a gateway's connection to a worker."""
+"""Connects a gateway to a worker."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
 async def dial(address: str, protocol: asyncio.Protocol) -> None:
     """Connect `protocol` to the worker at `address`. Raises
 
-    * NoWorkerReady: no process listens there, and only then;
-    * WorkerLost: the address cannot be reached;
-    * StartupFailed: it is not an address.
+    * NoWorkerReady: no process listens at the address, and only then;
+    * WorkerLost: the address is unreachable;
+    * StartupFailed: the address is malformed.
     """
     target = parse_address(address)
     try:
@@ -24,15 +24,15 @@ async def dial(address: str, protocol: asyncio.Protocol) -> None:
         else:
             await _dial_tcp(target, protocol)
     except (ConnectionRefusedError, FileNotFoundError):
-        raise NoWorkerReady("no worker listens there") from None
+        raise NoWorkerReady("no worker listens at this address") from None
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise WorkerLost(f"the worker cannot be reached: {reason}") from error
 
 
 async def _dial_tcp(target: TcpAddress, protocol: asyncio.Protocol) -> None:
-    """Try every address of the host. Raises ConnectionRefusedError only if all of them refused: the loop's own walk
-    over the addresses reports a mixture of errors as something else."""
+    """Try every address of the host. Raises ConnectionRefusedError only if all of them refused: asyncio itself reports
+    a mixture of errors as a plain OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     other: OSError | None = None

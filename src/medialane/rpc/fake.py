@@ -1,4 +1,4 @@
-"""A deterministic handler: answers without an engine."""
+"""A deterministic handler without an engine, for tests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ FAKE_CARD = ModelCard(model="fake", max_model_len=4096, block_size=16, mm_limits
 
 
 class FakeHandler:
-    """Answers every request with `token_ids`, one delta each, the last one finished.
+    """Outputs `token_ids` for every request, one delta each, the last one finished.
 
-    `delay_s` passes before each token and `release_s` after the last, or after a cancellation, before the generator
-    ends. `error` is raised in place of token number `fail_at`; `refusal` by `register`. What happened stands in
-    `hellos`, `left_gateways`, `requests`, `num_tokens` given, `num_active` (generators that have not ended) and
-    `num_cancelled`. The KV blocks of its first rank, which runs everything, are `blocks`, and `change_blocks` changes
-    them. Administrative calls are recorded in `calls` and answered `admin_result` after `delay_s`; `registry` holds its
-    metrics.
+    It waits `delay_s` before each token, and `release_s` after the last token or a cancellation before the generator
+    ends. `error` is raised instead of token number `fail_at`, `refusal` by `register`. Calls are recorded in `hellos`,
+    `left_gateways`, `requests`, `num_tokens` (sent), `num_active` (generators that have not ended) and `num_cancelled`.
+    All blocks belong to the first rank: `blocks`, changed by `change_blocks`. Administrative calls are recorded in
+    `calls` and return `admin_result` after `delay_s`; `registry` holds its metrics.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class FakeHandler:
         return {0: list(self.blocks)}
 
     def change_blocks(self, stored: Iterable[int] = (), removed: Iterable[int] = (), *, clear: bool = False) -> None:
-        """Hold other blocks: as KvChange, `clear` as its `snapshot`."""
+        """Change the blocks and notify the listeners; parameters as in KvChange, `clear` is its `snapshot`."""
         stored, removed = list(stored), list(removed)
         if clear:
             self.blocks.clear()

@@ -1,7 +1,7 @@
-"""Frames on a byte stream, without I/O: four bytes of length (big endian), then so many bytes of msgpack, or raw ones.
+"""Framing of a byte stream, without I/O: four bytes of length (big endian), then that many bytes: msgpack, or raw data.
 
-The length is checked before the frame is collected, so a peer cannot make us buffer more than one frame of the agreed
-size. Any split of the stream gives the same frames.
+The length is checked before the frame is buffered, so a peer cannot make us buffer more than one frame of the maximum
+size. Frames do not depend on how the stream is split into chunks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from medialane.core.errors import ProtocolViolation
 
 HEADER = struct.Struct(">I")
 
-#: Begins a frame of raw bytes. No msgpack document begins with it (its specification: "never used").
+#: First byte of a raw frame. No msgpack document begins with it (its specification: "never used").
 RAW = b"\xc1"
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class FrameReader:
-    """Collects frames out of received chunks: `receive` a chunk, then take frames until there is none."""
+    """Extracts frames from received chunks: `receive` a chunk, then call `next_frame` until it returns None."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
@@ -29,11 +29,11 @@ class FrameReader:
         self._position = 0
 
     def receive(self, chunk: bytes) -> None:
-        """Append a chunk of the stream. Frames handed out before stay valid."""
+        """Append a chunk of the stream. Frames returned before stay valid."""
         if self._position == len(self._data):
             self._data = chunk
         elif self._position == 0 and isinstance(self._data, bytearray):
-            self._data += chunk  # no frame was taken from this buffer: no view forbids that it grows
+            self._data += chunk  # no frame was returned from this buffer, so no memoryview prevents resizing
         else:
             rest = bytearray(memoryview(self._data)[self._position :])
             rest += chunk
@@ -41,9 +41,9 @@ class FrameReader:
         self._position = 0
 
     def next_frame(self) -> memoryview | None:
-        """The next whole frame, without its header, or None. It is a view: decode it and let it go.
+        """Return the next complete frame without its header, or None. It is a view of the buffer: do not keep it.
 
-        Raises ProtocolViolation for an announced length above the limit.
+        Raises ProtocolViolation if the length in the header exceeds the limit.
         """
         data, start = self._data, self._position + HEADER.size
         if len(data) < start:
@@ -70,7 +70,7 @@ def append_frame(buffer: bytearray, message: msgspec.Struct, max_frame_bytes: in
         length = len(buffer) - start - HEADER.size
         if length > max_frame_bytes:
             raise ProtocolViolation(f"a message of {length} bytes is larger than the {max_frame_bytes} allowed")
-    except BaseException:  # whatever it was, no half frame may stay before the next message
+    except BaseException:  # in any case, no partial frame may stay in the buffer
         del buffer[start:]
         raise
     HEADER.pack_into(buffer, start, length)
@@ -78,12 +78,12 @@ def append_frame(buffer: bytearray, message: msgspec.Struct, max_frame_bytes: in
 
 
 def append_raw_frame(buffer: bytearray, data: memoryview) -> None:
-    """Append a frame that brings `data` as they are."""
+    """Append a raw frame with `data`."""
     buffer += HEADER.pack(len(RAW) + data.nbytes)
     buffer += RAW
     buffer += data
 
 
 def raw_data(frame: memoryview) -> memoryview | None:
-    """What a raw frame brings; None for the frame of a message."""
+    """Return the data of a raw frame; None for the frame of a message."""
     return frame[len(RAW) :] if frame[: len(RAW)] == RAW else None

@@ -1,4 +1,4 @@
-"""What a worker does with the requests of its connections."""
+"""The interface that a worker implements for its connections."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ logger = logging.getLogger(__name__)
 
 
 class Handler(Protocol):
-    """Filled by the worker; called from the event loop only. Request ids are unique over all connections."""
+    """Implemented by the worker; called from the event loop only. Request ids are unique across connections."""
 
     async def register(self, hello: Hello) -> Welcome:
-        """Get to know a gateway. Version and token are checked already, its earlier connections have let go.
+        """Register a gateway whose version and token are valid and whose earlier requests are all released.
 
-        Raises MedialaneError to refuse it. It is cancelled when the gateway leaves or its deadline passes; the gateway
+        Raises MedialaneError to refuse it. Cancelled when the gateway disconnects or the timeout expires; the gateway
         may then register again.
         """
         ...
 
     def left(self, hello: Hello) -> None:
-        """The connection of a gateway that was registered is gone, and all of its requests have let go. Returns at
-        once; the gateway may register again any time."""
+        """Called when the connection of a registered gateway is closed and all of its requests are released. Must not
+        block; the gateway may register again at any time."""
         ...
 
     def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
-        """Answer one request; the last delta is `finished`. Raises MedialaneError, before the first delta or later.
+        """Run one request; the last delta is `finished`. Raises MedialaneError, before the first delta or later.
 
-        When the generator has ended, nothing of the request is read any more: the gateway is told so. It is cancelled
-        once, wherever it waits, when the request is aborted or its gateway is lost, and takes then the time it needs
-        to let go.
+        When the generator ends, the request's media are no longer read, and Released is sent to the gateway. It is
+        cancelled once, at any await, when the request is aborted or its gateway is lost, and may then take time to
+        release the media.
         """
         ...
 
     def loads(self) -> Sequence[WorkerLoad]:
-        """How busy each of the worker's data-parallel ranks is, in their order. Cheap: called at every change."""
+        """Return the load of each data-parallel rank, in order. Must be cheap: called at every change."""
         ...
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
-        """Call `listener` with each change of the engine's KV blocks from now on, until the function that this returns
-        is called. Numbers of changes are the caller's affair: `sequence` is 0 here."""
+        """Call `listener` with each change of the engine's KV blocks until the returned function is called. `sequence`
+        is 0: the caller numbers changes."""
         ...
 
     async def administer(self, call: AdminCall) -> AdminResult:
-        """Have the engine do `call`. Raises MedialaneError. It is cancelled when the gateway leaves; what has begun may
-        be done all the same."""
+        """Run `call` on the engine. Raises MedialaneError. Cancelled when the gateway disconnects; a call that has
+        started may still complete."""
         ...
 
     def metrics(self) -> Callable[[], list[MetricChanges]]:
-        """A reader of this process's metrics, for one gateway. Each call of it, from any thread and never two at a
-        time, gives what has changed since the last."""
+        """Return a reader of this process's metrics for one gateway. Each call of the reader returns the changes since
+        its last call. It may be called from any thread, but not concurrently."""
         ...
 
     def held_blocks(self) -> Mapping[int, Sequence[int]]:
-        """The block ids that each rank holds now, empty ranks included. Listeners know of all changes before it when it
-        returns. The sequences stay as they are."""
+        """Return the block ids that each rank holds now, empty ranks included. Listeners have been called for all
+        earlier changes when it returns. The returned sequences do not change."""
         ...
 
 
 def report_of(error: Exception, what: str) -> ErrorReport:
-    """What the gateway is sent when a handler has raised `error` in `what`. Other errors than ours are only logged."""
+    """Return the report for the gateway after a handler raised `error` in `what`. Unexpected errors are only logged."""
     if isinstance(error, MedialaneError):
         return to_report(error)
     logger.error("%s failed: %r", what, error, exc_info=error)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Accepts connections until closed. A unix socket is for its owner only (0600), and its file goes with it."""
+    """Accepts connections until closed. A unix socket has mode 0600, and its file is removed by `close`."""
 
     def __init__(self, server: asyncio.Server, address: str, bound: tuple[str, int] | None) -> None:
         self._server = server
@@ -26,9 +26,9 @@ class Listener:
 
     @classmethod
     async def listen(cls, address: str, protocol: Callable[[], asyncio.Protocol]) -> Listener:
-        """Listen at `address`; the `address` of the result names the port that was chosen for port 0.
+        """Listen at `address`; the `address` of the result has the port that the kernel chose for port 0.
 
-        Raises StartupFailed: address malformed, taken, or not of this machine.
+        Raises StartupFailed if the address is malformed, in use, or not of this host.
         """
         target = parse_address(address)
         loop = asyncio.get_running_loop()
@@ -44,14 +44,14 @@ class Listener:
         return cls(server, format_tcp(target.host, server.sockets[0].getsockname()[1]), None)
 
     def close(self) -> None:
-        """Stop listening. Connections stay."""
+        """Stop listening. Connections stay open."""
         if self._bound is not None:
             _unlink(*self._bound)
         self._server.close()
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """Bind a unix socket; not listening yet, so nobody connects before its mode is set."""
+    """Bind a unix socket without listening, so that no client connects before its mode is set."""
     _remove_stale(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -64,7 +64,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a dead process. Raises OSError (EADDRINUSE) if somebody listens, or it is no socket."""
+    """Remove the socket of a dead process. Raises OSError (EADDRINUSE) if it has a listener or is not a socket."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -91,12 +91,12 @@ def _inode(path: str) -> int:
 
 
 def _unlink(path: str, inode: int) -> None:
-    """Remove our socket's file, unless another worker's stands there now."""
+    """Remove our socket's file, unless another worker has replaced it."""
     try:
         if _inode(path) == inode:
             os.unlink(path)
     except OSError as error:
-        logger.warning("the socket of a worker could not be removed: %s", error.strerror)
+        logger.warning("cannot remove a worker's socket: %s", error.strerror)
 
 
 def _reason(error: OSError) -> str:

@@ -1,33 +1,33 @@
-"""What a gateway and a worker say to each other.
+"""RPC messages between gateway and worker.
 
-The worker listens, the gateway connects, and opens with Hello. The worker answers Refused and hangs up, or Welcome:
-that also promises that nothing of an earlier connection of the same gateway is read any more. Until Welcome the gateway
-says nothing else. From then on
+The worker listens, the gateway connects and sends Hello. The worker replies Refused and closes the connection, or
+Welcome: that also guarantees that media of the gateway's earlier connections are no longer read. Before Welcome the
+gateway sends nothing else. Afterwards:
 
     gateway                         worker
     Submit(request)         ->                                  after Payload and raw frames, if with_payload
                             <-      Output(delta) ...           any number, the last one `finished`
                             <-      Failed(request_id, error)   instead of the finished Output
-                            <-      Released(request_id)        always, last: nothing of the request is read any more
-    Abort(request_id)       ->                                  answered by Released, soon
+                            <-      Released(request_id)        always, last: the request's media are no longer read
+    Abort(request_id)       ->                                  followed by Released, soon
     Ping(n)                 ->                                  every heartbeat interval
                             <-      Pong(n)
                             <-      LoadReport(loads)           every heartbeat interval, and when it changed
 
-                            <-      KvBlocks(change)            all blocks after Welcome, then changes, with pauses
-    ResyncBlocks            ->                                  answered by all blocks
+                            <-      KvBlocks(change)            all blocks after Welcome, then batched changes
+    ResyncBlocks            ->                                  followed by all blocks
 
-    Administer(id, call)    ->                                  when and as the worker has time
+    Administer(id, call)    ->                                  executed concurrently with requests
                             <-      AdminDone(id, result), or AdminFailed(id, error)
     ReadMetrics             ->                                  one at a time
-                            <-      MetricValues(changes) ...   what has changed since the last, the last one not `more`
+                            <-      MetricValues(changes) ...   changes since the last read, the last one not `more`
 
     Payload(sizes)          ->                                  the tensors of the next Submit with_payload follow
-    DropPayload             ->                                  it does not come; what came of them is dropped
+    DropPayload             ->                                  that request was cancelled; drop its tensors
 
-Answers of different requests interleave freely. A request whose content cannot be read is answered Failed and Released;
-every other frame that is not one of these messages ends the connection, and the connection's end fails its requests and
-makes the worker let them go. Tensors that travel by value come in raw frames before their request (`payload`).
+Outputs of different requests interleave freely. A request whose content cannot be decoded gets Failed and Released. Any
+other frame that is not one of these messages closes the connection, which fails its requests and makes the worker
+release them. Inline tensors are sent in raw frames before their request (`payload`).
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
-#: Both ends must speak the same one; a new version for every change that the other end must know about.
+#: Must be equal on both sides; incremented by every incompatible change.
 PROTOCOL_VERSION = 3
 
 
 class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The gateway's arena: a worker on the same host maps it and proves that by the nonce it reads there."""
+    """The gateway's arena: a worker on the same host maps it and verifies the nonce in its header."""
 
     id: str
     nonce: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Who connects. `gateway_id` is unique per gateway; `processor` are its processor settings; the client sends its
-    configured token here."""
+    """Registration of a gateway. `gateway_id` is unique per gateway, `processor` are its processor settings, `token` is
+    the configured one."""
 
     version: int = PROTOCOL_VERSION
     gateway_id: str
@@ -71,13 +71,13 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The bytes of so many tensors follow in raw frames, of these sizes, one after the other."""
+    """Announces tensors of these sizes, which follow in raw frames, one after the other."""
 
     sizes: list[int]
 
 
 class DropPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request of the payload was given up."""
+    """The payload's request was cancelled."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -89,7 +89,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ResyncBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The gateway does not know any more which blocks are held."""
+    """The gateway has missed changes of KV blocks and needs snapshots."""
 
 
 class Administer(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -98,11 +98,12 @@ class Administer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The gateway is being scraped."""
+    """Sent when the gateway's /metrics is scraped."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What the worker is. `worker_id` is unique per incarnation of its process; `shm`: it maps the gateway's arena."""
+    """Registration succeeded. `worker_id` is unique per incarnation of its process; `shm`: it maps the gateway's
+    arena."""
 
     worker_id: str
     pid: int
@@ -128,13 +129,13 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One for each data-parallel rank of the worker, in their order."""
+    """The load of each data-parallel rank of the worker, in order."""
 
     loads: tuple[WorkerLoad, ...]
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A part of what the worker holds, small enough to be taken up at once."""
+    """A snapshot's piece or a change, small enough to be applied in one iteration of the event loop."""
 
     change: KvChange
 
@@ -159,7 +160,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit"):
-    """What can be read of a Submit whose request cannot: whom to tell."""
+    """The decodable fields of a Submit whose request cannot be decoded: its id, to report the error."""
 
     class Request(msgspec.Struct, frozen=True):
         request_id: str
@@ -183,7 +184,7 @@ FromWorker = (
     | MetricValues
 )
 
-#: What msgspec raises for bytes that are not the message; RecursionError for an unknown field nested too deeply.
+#: Exceptions of msgspec for malformed messages; RecursionError for an unknown field nested too deeply.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
@@ -192,7 +193,7 @@ _UNREADABLE_SUBMIT = msgspec.msgpack.Decoder(UnreadableSubmit)
 
 
 def decode_to_worker(frame: memoryview) -> ToWorker | UnreadableSubmit:
-    """Read a gateway's message. Raises ProtocolViolation."""
+    """Decode a gateway's message. Raises ProtocolViolation."""
     try:
         return _TO_WORKER.decode(frame)
     except _UNREADABLE as error:
@@ -203,7 +204,7 @@ def decode_to_worker(frame: memoryview) -> ToWorker | UnreadableSubmit:
 
 
 def decode_from_worker(frame: memoryview) -> FromWorker:
-    """Read a worker's message. Raises ProtocolViolation."""
+    """Decode a worker's message. Raises ProtocolViolation."""
     try:
         return _FROM_WORKER.decode(frame)
     except _UNREADABLE as error:

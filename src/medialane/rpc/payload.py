@@ -1,15 +1,14 @@
-"""The tensors of a request that travel by value: raw frames before its message, so that no loop is held by them.
+"""Inline tensors of a request, sent in raw frames before its message so that they do not block the event loops.
 
-Theory of operation. One message of 19 MiB held the two loops for 48 ms: into msgpack, and out of it. So such a request
-is sent as
+Encoding and decoding one message of 19 MiB with msgpack blocked the two loops for 48 ms. So such a request is sent as
 
-    Payload(sizes)                        lengths of its tensors, in the prompt's order; the worker makes room for them
+    Payload(sizes)                        sizes of its tensors, in the prompt's order; the worker allocates memory
     raw frames                            their bytes, up to PIECE_BYTES in each; none belongs to two tensors
     Submit(request, with_payload=True)    the request, its tensors without bytes
 
-A connection has one payload at a time, and messages about other requests may stand between its frames. A request that
-is given up half-way ends with DropPayload. The gateway copies a piece when its turn has come, straight from where the
-tensor lies, and the worker to where it stays: the bytes pass neither through msgpack nor through one long buffer.
+A connection has one payload at a time; other messages may be interleaved with its frames. A request that is cancelled
+while it is sent ends with DropPayload. The gateway copies each piece just before it is sent, directly from the tensor,
+and the worker copies it to its final location: no msgpack and no buffer of the whole payload.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from medialane.core.tensor import InlineTensor, TensorDescriptor
 from medialane.rpc.framing import append_frame, append_raw_frame
 from medialane.rpc.messages import DropPayload, Payload, Submit
 
-#: Frames that fit into one read of a socket (uvloop: 250 KiB) are not collected before they are copied.
+#: A frame that fits into one read of a socket (uvloop: 250 KiB) is copied without being buffered first.
 PIECE_BYTES = 64 * 1024
 
-#: What is written in one round of the loop: 0.1 ms.
+#: Pieces written per iteration of the event loop: 0.1 ms.
 PIECES_AT_ONCE = 4
 
 NO_BYTES = memoryview(b"")
 
 
 def split(request: EngineRequest) -> tuple[EngineRequest, list[memoryview]]:
-    """The request without the bytes of its inline tensors, and those, in order. Tensors of no bytes have none."""
+    """Return the request without the bytes of its inline tensors, and these bytes, in order; empty tensors are
+    skipped."""
     inline = [t for item in request.prompt.media for t in item.tensors if isinstance(t, InlineTensor)]
     tensors = [memoryview(tensor.data) for tensor in inline if len(tensor.data)]
     if not tensors:
@@ -49,7 +49,7 @@ def split(request: EngineRequest) -> tuple[EngineRequest, list[memoryview]]:
 
 
 def join(request: EngineRequest, tensors: Sequence[memoryview]) -> EngineRequest:
-    """The request as it was before `split`. Raises InvalidFeature where these are not the tensors that it lacks."""
+    """Reverse `split`. Raises InvalidFeature if `tensors` do not match the request's."""
     rest = iter(tensors)
     try:
         media = tuple(
@@ -57,17 +57,17 @@ def join(request: EngineRequest, tensors: Sequence[memoryview]) -> EngineRequest
             for item in request.prompt.media
         )
     except ValueError as error:
-        raise InvalidFeature("the tensors before a request are not those that it lacks") from error
+        raise InvalidFeature("the payload does not match the request's tensors") from error
     if next(rest, None) is not None:
-        raise InvalidFeature("there are more tensors before a request than it lacks")
+        raise InvalidFeature("the payload has more tensors than the request")
     return _with_media(request, media)
 
 
 class OutgoingRequest:
-    """A request on its way out, piece by piece (a `connection.PieceSource`).
+    """A request being sent in pieces (a `connection.PieceSource`).
 
-    `on_end` is called once, when no tensor is read any more: all is sent, or `cancel` was called. Raises
-    ProtocolViolation if the request is larger than allowed, its tensors counted.
+    `on_end` is called once, when the tensors are no longer read: all were sent, or `cancel` was called. Raises
+    ProtocolViolation if the request with its tensors is larger than allowed.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class OutgoingRequest:
         self._max_bytes = max_bytes
         self._sizes = [tensor.nbytes for tensor in tensors]
         self.num_bytes_left = sum(self._sizes)
-        if self.num_bytes_left >= max_bytes:  # a raw frame has a byte more than it brings
-            raise ProtocolViolation(f"{self.num_bytes_left} bytes of tensors are too many for {max_bytes}")
+        if self.num_bytes_left >= max_bytes:  # a raw frame has one byte more than its data
+            raise ProtocolViolation(f"{self.num_bytes_left} bytes of tensors exceed the limit of {max_bytes}")
         append_frame(self._submit, Submit(request, with_payload=True), max_bytes)
         self._pieces = _pieces(tensors)
         self._on_end = on_end
@@ -107,7 +107,7 @@ class OutgoingRequest:
         return False
 
     def cancel(self) -> None:
-        """Send no more of it. Call it only until `on_end` was."""
+        """Stop sending. Must not be called after `on_end`."""
         self._cancelled = True
         self._end()
 
@@ -118,8 +118,8 @@ class OutgoingRequest:
 
 
 class IncomingPayload:
-    """The payload of one connection at the worker. Its memory is bounded by `max_bytes`, and owned by the request once
-    taken. All methods raise ProtocolViolation for what is out of place."""
+    """The payload of one connection at the worker. Its memory is bounded by `max_bytes`, and owned by the request after
+    `take`. All methods raise ProtocolViolation for frames out of order."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -128,26 +128,26 @@ class IncomingPayload:
 
     def begin(self, sizes: Sequence[int]) -> None:
         if self._tensors:
-            raise ProtocolViolation("a payload begins inside another")
+            raise ProtocolViolation("a payload inside another")
         if not sizes or min(sizes) < 1 or sum(sizes) >= self._max_bytes:
             raise ProtocolViolation(f"a payload of {sum(sizes)} bytes was announced, {self._max_bytes} are allowed")
-        # Pages come when they are first written: no loop is held by clearing them. Memory of NumPy is aligned.
+        # np.empty does not clear memory, which would block the event loop, and its memory is aligned.
         self._tensors = [np.empty(size, np.uint8).data for size in sizes]
         self._number = self._filled = 0
 
     def add(self, piece: memoryview) -> None:
         if self._number == len(self._tensors):
-            raise ProtocolViolation("bytes of no tensor")
-        room, end = self._tensors[self._number], self._filled + piece.nbytes
-        if end > room.nbytes:
-            raise ProtocolViolation("more bytes than the tensor has")
-        room[self._filled : end] = piece
+            raise ProtocolViolation("raw data without a tensor")
+        tensor, end = self._tensors[self._number], self._filled + piece.nbytes
+        if end > tensor.nbytes:
+            raise ProtocolViolation("more raw data than the tensor has bytes")
+        tensor[self._filled : end] = piece
         self._filled = end
-        if end == room.nbytes:
+        if end == tensor.nbytes:
             self._number, self._filled = self._number + 1, 0
 
     def take(self) -> list[memoryview]:
-        """The tensors' bytes, read-only, all there."""
+        """Return the complete tensors, read-only."""
         if not self._tensors or self._number < len(self._tensors):
             raise ProtocolViolation("a request before all of its tensors")
         tensors = [tensor.toreadonly() for tensor in self._tensors]

@@ -1,4 +1,4 @@
-"""One request at a worker, as the gateway sees it."""
+"""The gateway's handle on one request at a worker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from medialane.core.request import OutputDelta, merge_deltas
 
 
 class RemoteRequest:
-    """Async iterator over the answer's deltas, for one consumer. Made by `RpcClient.submit`.
+    """Async iterator over the output deltas, for one consumer. Created by `RpcClient.submit`.
 
-    Deltas that have come while the consumer was busy (with a client that reads slowly, say) are given as one, if
-    `mergeable`: what follows costs per delta, whatever number of tokens it has.
+    If `mergeable`, deltas received while the consumer was busy (for example, writing to a slow client) are merged:
+    later processing costs per delta, not per token.
 
-    The iteration ends after the finished delta. It raises what the worker reported, WorkerLost when the connection
-    ends first, GenerationFailed after `abort` or when more than `max_queued_bytes` wait for a slow consumer; what
-    came before an error of the worker is given first. A consumer that stops before the end calls `abort`: leaving the
-    loop alone does not stop the worker.
+    The iteration ends after the finished delta. It raises the error reported by the worker, WorkerLost if the
+    connection is closed first, GenerationFailed after `abort` or if more than `max_queued_bytes` are queued for a slow
+    consumer. Deltas received before an error of the worker are returned first. A consumer that stops early must call
+    `abort`: leaving the loop does not stop the worker.
     """
 
     def __init__(
@@ -64,20 +64,21 @@ class RemoteRequest:
         return delta
 
     def abort(self) -> None:
-        """Tell the worker to stop; the iteration fails with GenerationFailed. Nothing happens once the answer is
-        complete or has failed. Idempotent."""
+        """Abort the request at the worker; the iteration raises GenerationFailed. No effect once the output is complete
+        or has failed. Idempotent."""
         self._give_up(GenerationFailed("the request was aborted"))
 
     async def released(self) -> bool:
-        """Wait until the worker has let go (True), or the connection is gone and it may still read (False)."""
+        """Wait until the worker has released the request (True), or the connection is closed and the worker may still
+        read its media (False)."""
         await self._gone.wait()
         return self._was_released
 
-    # What the connection tells, from here on; for RpcClient.
+    # The methods below are called by RpcClient.
 
     def on_output(self, delta: OutputDelta, nbytes: int) -> None:
         if self._complete:
-            return  # it crossed our abort
+            return  # sent before our abort arrived
         if self._queue and self._num_queued_bytes + nbytes > self._max_queued_bytes:
             self._give_up(GenerationFailed("the response is read too slowly"))
             return

@@ -1,4 +1,4 @@
-"""The worker's end: listens, and keeps one session per connected gateway."""
+"""The worker's side: listens, and runs one session per connected gateway."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class RpcServer:
-    """Serves `handler` to every gateway that connects. `serve` once, `close` always."""
+    """Serves `handler` to every gateway that connects. Call `serve` once, and `close` in any case."""
 
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
         self._has_token = bool(config.token)
@@ -24,13 +24,13 @@ class RpcServer:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not been released, of connections that are gone, too."""
+        """Requests that have not been released, including those of closed connections."""
         return self._sessions.num_in_flight
 
     async def serve(self, address: str) -> str:
-        """Listen; returns at once, with the address to connect to (the port chosen for port 0).
+        """Start listening; return the address to connect to (with the port that the kernel chose for port 0).
 
-        Raises StartupFailed when the address cannot be had.
+        Raises StartupFailed if it cannot listen at the address.
         """
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
@@ -40,9 +40,9 @@ class RpcServer:
         return self._listener.address
 
     async def stop(self) -> None:
-        """Fail and cancel every request, refuse registrations, and wait until all requests have let go, for
-        `release_timeout_s` at the most. Those that have not are logged; what they read must not be given back, so this
-        server goes on listening, and their connections stay. Idempotent.
+        """Fail and cancel every request, refuse registrations, and wait up to `release_timeout_s` until all requests
+        are released. Others are logged; gateways must not reuse the memory that they read, so this server keeps
+        listening, and their connections stay open. Idempotent.
         """
         self._stopped = True
         await self._sessions.stop()
@@ -50,11 +50,10 @@ class RpcServer:
             logger.error("%d requests have not been released", self.num_in_flight)
 
     async def close(self) -> None:
-        """Stop, if that was not done before, hang up, and stop listening last.
+        """Stop if not yet stopped, close all connections, and stop listening last.
 
-        A gateway that finds nobody listening takes it that nothing of its requests is read here any more. So where
-        requests had not let go after `stop`, end whatever reads for them before this is called. They are
-        cancelled again. Idempotent.
+        A gateway that finds no listener assumes that its media are no longer read. So if requests were not released by
+        `stop`, terminate the engine that reads for them before calling this. They are cancelled again. Idempotent.
         """
         if not self._stopped:
             await self.stop()

@@ -1,8 +1,8 @@
 """One gateway's connection at the worker: registration, then requests (`SessionRequests`), administrative calls
 (`SessionCalls`), and reports (`SessionReports`).
 
-A session lives from accept until the connection is gone **and** every request of it has been released; `run` returns
-then, and nothing earlier may be taken for its end. That is what the Welcome of the gateway's next session waits for.
+A session ends, and `run` returns, when the connection is closed **and** all of its requests are released. The Welcome
+of the gateway's next session waits for that.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from medialane.rpc.session_requests import SessionRequests
 
 logger = logging.getLogger(__name__)
 
-#: Frames of a peer that has not been welcomed.
+#: Frame size limit before registration.
 MAX_HELLO_BYTES = 64 * 1024
 
 
 class Session:
-    """`on_open` is called when its connection has opened, and has `run` run, or calls `end`. `identify` checks who the
-    gateway is, and returns when its earlier sessions have ended; it raises MedialaneError to refuse it."""
+    """`on_open` is called when the connection has opened, and starts `run` as a task or calls `end`. `identify` checks
+    the gateway's Hello and returns when its earlier sessions have ended; it raises MedialaneError to refuse it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Session:
         self._on_open = on_open
         self._identify = identify
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
-        self._registered: Hello | None = None  # whose `left` is owed to the handler
+        self._registered: Hello | None = None  # the handler's `left` must be called for it
         self._is_welcome = False
         self._tasks = asyncio.TaskGroup()
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
@@ -83,7 +83,7 @@ class Session:
         return len(self._requests)
 
     async def run(self) -> None:
-        """Returns when the connection is gone and its requests have been released."""
+        """Return when the connection is closed and its requests are released."""
         try:
             async with self._tasks:
                 registration = self._tasks.create_task(self._registration(), name="rpc registration")
@@ -97,15 +97,15 @@ class Session:
                 self._handler.left(self._registered)
 
     def stop(self) -> None:
-        """The worker shuts down: fail and cancel every request, and hang up when they have been released."""
+        """Shut down: fail and cancel every request, and close the connection when they are released."""
         self._requests.stop()
         self._disconnect_if_drained()
 
     def end(self, error: MedialaneError) -> None:
-        """Drop the connection; the requests are cancelled."""
+        """Close the connection, which cancels its requests."""
         self.connection.end(error)
 
-    # Called by the connection, from here on; see connection.Peer.
+    # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
         self._on_open(self)
@@ -120,14 +120,14 @@ class Session:
         elif isinstance(message, Hello) and not self._hello.done():
             self._hello.set_result(message)
         else:
-            raise _out_of_place(message)
+            raise _unexpected(message)
 
     def beat(self) -> None:
         self._reports.report_load()
 
     def lost(self, error: MedialaneError) -> None:
         if self._is_welcome and self._registered is not None:
-            logger.info("gateway %s is gone: %s", self._registered.gateway_id, error.message)
+            logger.info("gateway %s disconnected: %s", self._registered.gateway_id, error.message)
         self._requests.payload.drop()
         self._reports.stop()
 
@@ -150,7 +150,7 @@ class Session:
             case UnreadableSubmit():
                 self._requests.refuse_unreadable(message)
             case Hello():
-                raise _out_of_place(message)
+                raise _unexpected(message)
 
     async def _registration(self) -> None:
         try:
@@ -191,5 +191,5 @@ class Session:
             self.connection.close()
 
 
-def _out_of_place(message: ToWorker | UnreadableSubmit) -> ProtocolViolation:
-    return ProtocolViolation(f"{type(message).__name__} is out of place")
+def _unexpected(message: ToWorker | UnreadableSubmit) -> ProtocolViolation:
+    return ProtocolViolation(f"unexpected {type(message).__name__}")

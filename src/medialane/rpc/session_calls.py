@@ -1,7 +1,7 @@
-"""What a gateway asks of a worker beside requests: administrative calls, and the worker's metrics.
+"""A gateway's administrative calls and metric reads at the worker.
 
-Each runs in a task of the session. When the connection is gone nobody waits for the answer: the tasks are cancelled,
-and an engine that has begun finishes what it was asked.
+Each runs as a task of the session. When the connection is closed, the tasks are cancelled; a call that the engine has
+started still completes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medialane.rpc.messages import AdminDone, AdminFailed, Administer, MetricVal
 
 logger = logging.getLogger(__name__)
 
-#: Administrative calls under way on one connection; they are rare.
+#: Most administrative calls in flight on one connection; they are rare.
 MAX_CALLS = 64
 
 
@@ -35,13 +35,13 @@ class SessionCalls:
         self._reading: asyncio.Task[None] | None = None
 
     def start(self, message: Administer | ReadMetrics) -> None:
-        """Answer `message` from a task. Raises ProtocolViolation for metrics that are being read."""
+        """Handle `message` in a task. Raises ProtocolViolation for a second metric read in flight."""
         if isinstance(message, ReadMetrics):
             if self._reading is not None and not self._reading.done():
-                raise ProtocolViolation("metrics are asked for before the last ones have come")
+                raise ProtocolViolation("metrics were requested while a read is in flight")
             self._reading = self._tasks.create_task(self._read(), name="read metrics")
         elif len(self._calls) >= MAX_CALLS:
-            error = Unavailable("the worker has as many administrative calls under way as it may have")
+            error = Unavailable("the worker has reached its limit of concurrent administrative calls")
             self._send(AdminFailed(message.call_id, to_report(error)))
         else:
             name = f"administrative call {type(message.call).__name__}"
@@ -50,7 +50,7 @@ class SessionCalls:
             task.add_done_callback(self._calls.discard)
 
     def cancel(self) -> None:
-        """The connection is gone."""
+        """Cancel all tasks: the connection is closed."""
         for task in self._calls:
             task.cancel()
         if self._reading is not None:
@@ -68,9 +68,9 @@ class SessionCalls:
     async def _read(self) -> None:
         pieces: list[MetricChanges] = []
         try:
-            # Some milliseconds, in which tokens are on their way to clients.
+            # In a thread: it takes some milliseconds, which would delay tokens of other requests.
             pieces = await asyncio.to_thread(self._changed_metrics)
-        except Exception as error:  # noqa: BLE001 - a collector of anybody's in the registry
+        except Exception as error:  # noqa: BLE001 - a third-party collector in the registry
             report_of(error, "reading of metrics")
         for piece in pieces:
             self._send(MetricValues(piece, more=True))

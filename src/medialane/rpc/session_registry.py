@@ -1,4 +1,4 @@
-"""The sessions of one worker: a task for each, and one session for each gateway."""
+"""The sessions of one worker: one task per session, and at most one session per gateway."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from medialane.rpc.session import Session
 
 logger = logging.getLogger(__name__)
 
-#: Connections that have not shown the token yet. A gateway does so at once; beyond this the oldest one is ended.
+#: Most unauthenticated connections. A gateway sends its token immediately; above this limit the oldest is closed.
 MAX_UNIDENTIFIED = 64
-#: What cancelled tasks that have overrun their deadline still get.
+#: Time for sessions to end, and again for their tasks after cancellation.
 MAX_BACKOFF_S = 1.0
 
 
@@ -29,8 +29,8 @@ class SessionRegistry:
         self._handler = handler
         self._config = config
         self._sessions: dict[Session, asyncio.Task[None]] = {}
-        self._unidentified: dict[Session, None] = {}  # the oldest first
-        self._gateway_ids: dict[Session, str] = {}  # of the others
+        self._unidentified: dict[Session, None] = {}  # oldest first
+        self._gateway_ids: dict[Session, str] = {}  # of the identified ones
         self._request_ids: set[str] = set()
         self._stopping = False
 
@@ -39,18 +39,18 @@ class SessionRegistry:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not been released, of connections that are gone, too."""
+        """Requests that have not been released, including those of closed connections."""
         return sum(session.num_running for session in self._sessions)
 
     def open_connection(self) -> Connection:
-        """The protocol of a connection that was accepted."""
+        """Return the protocol for an accepted connection."""
         session = Session(
             self._handler, self._config, request_ids=self._request_ids, on_open=self._admit, identify=self._identify
         )
         return session.connection
 
     async def stop(self) -> None:
-        """Admit no more, stop every session, and wait for their end, `release_timeout_s` at the most. Idempotent."""
+        """Refuse new sessions, stop all others, and wait up to `release_timeout_s` for their end. Idempotent."""
         self._stopping = True
         for session in list(self._sessions):
             session.stop()
@@ -58,7 +58,7 @@ class SessionRegistry:
             await asyncio.wait(self._sessions.values(), timeout=self._config.release_timeout_s)
 
     async def end(self) -> None:
-        """End every session now, and wait for it; tasks that take long are cancelled."""
+        """End every session now and wait for it; tasks that take too long are cancelled."""
         for session in list(self._sessions):
             session.end(WorkerLost("the worker is shutting down"))
         for cancelling in (False, True):
@@ -79,7 +79,7 @@ class SessionRegistry:
             oldest = next(iter(self._unidentified))
             del self._unidentified[oldest]
             logger.warning("more than %d unauthenticated connections: the oldest is closed", MAX_UNIDENTIFIED)
-            oldest.end(WorkerLost("too many connections have not shown a token"))
+            oldest.end(WorkerLost("too many unauthenticated connections"))
         task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
         self._sessions[session] = task
         task.add_done_callback(lambda _: self._ended(session, task))
@@ -98,10 +98,10 @@ class SessionRegistry:
         await self._replace_earlier(session, hello.gateway_id)
 
     async def _replace_earlier(self, session: Session, gateway_id: str) -> None:
-        """End the gateway's other sessions and wait until nothing of them is left. Raises WorkerLost."""
+        """End the gateway's other sessions and wait until all are released. Raises WorkerLost after a timeout."""
         others = [other for other, found in self._gateway_ids.items() if other is not session and found == gateway_id]
         for other in others:
-            other.end(WorkerLost("the gateway has connected again"))
+            other.end(WorkerLost("the gateway has reconnected"))
         if not others:
             return
         _, late = await asyncio.wait(

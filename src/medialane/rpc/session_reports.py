@@ -1,4 +1,4 @@
-"""What a worker reports to one gateway without being asked: its load, and its KV blocks."""
+"""Unsolicited reports of a worker to one gateway: its load and its KV blocks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class SessionReports:
         self._reporting: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """The gateway has been welcomed: report everything, then what changes."""
+        """Report everything after registration, then changes."""
         self.report_load()
         if not self._connection.closed.is_set():
             self._unwatch = self._handler.watch_blocks(self._blocks_changed)
             self._send_blocks()
 
     def stop(self) -> None:
-        """The connection is gone."""
+        """Stop reporting: the connection is closed."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -47,12 +47,12 @@ class SessionReports:
         self._connection.send(LoadReport(self._reported))
 
     def load_changed(self) -> None:
-        """The load may have changed: report it soon."""
+        """Report the load soon, if it has changed."""
         if self._reporting is None and not self._connection.closed.is_set():
             self._reporting = asyncio.get_running_loop().call_later(LOAD_REPORT_PAUSE_S, self._report_changed_load)
 
     def resync_blocks(self) -> None:
-        """The gateway does not know any more which blocks are held: report all of them."""
+        """Report all blocks again: the gateway has missed changes."""
         self._feed.resync()
         self._send_blocks()
 

@@ -30,7 +30,7 @@ from medialane.rpc.payload import IncomingPayload, join
 
 
 class _Running:
-    """One request in progress."""
+    """One request in flight."""
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
@@ -47,8 +47,8 @@ class _Running:
 class SessionRequests:
     """`len` is the number of requests that have not been released; `payload` receives the tensors of the next one.
 
-    `request_ids` are those in progress on any connection of the worker: this adds and removes its own. The requests run
-    as tasks of `tasks`, which must have been entered. `on_change` is called when one has begun or was released.
+    `request_ids` are those in flight on any connection of the worker: this adds and removes its own. The requests run
+    as tasks of `tasks`, which must have been entered. `on_change` is called when one has started or was released.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class SessionRequests:
     def refuse_unreadable(self, message: UnreadableSubmit) -> None:
         if message.with_payload:
             self.payload.drop()
-        self._refuse(message.request.request_id, InvalidFeature("the request's content cannot be read"))
+        self._refuse(message.request.request_id, InvalidFeature("the request cannot be decoded"))
 
     def abort(self, request_id: str) -> None:
         running = self._running.get(request_id)
-        if running is not None:  # else it crossed its Released
+        if running is not None:  # else Released was sent before the abort arrived
             running.stop()
 
     def stop(self) -> None:
-        """The worker shuts down: fail and cancel every request, refuse new ones."""
+        """Shut down: fail and cancel every request, refuse new ones."""
         self._stopping = True
         report = to_report(WorkerLost("the worker is shutting down"))
         for running in self._running.values():
@@ -111,7 +111,7 @@ class SessionRequests:
             running.stop()
 
     def cancel(self) -> None:
-        """The connection is gone: cancel every request."""
+        """Cancel every request: the connection is closed."""
         for running in self._running.values():
             running.stop()
 
@@ -126,7 +126,7 @@ class SessionRequests:
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:
         self._connection.send(Failed(request_id, to_report(error)))
-        if request_id not in self._running:  # else Released is owed to the request that runs under this id
+        if request_id not in self._running:  # else Released belongs to the running request with this id
             self._connection.send(Released(request_id))
 
     def _start(self, running: _Running) -> None:
@@ -141,20 +141,20 @@ class SessionRequests:
         try:
             async with aclosing(self._handler.run(running.request)) as deltas:
                 async for delta in deltas:
-                    self._answer(delta)
+                    self._send(delta)
                     running.finished = running.finished or delta.finished
                     if self._connection.paused:
                         await self._connection.writable()
             if not running.finished:
-                raise GenerationFailed("the engine ended the answer before it was finished")
+                raise GenerationFailed("the engine ended the output before it was finished")
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
             self._fail(running, report_of(error, "request"))
 
-    def _answer(self, delta: OutputDelta) -> None:
+    def _send(self, delta: OutputDelta) -> None:
         try:
             self._connection.send(Output(delta))
         except ProtocolViolation:
-            raise GenerationFailed("one step of the answer is larger than a message may be") from None
+            raise GenerationFailed("one output step exceeds the message size limit") from None
 
     def _fail(self, running: _Running, report: ErrorReport) -> None:
         if not running.finished:

@@ -1,6 +1,6 @@
-"""The other half: a worker takes requests from gateways, reads what was handed over, generates, and lets go.
+"""Worker side: receives requests, reads transferred media, generates, releases.
 
-`serve_worker` runs a process's worker over an `Engine`; `FakeEngine` is one without a model.
+`serve_worker` runs a worker on an `Engine`; `FakeEngine` is one without a model.
 """
 
 from medialane.worker.config import WorkerConfig

@@ -1,4 +1,4 @@
-"""What the worker's gateways are told of its engine's blocks: the events of some milliseconds as one change."""
+"""Reports changes of the engine's KV blocks to gateways, batched over some milliseconds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from medialane.worker.block_table import BlockTable
 
 logger = logging.getLogger(__name__)
 
-#: Events wait so long for others: an engine under load takes a step in 10 to 50 ms, and tells of it in several batches.
+#: Time over which events are batched: an engine under load takes 10 to 50 ms per step, and reports it in several
+#: batches.
 REPORT_PAUSE_S = 0.01
 
-#: More blocks than this do not wait: a listener takes some microseconds for each.
+#: More events than this are reported immediately: a listener needs some microseconds for each.
 MAX_WAITING_EVENTS = 2048
 
 Listener = Callable[[KvChange], None]
 
 
 class BlockReports:
-    """The tables of all ranks, and who listens to them. Used on one event loop."""
+    """The block tables of all ranks and their listeners. Used on one event loop."""
 
     def __init__(self, card: ModelCard) -> None:
         self._tables = {
@@ -36,7 +37,7 @@ class BlockReports:
         self._num_faults_logged = 0
 
     def apply(self, batch: KvEventBatch) -> None:
-        """Take up what the engine tells (the listener of `Engine.watch_blocks`)."""
+        """Apply the engine's events (the listener of `Engine.watch_blocks`)."""
         table = self._tables.get(batch.rank)
         if table is None:
             logger.error("KV events of rank %d, which the engine does not have", batch.rank)
@@ -50,23 +51,23 @@ class BlockReports:
             self._waiting = asyncio.get_running_loop().call_later(REPORT_PAUSE_S, self._report)
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        """Tell `listener` of every change from now on, until the function that this returns is called."""
+        """Call `listener` with every change until the returned function is called."""
         self._report()
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def held(self) -> dict[int, list[int]]:
-        """The ids that each rank holds; listeners know of all changes before."""
+        """Return the ids that each rank holds; listeners have been called for all earlier changes."""
         self._report()
         return {rank: table.held() for rank, table in self._tables.items()}
 
     def num_clears(self) -> dict[int, int]:
-        """How often each rank has lost all of its blocks."""
+        """Return how often each rank's cache has been cleared."""
         return {rank: table.num_clears for rank, table in self._tables.items()}
 
     def clear(self, *, unless_since: Mapping[int, int]) -> None:
-        """The engine holds nothing any more; of ranks that it has told so itself since `num_clears` was as given, the
-        blocks that it has stored afterwards stay."""
+        """Clear the tables, except those of ranks for which the engine has reported it since `num_clears` returned
+        `unless_since`: they may have stored blocks again."""
         for rank, table in self._tables.items():
             if table.num_clears == unless_since[rank]:
                 table.apply([AllBlocksCleared()])
@@ -89,14 +90,14 @@ class BlockReports:
         self._log_faults()
 
     def _log_faults(self) -> None:
-        """Each doubling is worth a line: a fault may repeat with every block."""
+        """Log when the number of faults has doubled: a fault may repeat with every block."""
         found = sum(table.num_faults for table in self._tables.values())
         if found >= max(1, 2 * self._num_faults_logged):
             self._num_faults_logged = found
-            told = ", ".join(
-                f"rank {rank}: {t.num_unknown_parents} without their parent, {t.num_unreadable} unreadable, "
-                f"{t.num_dropped} blocks too many"
+            details = ", ".join(
+                f"rank {rank}: {t.num_unknown_parents} with an unknown parent, {t.num_unreadable} unreadable, "
+                f"{t.num_dropped} blocks over the limit"
                 for rank, t in self._tables.items()
                 if t.num_faults
             )
-            logger.warning("KV events that could not be applied so far (%s): routing may miss cached blocks", told)
+            logger.warning("KV events that could not be applied so far (%s): routing may miss cached blocks", details)

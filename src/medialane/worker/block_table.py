@@ -1,19 +1,17 @@
-"""What one rank of an engine holds, in block ids of the house: the engine's events in, net changes out. Pure.
+"""The blocks that one rank of an engine holds, in our block ids: the engine's events in, net changes out. No I/O.
 
-The engine's own hash of a block serves to find the block again, when it is another one's parent or is removed, and is
-not looked into.
+The engine's own hash of a block is an opaque key to find the block when it is a parent or is removed.
 
-*Copies.* An engine may hold a block twice, when two requests computed it at the same time: it tells both, and removes
-both one by one. The block is held until as many were removed as were stored.
+*Copies.* An engine may hold a block twice, if two requests computed it at the same time: it reports both as stored and,
+one by one, as removed. The block is held until it was removed as often as it was stored.
 
-*Groups.* Models with several kinds of attention have a KV cache for each, and store a block once per group. A prefix
-can be taken up only as far as every full-attention group holds it, so a block counts as held when all of those hold it.
-The other groups (sliding window, Mamba) need the end of a prefix only, drop the rest of it, and tell of incomplete runs
-of blocks: they say nothing about a prefix. Where there is no full-attention group, the lowest one counts: its view is
-too narrow, and better than none.
+*Groups.* Models with several kinds of attention have a KV cache group for each, and store a block once per group. A
+prefix can be reused only as far as every full-attention group holds it, so a block counts as held if all of them hold
+it. Other groups (sliding window, Mamba) need only the end of a prefix, drop the rest of it, and report incomplete runs
+of blocks, so they are ignored. Without a full-attention group, the lowest one counts: incomplete, but better than none.
 
-*Media.* Only what lies in the device's memory of this engine counts. vLLM's other media (CPU, STORAGE) are tiers
-behind it, from which a prefix has to be loaded first; the same block is told of separately there.
+*Media.* Only blocks in this engine's device memory count. vLLM's other media (CPU, STORAGE) are lower tiers, from which
+a prefix has to be loaded first; a block is reported separately there.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ import numpy as np
 from medialane.core.block_hash import stored_block_ids
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KvEvent
 
-#: vLLM's names (`KVCacheSpecKind`) for caches that keep a whole prefix; engines with one group may leave the name out.
+#: vLLM's names (`KVCacheSpecKind`) of caches that keep a whole prefix; engines with one group may omit the name.
 FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 
-#: vLLM's name of the device's memory (`MEDIUM_GPU`), on CPUs too.
+#: vLLM's name of device memory (`MEDIUM_GPU`), also on CPUs.
 DEVICE = "GPU"
 
-#: Bound where the engine does not tell how many blocks it has.
+#: Limit if the engine does not report its number of blocks.
 MAX_BLOCKS = 1 << 22
 
 
 class NetChange(NamedTuple):
-    """Block ids as in `KvChange`. With `snapshot`, `stored` is all that is held."""
+    """Block ids as in `KvChange`. With `snapshot`, `stored` are all held blocks."""
 
     stored: bytes
     removed: bytes
@@ -45,7 +43,7 @@ class NetChange(NamedTuple):
 
 
 class _Group:
-    """One KV cache group: our ids by the engine's hashes, and how many copies there are beyond one."""
+    """One KV cache group: our ids by the engine's hashes, and the number of additional copies."""
 
     def __init__(self, index: int, *, full: bool) -> None:
         self.index = index
@@ -55,10 +53,10 @@ class _Group:
 
 
 class BlockTable:
-    """Memory is one entry a block held, and never more than `max_blocks` a group (some 200 bytes each).
+    """Has one entry per held block, at most `max_blocks` per group (about 200 bytes each).
 
-    `num_unknown_parents` counts events that follow a block which is not held, `num_unreadable` those that do not add
-    up, `num_dropped` blocks above the bound: all three stay 0 with an engine whose events are understood.
+    `num_unknown_parents` counts events whose parent block is not held, `num_unreadable` inconsistent events,
+    `num_dropped` blocks above the limit: all three stay 0 with a supported engine.
     """
 
     def __init__(self, block_size: int, *, max_blocks: int = 0) -> None:
@@ -79,7 +77,7 @@ class BlockTable:
         return self.num_unknown_parents + self.num_unreadable + self.num_dropped
 
     def apply(self, events: Sequence[KvEvent]) -> None:
-        """Take up the events of one step. Never raises: what makes no sense is counted."""
+        """Apply the events of one step. Never raises: invalid events are counted."""
         self._learn_groups(events)
         for event in events:
             match event:
@@ -91,7 +89,7 @@ class BlockTable:
                     self._clear()
 
     def take(self) -> NetChange | None:
-        """What has changed since the last call; None where nothing has."""
+        """Return the changes since the last call; None if there are none."""
         if self._renewed:
             change = NetChange(pack(self.held()), b"", snapshot=True)
         elif self._stored or self._removed:
@@ -104,7 +102,7 @@ class BlockTable:
         return change
 
     def held(self) -> list[int]:
-        """The ids of all blocks that are held now."""
+        """Return the ids of all blocks that are held now."""
         if not self._counting:
             return []
         first, *others = self._counting
@@ -113,7 +111,7 @@ class BlockTable:
         return [found for key, found in first.ids.items() if all(key in group.ids for group in others)]
 
     def _learn_groups(self, events: Sequence[KvEvent]) -> None:
-        """A step stores a block in all of its groups: look at the whole step before counting."""
+        """Detect new groups in the whole step first, since a step stores a block in all of its groups."""
         known = len(self._groups)
         for event in events:
             if isinstance(event, BlockStored) and _is_here(event):
@@ -135,7 +133,7 @@ class BlockTable:
         self._counting = counting
 
     def _group(self, event: BlockStored | BlockRemoved) -> _Group | None:
-        """Where the event belongs, if it counts."""
+        """Return the event's group, None if it does not count."""
         if not _is_here(event):
             return None
         group = self._groups.get(event.group_idx or 0)
@@ -143,25 +141,25 @@ class BlockTable:
 
     def _store(self, event: BlockStored) -> None:
         group = self._group(event)
-        # Hybrid models also tell of parts of blocks, with the part's size: nobody looks those up.
+        # Hybrid models also report partial blocks, with their own block size; these are never looked up.
         if group is None or event.block_size != self._block_size:
             return
         if all(key in group.ids for key in event.block_hashes):
             for key in event.block_hashes:
                 group.copies[key] = group.copies.get(key, 0) + 1
             return
-        for key, found in zip(event.block_hashes, self._ids(group, event), strict=False):  # no ids: counted there
+        for key, found in zip(event.block_hashes, self._ids(group, event), strict=False):  # no ids if invalid
             if key in group.ids:
                 group.copies[key] = group.copies.get(key, 0) + 1
             else:
                 group.ids[key] = found
-                self._note(group, key, found, held=True)
+                self._record(group, key, found, held=True)
         while len(group.ids) > self._max_blocks:
             self.num_dropped += 1
             self._forget(group, next(iter(group.ids)))
 
     def _ids(self, group: _Group, event: BlockStored) -> list[int]:
-        """Our ids of the event's blocks; none where they cannot be known."""
+        """Return our ids of the event's blocks; count the event and return none if it is invalid."""
         parent = None
         if event.parent_block_hash is not None:
             parent = group.ids.get(event.parent_block_hash)
@@ -199,10 +197,10 @@ class BlockTable:
         found = group.ids.pop(key, None)
         group.copies.pop(key, None)
         if found is not None:
-            self._note(group, key, found, held=False)
+            self._record(group, key, found, held=False)
 
-    def _note(self, group: _Group, key: EngineHash, found: int, *, held: bool) -> None:
-        """A block came or went in `group`: that counts if the other groups hold it."""
+    def _record(self, group: _Group, key: EngineHash, found: int, *, held: bool) -> None:
+        """Record that a block was added to or removed from `group`, if all other groups hold it."""
         if len(self._counting) > 1 and not all(key in g.ids for g in self._counting if g is not group):
             return
         undone, done = (self._removed, self._stored) if held else (self._stored, self._removed)
@@ -221,7 +219,7 @@ class BlockTable:
 
 
 def pack(ids: Iterable[int]) -> bytes:
-    """Ids as a change carries them: u64, little-endian."""
+    """Encode ids as in `KvChange`: u64, little-endian."""
     return np.fromiter(ids, dtype="<u8").tobytes()
 
 

@@ -10,7 +10,7 @@ from medialane.core.errors import StartupFailed
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker watches its engine. A step of the engine may take seconds on a busy CPU: be patient."""
+    """Timeouts for the engine. They are long, since an engine step may take seconds on a busy CPU."""
 
     ping_interval_s: Annotated[float, msgspec.Meta(description="interval of the engine's liveness check")] = 2.0
     ping_timeout_s: Annotated[
@@ -26,7 +26,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot work."""
+        """Raise StartupFailed with the name of an invalid setting."""
         for name in ("ping_interval_s", "ping_timeout_s", "release_timeout_s", "stop_timeout_s"):
             if getattr(self, name) <= 0:
                 raise StartupFailed(f"worker {name} must be positive")

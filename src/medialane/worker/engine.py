@@ -1,4 +1,4 @@
-"""The engine that a worker drives, as this room needs it; `vllm_bridge` fills it, `FakeEngine` for tests."""
+"""The engine interface of a worker; implemented by `vllm_bridge`, and by `FakeEngine` for tests."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ class Engine(Protocol):
     def card(self) -> ModelCard: ...
 
     def loads(self) -> Sequence[WorkerLoad]:
-        """How busy each data-parallel rank is, in their order."""
+        """Return the load of each data-parallel rank, in order."""
         ...
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
-        """Call `listener`, on the event loop, with every change of the KV cache from the engine's start on.
+        """Call `listener`, on the event loop, with every change of the KV cache since the engine's start.
 
-        Called once, on the loop, before the first request. Batches of a rank come in order and soon after the step that
-        they tell of, without gaps: where the engine has lost some, AllBlocksCleared comes in their place. `card`'s
-        `block_size` is the size of the blocks that count.
+        Called once, on the event loop, before the first request. Batches of a rank arrive in order, soon after their
+        step and without gaps: if events were lost, AllBlocksCleared replaces them. The `card`'s `block_size` is the
+        size of the blocks that count.
         """
         ...
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
-        """Let the engine's own processes map the arena; True when they read the nonce back from it.
+        """Have the engine's own processes map the arena; return True if they read this nonce from it.
 
-        Raises WorkerLost when the engine has died.
+        Raises WorkerLost if the engine has died.
         """
         ...
 
     async def detach_arena(self, arena: str) -> None:
-        """Have the engine's own processes unmap the arena, of which they read nothing any more. Idempotent.
+        """Have the engine's own processes unmap the arena, which they no longer read. Idempotent.
 
-        Where they do not do it, it is logged: the arena's memory stays in use.
+        Failures are logged: the arena's memory stays in use then.
         """
         ...
 
     def generate(
         self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Check the request, then generate. `tensors[i]` are the large tensors of the prompt's media item i.
+        """Validate the request, then generate. `tensors[i]` are the large tensors of the prompt's media item i.
 
-        Raises InvalidFeature, PromptRejected, another InvalidRequest or Unavailable before anything reaches the engine
-        core; HandoverFailed when the engine core cannot read the tensors; GenerationFailed when it fails the request,
-        WorkerLost when it dies. When the generator has ended, or its `aclose` or its cancellation has come through, the
-        engine reads no tensor of the request any more; where the engine does not confirm that, it does not end.
+        Raises InvalidFeature, PromptRejected, another InvalidRequest or Unavailable before the request reaches the
+        engine core; HandoverFailed if the engine core cannot read the tensors; GenerationFailed if it fails the
+        request, WorkerLost if it dies. Once the generator has ended, also by `aclose` or cancellation, the engine no
+        longer reads tensors of the request; the generator does not end before the engine confirms that.
         """
         ...
 
     async def administer(self, call: AdminCall) -> AdminResult:
-        """Do what an operator asks of the engine. A cancelled call may be done all the same.
+        """Execute an administrative call. A cancelled call may still complete.
 
-        Raises InvalidRequest or Unavailable when the engine refuses, GenerationFailed when it fails, WorkerLost when it
-        dies.
+        Raises InvalidRequest or Unavailable if the engine refuses it, GenerationFailed if it fails, WorkerLost if the
+        engine dies.
         """
         ...
 
     async def ping(self, timeout_s: float) -> None:
-        """Prove that the engine core still takes requests.
+        """Check that the engine core still processes requests.
 
-        Raises GenerationFailed when it does not answer in time, WorkerLost when it has died or nothing is known about
-        what it reads: this process cannot go on then.
+        Raises GenerationFailed if it does not respond before the timeout; WorkerLost if it has died, or it is unknown
+        which tensors it reads: this process must exit then.
         """
         ...
 
     async def close(self) -> None:
-        """End the engine and its processes; nothing is read any more afterwards. Idempotent."""
+        """Terminate the engine and its processes; no tensors are read afterwards. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""The KV cache of the fake engine: every full block of every prompt, for ever, or until it is told to forget."""
+"""The KV cache of the fake engine: all full blocks of all prompts, until `forget` is called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medialane.core.request import EngineRequest
 
 
 class FakeBlocks:
-    """Tells a listener of the blocks of prompts as vLLM would. Pure but for the clock."""
+    """Reports the blocks of prompts to a listener like vLLM."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -21,7 +21,7 @@ class FakeBlocks:
         self.held: dict[EngineHash, None] = {}
 
     def prefill(self, request: EngineRequest) -> int:
-        """Hold the prompt's blocks; return how many of its tokens were held before."""
+        """Store the prompt's blocks; return the number of its tokens that were already cached."""
         chain = list(self._chain(request))
         hashes = [found for found, _ in chain]
         num_held = next((i for i, found in enumerate(hashes) if found not in self.held), len(hashes))
@@ -31,7 +31,7 @@ class FakeBlocks:
         return min(num_held, (len(request.prompt.token_ids) - 1) // self.block_size) * self.block_size
 
     def forget(self, num_blocks: int | None = None) -> None:
-        """Remove the blocks that were stored last; all of them without a number."""
+        """Remove the `num_blocks` blocks that were stored last; all if None."""
         if num_blocks is None:
             self.held.clear()
             self.publish(AllBlocksCleared())
@@ -58,7 +58,7 @@ class FakeBlocks:
         )
 
     def _chain(self, request: EngineRequest) -> Iterator[tuple[EngineHash, list[object] | None]]:
-        """The prompt's full blocks: hash and extra keys."""
+        """Yield hash and extra keys of the prompt's full blocks."""
         token_ids, size = request.prompt.token_ids, self.block_size
         parent = 0
         for start in range(0, len(token_ids) - size + 1, size):

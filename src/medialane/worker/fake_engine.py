@@ -1,4 +1,4 @@
-"""An engine without a model: deterministic, and able to fail in the ways a real one can."""
+"""A deterministic engine without a model, for tests; it can fail like a real one."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ FAKE_CARD = ModelCard(
     model="fake", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "fake"}
 )
 
-#: Answers have ids below this.
+#: Output token ids are below this.
 VOCABULARY = 512
 
 
 class FakeParams(msgspec.Struct, frozen=True):
-    """The fake's own sampling parameters, as JSON in `EngineRequest.sampling_params`."""
+    """Sampling parameters of the fake engine, as JSON in `EngineRequest.sampling_params`."""
 
     max_tokens: int = 4
     token_s: float = 0.0
 
 
 class FakeEngine:
-    """Answers with ids that follow from the prompt's ids and the bytes of the features, one delta each.
+    """Outputs token ids derived from the prompt's ids and the bytes of the features, one delta each.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
-    whose bytes it may read. Prompts stay in its KV cache, `blocks`. `attaches` is what `attach_arena` answers.
-    Administrative calls are recorded in `calls`, and change nothing but what they ask about. `die` makes it fail like a
-    lost engine.
+    whose tensors it may read. Prompts stay in its KV cache, `blocks`. `attaches` is the result of `attach_arena`.
+    Administrative calls are recorded in `calls` and only change the state that calls can query. `die` makes it fail
+    like a lost engine.
     """
 
     def __init__(self, *, card: ModelCard = FAKE_CARD, attaches: bool = True, release_s: float = 0.0) -> None:
@@ -71,7 +71,7 @@ class FakeEngine:
         self._failure: MedialaneError | None = None
 
     def die(self, error: MedialaneError | None = None) -> None:
-        """From now on, every call raises `error` (WorkerLost if not given)."""
+        """Make every later call raise `error` (WorkerLost if None)."""
         self._failure = error or WorkerLost("the worker's engine has died")
 
     def recover(self) -> None:
@@ -103,7 +103,7 @@ class FakeEngine:
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
                 self._check_alive()
-                token = int(content_hash(_seen(request, tensors, number))[:8], 16) % VOCABULARY
+                token = int(content_hash(_inputs(request, tensors, number))[:8], 16) % VOCABULARY
                 yield _delta(request, number, token, num_cached, finished=number == params.max_tokens - 1)
         finally:
             try:
@@ -139,12 +139,14 @@ class FakeEngine:
         self._check_alive()
         prompt = request.prompt
         if len(prompt.token_ids) >= self.card.max_model_len:
-            raise PromptRejected(f"the prompt has {len(prompt.token_ids)} tokens, the model {self.card.max_model_len}")
+            raise PromptRejected(
+                f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
+            )
         for item, datas in zip(prompt.media, tensors, strict=True):
             if item.placeholder is not None and item.placeholder.end > len(prompt.token_ids):
                 raise InvalidFeature("a placeholder ends beyond the prompt")
             if [d.nbytes for d in datas] != [t.spec.nbytes for t in item.tensors]:
-                raise InvalidFeature("a tensor's bytes do not fit its shape")
+                raise InvalidFeature("a tensor's size does not match its shape")
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -155,11 +157,11 @@ def _params(request: EngineRequest) -> FakeParams:
     try:
         return msgspec.json.decode(request.sampling_params, type=FakeParams)
     except msgspec.DecodeError as error:
-        raise PromptRejected("the request's sampling parameters cannot be read") from error
+        raise PromptRejected("malformed sampling parameters") from error
 
 
-def _seen(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], number: int) -> bytes:
-    """Everything that the answer depends on."""
+def _inputs(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], number: int) -> bytes:
+    """Encode everything that determines output token `number`."""
     prompt = request.prompt
     media = [content_hash(data) for datas in tensors for data in datas]
     return msgspec.msgpack.encode((prompt.token_ids, media, number))

@@ -1,9 +1,9 @@
-"""The life of a worker's process: listen, watch, stop.
+"""Runs a worker process: listen, watch the engine, shut down.
 
-How it stops decides what gateways may believe: one that finds nobody listening at the address reuses every byte that
-it handed over. On a signal, requests are failed and cancelled, and the engine releases them; then the engine's
-processes are ended, which releases those that it did not confirm in time. Only then this process stops listening. When
-the engine is lost, nothing could be released: its processes are ended first.
+The order of the shutdown matters: a gateway that finds no listener at the address reuses all memory that it has
+transferred. On a signal, requests are failed and cancelled, and the engine releases them; then the engine's processes
+are terminated, which releases the requests that were not confirmed before the timeout. Only then this process stops
+listening. If the engine is lost, it cannot release anything, so its processes are terminated first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medialane.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-#: Exit status of a worker whose engine is lost: EX_SOFTWARE of sysexits.h. Start it again.
+#: Exit status of a worker whose engine is lost: EX_SOFTWARE of sysexits.h. The worker should be restarted.
 EXIT_ENGINE_LOST = 70
 
 
@@ -31,8 +31,7 @@ async def serve_worker(
 ) -> int:
     """Serve `engine` at `address` until SIGTERM or SIGINT (0) or the engine is lost (EXIT_ENGINE_LOST).
 
-    Takes the engine over: it is closed at the end, whatever happens. Raises StartupFailed when the address cannot be
-    had.
+    Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
     worker = Worker(engine, config, arena_directory=arena_directory)
     with stopped_by_signals() as stop:
@@ -41,7 +40,7 @@ async def serve_worker(
 
 @contextmanager
 def stopped_by_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set, meanwhile."""
+    """Yield an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -56,8 +55,8 @@ def stopped_by_signals() -> Iterator[asyncio.Event]:
 async def serve_until(
     stop: asyncio.Event, worker: Worker, engine: Engine, address: str, *, config: WorkerConfig, rpc: RpcConfig
 ) -> int:
-    """Serve one worker until `stop` is set (0) or its engine is lost; else as `serve_worker`. Closes worker and
-    engine."""
+    """Serve one worker until `stop` is set (0) or its engine is lost (EXIT_ENGINE_LOST), like `serve_worker`. Closes
+    worker and engine."""
     server = RpcServer(worker, rpc)
     lost = False
     try:
@@ -75,7 +74,7 @@ async def serve_until(
 
 
 async def _is_lost(worker: Worker, stop: asyncio.Event) -> bool:
-    """Wait for the stop, False, or for the loss of the engine, True."""
+    """Wait until `stop` is set (return False) or the engine is lost (return True)."""
     watching = asyncio.create_task(worker.watch(), name="engine watch")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
@@ -85,7 +84,7 @@ async def _is_lost(worker: Worker, stop: asyncio.Event) -> bool:
         error = watching.exception()
         if not isinstance(error, WorkerLost):
             watching.result()
-        logger.critical("%s: this worker exits", error)
+        logger.critical("%s: exiting", error)
         return True
     finally:
         watching.cancel()
@@ -98,4 +97,4 @@ async def _close(engine: Engine, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await engine.close()
     except TimeoutError:
-        logger.error("the engine has not stopped within %g s", timeout_s)
+        logger.error("the engine did not stop within %g s", timeout_s)

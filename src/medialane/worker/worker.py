@@ -1,4 +1,4 @@
-"""One worker: what its gateways ask of it, done by its engine (fills `rpc.Handler`)."""
+"""Handles gateway requests with the engine (implements `rpc.Handler`)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from medialane.worker.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-#: Silences of the engine, one after the other, after which the worker ends. One may be a stall of the machine.
+#: Consecutive missed pings of the engine after which the worker exits. One may be a stall of the machine.
 MAX_MISSED_PINGS = 2
 
-#: A dying engine fails many requests at once: one look for all of them.
+#: A dying engine fails many requests at once: one ping for all of them.
 MIN_PING_PAUSE_S = 0.1
 
 
 class Worker:
-    """Registers gateways, generates, tells of KV blocks, and watches the engine.
+    """Registers gateways, generates, reports KV blocks, and watches the engine.
 
-    Made on the event loop; the owner closes it, after the server and the engine.
+    Created on the event loop; the owner closes it, after the server and the engine.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Worker:
         config: WorkerConfig,
         *,
         arena_directory: str,
-        registry: CollectorRegistry = REGISTRY,  # where vLLM keeps its engine's metrics
+        registry: CollectorRegistry = REGISTRY,  # used by vLLM for its engine's metrics
     ) -> None:
         self.worker_id = secrets.token_hex(8)
         self._engine = engine
@@ -57,26 +57,26 @@ class Worker:
         engine.watch_blocks(self._blocks.apply)
         self._ping_requested = asyncio.Event()
         self._attached: dict[str, str] = {}  # arena -> gateway
-        self._unused: set[str] = set()  # arenas that the engine has not been asked to unmap yet
+        self._unused: set[str] = set()  # arenas that the engine still has to unmap
 
     async def register(self, hello: Hello) -> Welcome:
-        """Get to know a gateway, and map its arena if it is on this host."""
+        """Register a gateway, and map its arena if it is on this host."""
         self._compare(hello)
         shm = hello.arena is not None and await self._attach(hello.gateway_id, hello.arena)
         return Welcome(self.worker_id, os.getpid(), self._engine.card, shm)
 
     def left(self, hello: Hello) -> None:
-        """Unmap a gateway's arena, here at once and in the engine's processes soon: a gateway that was killed starts
-        again, and finds no room for a new arena as long as anybody has the old one mapped."""
+        """Unmap a gateway's arena, here now and in the engine's processes soon: a killed gateway restarts, and there
+        may be no space for its new arena while any process has mapped the old one."""
         if hello.arena is None or self._attached.get(hello.arena.id) != hello.gateway_id:
             return
         del self._attached[hello.arena.id]
         self._shm.detach(hello.arena.id)
         self._unused.add(hello.arena.id)
-        self._ping_requested.set()  # `watch` does it now
+        self._ping_requested.set()  # wakes `watch`, which unmaps it
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
-        """Answer one request. Raises HandoverFailed for tensors that cannot be read, else as `Engine.generate`."""
+        """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
         try:
             async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
                 async for delta in deltas:
@@ -95,9 +95,9 @@ class Worker:
         return self._blocks.held()
 
     async def administer(self, call: AdminCall) -> AdminResult:
-        """Raises as `Engine.administer`.
+        """Raises like `Engine.administer`.
 
-        vLLM tells of cleared caches with its next step, which an idle engine does not take: gateways are told now.
+        vLLM reports cleared caches with its next step, which an idle engine does not run, so it is reported here.
         """
         before = self._blocks.num_clears()
         result = await self._engine.administer(call)
@@ -109,10 +109,9 @@ class Worker:
         return MetricReader(self._registry).read
 
     async def watch(self) -> None:
-        """Ping the engine until it is lost, and have it unmap arenas that are not used any more. Raises WorkerLost when
-        it is lost, and never returns.
+        """Ping the engine, and have it unmap unused arenas. Never returns; raises WorkerLost when the engine is lost.
 
-        A request that the engine fails is a reason to look at once.
+        A request failed by the engine triggers an immediate ping.
         """
         num_missed_pings = 0
         while True:
@@ -124,7 +123,7 @@ class Worker:
                 num_missed_pings += 1
                 logger.error("%s (%d of %d)", error.message, num_missed_pings, MAX_MISSED_PINGS)
                 if num_missed_pings >= MAX_MISSED_PINGS:
-                    raise WorkerLost("the engine does not answer") from error
+                    raise WorkerLost("the engine does not respond") from error
             while self._unused:
                 await self._engine.detach_arena(self._unused.pop())
             await self._pause()
@@ -135,15 +134,19 @@ class Worker:
         self._shm.close()
 
     def _compare(self, hello: Hello) -> None:
-        """Say where features of this gateway mean something else here. It sends none then: it has our card."""
+        """Log processor settings that differ from the gateway's. The gateway compares them too, and sends no
+        features."""
         ours, theirs = self._engine.card.processor, hello.processor
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 there, here = theirs.get(name), ours.get(name)
-                logger.warning("gateway %s: %s is %s there and %s here", hello.gateway_id, name, there, here)
+                logger.warning(
+                    "gateway %s: processor setting %s is %s there and %s here", hello.gateway_id, name, there, here
+                )
 
     async def _attach(self, gateway_id: str, offer: ArenaOffer) -> bool:
-        """Both this process and the engine's must find the very arena: they may have different /dev/shm."""
+        """Attach the arena in this process and in the engine's, which may have a different /dev/shm. Return True if
+        both have mapped it."""
         if not self._shm.attach(offer.id, offer.nonce):
             return False
         self._attached[offer.id] = gateway_id

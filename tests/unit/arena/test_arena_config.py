@@ -52,7 +52,7 @@ def test_what_a_dead_owner_left_counts_as_free(monkeypatch, tmp_path):
 
 
 def test_arena_below_the_minimum_is_refused():
-    with pytest.raises(StartupFailed, match="--arena-size is 15 MiB; the least is 16 MiB"):
+    with pytest.raises(StartupFailed, match="--arena-size is 15 MiB; the minimum is 16 MiB"):
         ArenaConfig(size_bytes=15 * MIB).validate()
 
 

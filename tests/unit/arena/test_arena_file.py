@@ -60,7 +60,7 @@ def test_failed_creation_leaves_nothing(config, shm, monkeypatch):
 
     monkeypatch.setattr(os, "ftruncate", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StartupFailed, match=r"cannot be made in .*: No space left"):
+    with pytest.raises(StartupFailed, match=r"cannot create the arena in .*: No space left"):
         ArenaFile.create(config)
     assert os.listdir(shm) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors

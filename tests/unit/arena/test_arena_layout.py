@@ -123,5 +123,5 @@ def test_descriptors_lie_where_the_layout_says():
 
 
 def test_tensors_that_do_not_fit_their_entry_are_refused():
-    with pytest.raises(ValueError, match="does not lie inside"):
+    with pytest.raises(ValueError, match="is not inside"):
         describe(entry(nbytes=128), [TensorSpec("uint8", (65,))])

@@ -68,14 +68,14 @@ def test_block_leaves_alone_what_was_taken_over(table, reservation):
 
 def test_reservation_is_taken_over_once(table, reservation):
     lease = leased(table, reservation)
-    with pytest.raises(RuntimeError, match="is over"):
+    with pytest.raises(RuntimeError, match="has ended"):
         reservation.take()
     lease.release()
 
 
 def test_abandoned_reservation_cannot_be_taken_over(reservation):
     reservation.abandon()
-    with pytest.raises(RuntimeError, match="is over"):
+    with pytest.raises(RuntimeError, match="has ended"):
         reservation.take()
 
 
@@ -84,7 +84,7 @@ def test_second_release_is_an_error_and_frees_nothing(table, reservation):
     other = lease.duplicate()
     lease.release()
     assert lease.released
-    with pytest.raises(RuntimeError, match="released before"):
+    with pytest.raises(RuntimeError, match="already released"):
         lease.release()
     assert table.stats().num_leases == 1
     other.release()
@@ -98,7 +98,7 @@ def test_duplicate_holds_the_entry_on_its_own(table, reservation):
     assert table.stats().pinned_bytes > 0
     second.release()
     assert table.stats().pinned_bytes == 0
-    with pytest.raises(RuntimeError, match="released before"):
+    with pytest.raises(RuntimeError, match="already released"):
         second.duplicate()
 
 

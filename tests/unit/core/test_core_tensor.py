@@ -28,7 +28,7 @@ def test_negative_dimension_is_refused():
 
 @pytest.mark.parametrize("offset", [-ALIGNMENT, 1, RANGE.nbytes, 128])
 def test_descriptor_outside_its_entry_or_unaligned_is_refused(offset):
-    with pytest.raises(ValueError, match="does not lie"):
+    with pytest.raises(ValueError, match="is not inside"):
         TensorDescriptor(TensorSpec("uint8", (100,)), RANGE, offset)
 
 

@@ -63,7 +63,7 @@ async def test_call_has_a_deadline_and_a_late_answer_harms_nobody(net):
     handler = FakeHandler(delay_s=0.2)
     await net.serve(handler)
     client = await net.connect()
-    with pytest.raises(Unavailable, match="no answer within"):
+    with pytest.raises(Unavailable, match="no response within"):
         await client.administer(Sleep(), 0.01)
     assert await client.administer(IsSleeping(), 5) is None
     assert handler.calls == [Sleep(), IsSleeping()]

@@ -186,7 +186,7 @@ async def test_silent_peer_is_lost(connect):
     end.connection.start_heartbeat()
     async with asyncio.timeout(DEADLINE_S):
         await end.connection.closed.wait()
-    assert [error.message for error in end.peer.errors] == ["the peer is silent"]
+    assert [error.message for error in end.peer.errors] == ["missed heartbeats of the peer"]
 
 
 async def test_own_stall_is_not_taken_for_the_peers_silence(connect):

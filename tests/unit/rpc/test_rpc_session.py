@@ -93,7 +93,7 @@ async def test_step_larger_than_a_message_fails_its_request_alone(net):
 
     await net.serve(Talkative(), RpcConfig(max_frame_bytes=4096))
     client = await net.connect()
-    with pytest.raises(GenerationFailed, match="larger than a message"):
+    with pytest.raises(GenerationFailed, match="message size limit"):
         await tokens_of(client.submit(engine_request("large")))
     assert await tokens_of(client.submit(engine_request("small"))) == [1]
 

@@ -102,7 +102,7 @@ async def test_events_that_are_not_understood_are_reported_in_the_log_now_and_th
         reports.apply(batch(number, parent=10**6))
         reports.held()
     assert 0 < len(caplog.messages) < 10
-    assert "64 without their parent" in caplog.messages[-1]
+    assert "64 with an unknown parent" in caplog.messages[-1]
 
 
 async def test_rank_that_the_engine_does_not_have_is_reported_in_the_log(reports, caplog):

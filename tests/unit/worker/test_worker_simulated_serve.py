@@ -62,7 +62,7 @@ def test_each_worker_has_an_address():
     assert addresses_of("unix:/a/w", 1) == ["unix:/a/w"]
     assert addresses_of("unix:/a/w-{}", 2) == ["unix:/a/w-0", "unix:/a/w-1"]
     assert addresses_of("tcp://h:70", 2) == ["tcp://h:70", "tcp://h:71"]
-    with pytest.raises(StartupFailed, match="an address each"):
+    with pytest.raises(StartupFailed, match="different addresses"):
         addresses_of("unix:/a/w", 2)
 
 

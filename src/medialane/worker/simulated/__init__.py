@@ -1,4 +1,4 @@
-"""Workers without a model: the caches and queues of a real engine, and time in place of computing.
+"""Simulated workers without a model: the caches and queues of a real engine, with computation replaced by delays.
 
 `serve_simulated` runs any number of them in one process; `SimulatedEngine` is one engine.
 """

@@ -1,12 +1,10 @@
-"""The KV cache of a simulated engine: blocks, who uses them, which are found again, which go first.
+"""The KV cache of a simulated engine: reference counts, prefix lookup and eviction order of blocks.
 
-As vLLM 0.32's (v1/core/block_pool.py): a free block keeps its content until it is taken for something else. Free blocks
-without content are taken first; then those that were freed longest ago, and of one request its last block first. Equal
-blocks computed at the same time are kept, reported stored and reported removed twice. One block, the null block, is
-never used.
+Like vLLM 0.32's (v1/core/block_pool.py): a free block keeps its content until it is reallocated. Free blocks without
+content are allocated first, then the least recently freed, for one request its last block first. Equal blocks computed
+at the same time are both kept, and reported as stored and removed twice. One block, the null block, is never used.
 
-Blocks without content are alike, so they are counted and not listed: a pool of a thousand workers takes memory for
-what its workers hold only.
+Blocks without content are only counted, so that the pools of a thousand workers need memory only for cached blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 class Block:
-    """One block in use, or free with content. `block_id` is the house's id of what it holds."""
+    """One block in use, or free with content. `block_id` is our id of its content."""
 
     __slots__ = ("block_id", "num_users")
 
@@ -28,14 +26,14 @@ class Block:
 
 
 class BlockPool:
-    """`num_blocks` blocks, the null block among them. `mask` makes engine hashes of block ids, by exclusive or: nobody
-    shall take one for the other."""
+    """`num_blocks` blocks, including the null block. Engine hashes are block ids XOR `mask`, so that confusing the two
+    is detected."""
 
     def __init__(self, num_blocks: int, *, mask: int = 0) -> None:
         self._num_blocks = num_blocks
         self._mask = mask
         self._num_empty = num_blocks - 1
-        self._free: OrderedDict[Block, None] = OrderedDict()  # with content, in the order in which they will be taken
+        self._free: OrderedDict[Block, None] = OrderedDict()  # with content, in eviction order
         self._held: dict[int, Block | list[Block]] = {}
         self._events: list[KvEvent] = []
 
@@ -45,12 +43,12 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests use."""
+        """Fraction of the blocks in use by requests."""
         usable = self._num_blocks - 1
         return 1 - self.num_free / usable if usable else 0.0
 
     def find(self, ids: Iterable[int]) -> list[Block]:
-        """The blocks of the longest prefix of `ids` that is held."""
+        """Return the blocks of the longest cached prefix of `ids`."""
         found = []
         for block_id in ids:
             held = self._held.get(block_id)
@@ -60,27 +58,27 @@ class BlockPool:
         return found
 
     def use(self, blocks: Iterable[Block]) -> None:
-        """One more request uses these blocks."""
+        """Add a reference to each of these blocks."""
         for block in blocks:
             if block.num_users == 0:
                 del self._free[block]
             block.num_users += 1
 
     def take(self, num_blocks: int) -> list[Block]:
-        """Blocks without content, for one request; there must be as many free ones."""
+        """Allocate blocks without content for one request; `num_blocks` must not exceed `num_free`."""
         empty = min(num_blocks, self._num_empty)
         self._num_empty -= empty
-        taken = [Block() for _ in range(empty)]
+        allocated = [Block() for _ in range(empty)]
         for _ in range(num_blocks - empty):
             block, _none = self._free.popitem(last=False)
             self._drop(block)
-            taken.append(block)
-        for block in taken:
+            allocated.append(block)
+        for block in allocated:
             block.num_users = 1
-        return taken
+        return allocated
 
     def store(self, blocks: Sequence[Block], ids: Sequence[int], event: BlockStored) -> None:
-        """These blocks, in use, are full now: they hold `ids`. `event` tells it, with ids where engine hashes go."""
+        """Cache these full blocks in use under `ids`, and emit `event`."""
         for block, block_id in zip(blocks, ids, strict=True):
             block.block_id = block_id
             held = self._held.get(block_id)
@@ -93,7 +91,7 @@ class BlockPool:
         self._events.append(event)
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """One request less uses these blocks, given in the order in which they shall be taken."""
+        """Remove a reference from each of these blocks, given in eviction order."""
         for block in blocks:
             block.num_users -= 1
             if block.num_users == 0:
@@ -103,7 +101,7 @@ class BlockPool:
                     self._free[block] = None
 
     def clear(self) -> bool:
-        """Forget all content; False, and nothing done, while a request uses a block."""
+        """Drop all content. Return False, with no effect, while a request uses a block."""
         if self.num_free != self._num_blocks - 1:
             return False
         self._num_empty += len(self._free)
@@ -116,7 +114,7 @@ class BlockPool:
         return block_id ^ self._mask
 
     def take_events(self) -> list[KvEvent]:
-        """What happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

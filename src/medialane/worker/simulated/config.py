@@ -10,11 +10,11 @@ from medialane.core.errors import StartupFailed
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated worker has and how fast it is.
+    """Sizes and speed of a simulated worker.
 
-    Defaults are a Qwen2.5-VL of 7 billion parameters in bfloat16 on one GPU of 400 Tflop/s in use and 2 TB/s: 15 Gflop
-    a prompt token, 1 flop in 2.5 fs; 4 patches of a 0.7-billion vision model an embedding; 400 kflop for a token's
-    attention to another; 15 GB of weights read in each step. They are arithmetic, not measurements.
+    Defaults are for Qwen2.5-VL 7B in bfloat16 on one GPU with an effective 400 Tflop/s and 2 TB/s: 15 Gflop per prompt
+    token, 1 flop in 2.5 fs; 4 patches of a 0.7B vision model per embedding; 400 kflop per token pair of attention;
+    15 GB of weights read per step. They are calculated, not measured.
     """
 
     num_workers: Annotated[
@@ -41,7 +41,7 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_ms: Annotated[float, msgspec.Meta(description="time per encoder embedding, ms")] = 0.02
 
     def validate(self) -> None:
-        """Raise StartupFailed naming the setting that cannot work."""
+        """Raise StartupFailed with the name of an invalid setting."""
         for name in (
             "num_workers",
             "block_size",
@@ -56,10 +56,10 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.max_items >= 0, "max_items must not be negative")
         for name in ("step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms"):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
-        # As vLLM at its start: a request of that length could never run.
+        # Like vLLM at start-up: otherwise a request of this length could never run.
         _require(
             (self.num_kv_blocks - 1) * self.block_size >= self.max_model_len,
-            "num_kv_blocks, less one, must hold max_model_len tokens",
+            "num_kv_blocks minus one must hold max_model_len tokens",
         )
 
 

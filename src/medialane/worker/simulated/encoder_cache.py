@@ -1,7 +1,7 @@
-"""The encoder cache of a simulated engine, as vLLM 0.32's (v1/core/encoder_cache_manager.py).
+"""The encoder cache of a simulated engine, like vLLM 0.32's (v1/core/encoder_cache_manager.py).
 
-An item is kept for the requests that refer to it, and after them until its room is needed; the one that was let go
-first goes first. Sizes are embeddings.
+An item stays while requests refer to it, and then until its space is needed; the item unreferenced for the longest time
+is evicted first. Sizes are numbers of embeddings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 class EncoderCache:
     def __init__(self, size: int) -> None:
         self._num_free = size
-        self._num_freeable = size  # free, or held by nobody
+        self._num_freeable = size  # free or unreferenced
         self._users: dict[str, set[str]] = {}
         self._sizes: dict[str, int] = {}
         self._unused: OrderedDict[str, int] = OrderedDict()
@@ -21,7 +21,7 @@ class EncoderCache:
         return mm_hash in self._users
 
     def use(self, mm_hash: str, request_id: str) -> bool:
-        """Refer to an item that is held; False if it is not."""
+        """Add a reference to a cached item; return False if it is not cached."""
         users = self._users.get(mm_hash)
         if users is None:
             return False
@@ -31,7 +31,7 @@ class EncoderCache:
         return True
 
     def make_room(self, num_embeds: int) -> bool:
-        """Let unused items go until there is room; False, and nothing done, if there cannot be."""
+        """Evict unused items until there is space. Return False, with no effect, if there cannot be enough."""
         if num_embeds > self._num_freeable:
             return False
         while num_embeds > self._num_free:
@@ -41,14 +41,14 @@ class EncoderCache:
         return True
 
     def add(self, mm_hash: str, num_embeds: int, request_id: str) -> None:
-        """An item that is not held, for which room was made."""
+        """Add a new item after `make_room`."""
         self._users[mm_hash] = {request_id}
         self._sizes[mm_hash] = num_embeds
         self._num_free -= num_embeds
         self._num_freeable -= num_embeds
 
     def release(self, mm_hash: str, request_id: str) -> None:
-        """The request refers to the item no more. Nothing happens if it does not."""
+        """Remove the request's reference to the item, if it has one."""
         users = self._users.get(mm_hash)
         if not users or request_id not in users:
             return

@@ -1,9 +1,8 @@
-"""A simulated engine (fills `worker.Engine`): caches and queues as a real one has them, time in place of computing.
+"""A simulated engine (implements `worker.Engine`): caches and queues of a real one, computation replaced by delays.
 
-Theory of operation. Each step is planned by `Scheduler`, lasts as long as the settings say for its work, and is told
-to whoever watches the blocks when it is over, as vLLM does. Steps stand on a time line of their own: one that a busy
-machine ended late does not make the next ones late. Tensors of features are never looked at, so nothing of a request is
-read by anyone.
+Each step is planned by `Scheduler`, lasts as long as the settings define for its work, and reports its KV events when
+it is complete, like vLLM. Steps have a schedule of their own: one that ends late on a busy machine does not delay the
+next ones. Tensors of features are never read.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from medialane.worker.simulated.sequence import Item, SimulatedSequence
 
 logger = logging.getLogger(__name__)
 
-#: vLLM's RequestOutputKind: every output is all so far, or what is new, or there is only the last one.
+#: vLLM's RequestOutputKind.
 _CUMULATIVE, _FINAL_ONLY = 0, 2
 
 
 class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is read of vLLM's SamplingParams, in msgpack as they travel; the rest is ignored. `max_tokens` None: as many
-    as have room."""
+    """The fields used of vLLM's SamplingParams, encoded in msgpack; others are ignored. `max_tokens` None means up to
+    max_model_len."""
 
     max_tokens: int | None = 16
     n: int = 1
@@ -51,7 +50,7 @@ class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
-    """What such a worker says of itself; it has no processor, so no settings of one."""
+    """Return the model card of a simulated worker; it has no processor, so no processor settings."""
     return ModelCard(
         model=model,
         max_model_len=config.max_model_len,
@@ -66,7 +65,7 @@ def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
 
 
 def step_s(config: SimulatedConfig, step: Step) -> float:
-    """How long a step lasts, in simulated seconds."""
+    """Return the duration of a step, in simulated seconds."""
     ms = (
         config.step_ms
         + config.prefill_token_ms * step.num_prefill_tokens
@@ -78,20 +77,20 @@ def step_s(config: SimulatedConfig, step: Step) -> float:
 
 
 def simulated_scheduler(config: SimulatedConfig, *, mask: int = 0) -> Scheduler:
-    """Empty caches and queues of one engine. `mask`: see `BlockPool`."""
+    """Create a scheduler with empty caches and queues. `mask`: see `BlockPool`."""
     return Scheduler(
         BlockPool(config.num_kv_blocks, mask=mask),
         EncoderCache(config.encoder_cache_tokens),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        # As vLLM's: at least the largest item, and that may fill the cache.
+        # Like vLLM's: at least the largest item, which may fill the cache.
         max_encoder_tokens=max(config.max_num_batched_tokens, config.encoder_cache_tokens),
     )
 
 
-class _Answer:
-    """One request's answer on its way to whoever asked."""
+class _OutputQueue:
+    """The queue of one request's outputs."""
 
     def __init__(self, sequence: SimulatedSequence, output_kind: int) -> None:
         self.sequence = sequence
@@ -100,7 +99,7 @@ class _Answer:
         self._num_sent = 0
 
     def gained(self, stream_interval: int) -> None:
-        """The sequence has one token more: tell it, unless it is to wait for further ones."""
+        """Queue a delta for a new token, unless it has to wait for further ones."""
         sequence = self.sequence
         total = len(sequence.token_ids) - sequence.num_prompt_tokens
         waits = self._num_sent > 0 and total - self._num_sent < stream_interval
@@ -134,16 +133,16 @@ class _Answer:
 
 
 class SimulatedEngine:
-    """An engine without a model, for scale and for routing. Answers are tokens that follow from their place alone.
+    """An engine without a model, for tests of scale and routing. Output tokens depend only on their position.
 
-    `EngineTimes` of its answers are simulated seconds. Steps are taken by a task that lives while there is work.
+    `EngineTimes` are in simulated seconds. Steps run in a task that exists while there is work.
     """
 
     def __init__(self, config: SimulatedConfig, *, model: str) -> None:
         self.card = simulated_card(config, model)
         self._config = config
         self._scheduler = simulated_scheduler(config, mask=secrets.randbits(64))
-        self._answers: dict[SimulatedSequence, _Answer] = {}
+        self._outputs: dict[SimulatedSequence, _OutputQueue] = {}
         self._listener: Callable[[KvEventBatch], None] | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._failed = self._closed = False
@@ -157,7 +156,7 @@ class SimulatedEngine:
         self._listener = listener
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
-        return True  # there is no other process, and nobody reads
+        return True  # there is no other process, and tensors are not read
 
     async def detach_arena(self, arena: str) -> None:
         """There is nothing to unmap."""
@@ -167,23 +166,23 @@ class SimulatedEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         self._check_alive()
         sequence, params = self._sequence(request)
-        answer = _Answer(sequence, params.output_kind)
-        self._answers[sequence] = answer
+        outputs = _OutputQueue(sequence, params.output_kind)
+        self._outputs[sequence] = outputs
         sequence.queued_s = self._now()
         self._scheduler.add(sequence)
         self._keep_stepping()
         try:
-            while (delta := await answer.deltas.get()) is not None:
+            while (delta := await outputs.deltas.get()) is not None:
                 yield delta
                 if delta.finished:
                     return
-            raise WorkerLost("the worker's engine has ended")
+            raise WorkerLost("the worker's engine has stopped")
         finally:
-            del self._answers[sequence]
+            del self._outputs[sequence]
             self._scheduler.remove(sequence)
 
     async def administer(self, call: AdminCall) -> AdminResult:
-        raise InvalidRequest(f"a simulated engine does not do {type(call).__name__}")
+        raise InvalidRequest(f"a simulated engine does not support {type(call).__name__}")
 
     async def ping(self, timeout_s: float) -> None:
         self._check_alive()
@@ -196,13 +195,13 @@ class SimulatedEngine:
         self._fail_all()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content of the KV cache; False while a request uses it. As vLLM's utility of this name."""
+        """Drop all content of the KV cache; return False while a request uses it. Like vLLM's method of this name."""
         done = self._scheduler.pool.clear()
         self._publish_blocks()
         return done
 
     def _now(self) -> float:
-        """Simulated seconds, from somewhere."""
+        """Return the simulated time, in seconds from an arbitrary origin."""
         return time.monotonic() * self._config.speedup
 
     def _keep_stepping(self) -> None:
@@ -212,13 +211,13 @@ class SimulatedEngine:
     async def _run_steps(self) -> None:
         try:
             await self._steps()
-        except Exception as error:  # the supervisor: whatever fails here is the engine's end, which `ping` tells
+        except Exception as error:  # top level of the task: any failure stops the engine, and `ping` reports it
             logger.critical("the simulated engine has failed", exc_info=error)
             self._failed = True
             self._fail_all()
 
     async def _steps(self) -> None:
-        """Step until there is nothing to do. Each step ends a fixed time after the one before, however late we are."""
+        """Run steps while there is work. Each ends its duration after the scheduled end of the previous one."""
         due = self._now()
         while (step := self._scheduler.step()).tokens:
             for sequence in step.tokens:
@@ -236,9 +235,9 @@ class SimulatedEngine:
         for sequence in gained:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
-            answer = self._answers.get(sequence)
-            if answer is not None:
-                answer.gained(self._config.stream_interval)
+            outputs = self._outputs.get(sequence)
+            if outputs is not None:
+                outputs.gained(self._config.stream_interval)
 
     def _publish_blocks(self) -> None:
         events = self._scheduler.take_events()
@@ -246,26 +245,30 @@ class SimulatedEngine:
             self._listener(KvEventBatch(0, events, time.time()))
 
     def _fail_all(self) -> None:
-        for answer in self._answers.values():
-            answer.fail()
+        for outputs in self._outputs.values():
+            outputs.fail()
 
     def _check_alive(self) -> None:
         if self._failed or self._closed:
-            raise WorkerLost("the worker's engine has ended")
+            raise WorkerLost("the worker's engine has stopped")
 
     def _sequence(self, request: EngineRequest) -> tuple[SimulatedSequence, SimulatedParams]:
         prompt = request.prompt
         if not isinstance(prompt, ExpandedPrompt):
-            raise GenerationFailed("a simulated worker has no processor: it takes features only")
+            raise GenerationFailed("a simulated worker has no processor: it supports only features")
         params = _params(request)
-        room = self.card.max_model_len - len(prompt.token_ids)
-        if not prompt.token_ids or room <= 0:
-            raise PromptRejected(f"the prompt has {len(prompt.token_ids)} tokens, the model {self.card.max_model_len}")
+        num_free = self.card.max_model_len - len(prompt.token_ids)
+        if not prompt.token_ids:
+            raise PromptRejected("the prompt is empty")
+        if num_free <= 0:
+            raise PromptRejected(
+                f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
+            )
         sequence = SimulatedSequence(
             request.request_id,
             prompt.token_ids,
             block_size=self.card.block_size,
-            max_tokens=min(room, params.max_tokens or room),
+            max_tokens=min(num_free, params.max_tokens or num_free),
             items=self._items(prompt),
             lora=request.lora_name,
             cache_salt=request.cache_salt,
@@ -294,7 +297,7 @@ def _params(request: EngineRequest) -> SimulatedParams:
     try:
         params = msgspec.msgpack.decode(request.sampling_params, type=SimulatedParams)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PromptRejected("the request's sampling parameters cannot be read") from error
+        raise PromptRejected("malformed sampling parameters") from error
     if params.n != 1:
-        raise PromptRejected("a simulated worker gives one answer to a prompt: n must be 1")
+        raise PromptRejected("n must be 1 for a simulated worker")
     return params

@@ -1,12 +1,12 @@
-"""Which tokens a simulated engine computes next.
+"""Schedules the tokens of a simulated engine's steps.
 
-As vLLM 0.32's (v1/core/sched/scheduler.py), for one rank and one KV group, first come first served. Requests that run
-go first. A prompt is computed in chunks that share the step's token budget. Where a block cannot be had, the request
-that came last is put back and computed again. A waiting request starts when its whole prompt has room, and never
-overtakes another. Pure: no clock, no loop.
+Like vLLM 0.32's (v1/core/sched/scheduler.py), for one rank and one KV cache group, FIFO. Running requests come first. A
+prompt is computed in chunks within the step's token budget. If no block is free, the last running request is preempted
+and recomputed. A waiting request starts when its whole prompt fits, and never overtakes another. It uses no clock and
+no event loop.
 
-A step is two calls: `step` takes blocks and room in the encoder cache, and makes full blocks findable at once, for
-requests of the same step too, as vLLM does; `complete` gives the tokens, once the step's time is over.
+A step is two calls: `step` allocates blocks and encoder cache space, and makes full blocks available at once, also for
+requests of the same step, like vLLM; `complete` appends the tokens, after the step's duration.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from medialane.worker.simulated.block_pool import Block, BlockPool
 from medialane.worker.simulated.encoder_cache import EncoderCache
 from medialane.worker.simulated.sequence import SimulatedSequence
 
-#: The answers' tokens follow from their place alone: ordinary ids of every vocabulary, repeating after a while.
+#: Output tokens depend only on their position, modulo this number; the ids are ordinary tokens of any vocabulary.
 NUM_ANSWER_TOKENS = 251
 FIRST_ANSWER_TOKEN = 100
 
 
 def answer_token(number: int) -> int:
-    """Token `number` of every answer."""
+    """Return token `number` of every output."""
     return FIRST_ANSWER_TOKEN + number % NUM_ANSWER_TOKENS
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes: tokens by sequence, and the work that takes time. `num_prefill_pairs` counts, for each
-    prompt token, the tokens that it attends to."""
+    """The work of one step: number of tokens by sequence, and totals that determine its duration. `num_prefill_pairs`
+    is the sum over prompt tokens of the number of tokens that they attend to."""
 
     tokens: dict[SimulatedSequence, int] = field(default_factory=dict)
     num_prefill_tokens: int = 0
@@ -42,7 +42,7 @@ class Step:
 
 
 class Scheduler:
-    """Sequences are added, and removed before their end at will; `complete` returns those that have ended."""
+    """Sequences are added, and may be removed before their end; finished ones are removed by `complete`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SimulatedSequence) -> None:
-        """End a sequence early. One that has ended already is no matter."""
+        """Remove a sequence early. No effect if it has finished."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
@@ -77,7 +77,7 @@ class Scheduler:
             self._release(sequence)
 
     def step(self) -> Step:
-        """The next step; it has no tokens when there is nothing to do."""
+        """Plan the next step; it has no tokens if there is no work."""
         step = Step()
         self._token_budget = self._max_num_batched_tokens
         self._encoder_budget = self._max_encoder_tokens
@@ -86,11 +86,11 @@ class Scheduler:
         return step
 
     def complete(self, step: Step) -> list[SimulatedSequence]:
-        """The step's time is over: sequences whose tokens are all computed have gained one. Returns those."""
+        """Apply the results of a step; return the sequences that gained an output token."""
         gained = []
         for sequence, num_tokens in step.tokens.items():
             if not sequence.blocks:
-                continue  # removed, or put back, meanwhile
+                continue  # removed or preempted in the meantime
             sequence.num_computed += num_tokens
             if sequence.num_new == 0:
                 sequence.token_ids.append(answer_token(len(sequence.token_ids) - sequence.num_prompt_tokens))
@@ -107,12 +107,12 @@ class Scheduler:
         return self.pool.take_events()
 
     def _schedule_running(self, step: Step) -> bool:
-        """False when a sequence had to be put back: nothing new is started then."""
+        """Return False if a sequence was preempted: no waiting one is started then."""
         index, preempted = 0, False
         while index < len(self.running) and self._token_budget > 0:
             sequence = self.running[index]
             if sequence.num_new == 1 and self._stays_in_block(sequence):
-                self._put(step, sequence, 1, [])
+                self._add_work(step, sequence, 1, [])
                 index += 1
                 continue
             num_tokens = min(sequence.num_new, self._token_budget)
@@ -122,20 +122,20 @@ class Scheduler:
                 continue
             while not self._has_room(sequence, num_tokens):
                 preempted = True
-                last = self.running.pop()  # never one that this step computes: those stand before
+                last = self.running.pop()  # never one already in this step: those come before `index`
                 self._preempt(last)
                 if last is sequence:
                     return False
             self._extend(sequence, num_tokens)
-            self._put(step, sequence, num_tokens, inputs)
+            self._add_work(step, sequence, num_tokens, inputs)
             index += 1
         return not preempted
 
     def _stays_in_block(self, sequence: SimulatedSequence) -> bool:
-        """Whether the next token neither begins nor fills a block, and stands after all items: what decoding does most
-        of the time, made quick."""
-        place = sequence.num_computed % self._block_size
-        return 0 < place < self._block_size - 1 and sequence.num_computed >= sequence.items_end
+        """Return whether the next token neither starts nor fills a block and is after all items: the fast path of
+        decoding."""
+        position = sequence.num_computed % self._block_size
+        return 0 < position < self._block_size - 1 and sequence.num_computed >= sequence.items_end
 
     def _schedule_waiting(self, step: Step) -> None:
         while self.waiting and self._token_budget > 0 and len(self.running) < self._max_num_seqs:
@@ -156,12 +156,12 @@ class Scheduler:
             sequence.start(found)
             self.running.append(sequence)
             self._extend(sequence, num_tokens)
-            self._put(step, sequence, num_tokens, inputs)
+            self._add_work(step, sequence, num_tokens, inputs)
 
     def _plan_encoder(self, sequence: SimulatedSequence, start: int, num_tokens: int) -> tuple[list[int], int]:
-        """Items that must be encoded for tokens [start, start + num_tokens), and how many tokens can be computed then.
+        """Return the items to encode for tokens [start, start + num_tokens), and how many of these can be computed.
 
-        An item that finds no room or budget ends the chunk before it.
+        An item without encoder cache space or budget ends the chunk before it.
         """
         if start >= sequence.items_end:
             return [], num_tokens
@@ -186,8 +186,8 @@ class Scheduler:
                 planned[item.mm_hash] = index
         return [*planned.values(), *repeated], num_tokens
 
-    def _put(self, step: Step, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
-        """Account for what is computed, and take the encoder's room for the planned items."""
+    def _add_work(self, step: Step, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
+        """Add the tokens and planned items to the step, and allocate encoder cache space for the items."""
         step.tokens[sequence] = num_tokens
         self._token_budget -= num_tokens
         if num_tokens == 1 and sequence.num_computed >= sequence.num_prompt_tokens:
@@ -199,14 +199,14 @@ class Scheduler:
             item = sequence.items[index]
             sequence.encoder_inputs.add(index)
             if item.mm_hash in self.encoder_cache:
-                continue  # stands twice in the prompt
+                continue  # occurs twice in the prompt
             size = item.placeholder.num_embeds
             self.encoder_cache.add(item.mm_hash, size, sequence.request_id)
             self._encoder_budget -= size
             step.num_embeds += size
 
     def _extend(self, sequence: SimulatedSequence, num_tokens: int) -> None:
-        """Take the blocks for the next tokens, and store those that will be full."""
+        """Allocate blocks for the next tokens, and store those that will be full."""
         total = sequence.num_computed + num_tokens
         missing = self._num_blocks(total) - len(sequence.blocks)
         if missing > 0:
@@ -218,7 +218,7 @@ class Scheduler:
         return missing <= self.pool.num_free
 
     def _fits_whole(self, sequence: SimulatedSequence, found: list[Block]) -> bool:
-        """Whether all tokens have room; found blocks that are free will not be free any more."""
+        """Return whether all tokens fit; free blocks in `found` do not count as free."""
         missing = self._num_blocks(len(sequence.token_ids)) - len(found)
         return missing + sum(block.num_users == 0 for block in found) <= self.pool.num_free
 
@@ -231,12 +231,12 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: SimulatedSequence) -> None:
-        """The last block is taken first."""
+        """Free the blocks in reverse, so that the last one is evicted first."""
         self._release_all_items(sequence)
         self.pool.free(reversed(sequence.restart()))
 
     def _release_items(self, sequence: SimulatedSequence) -> None:
-        """Items whose tokens are all computed are in the KV cache now."""
+        """Release the items whose tokens are all in the KV cache."""
         for index in [i for i in sequence.encoder_inputs if sequence.items[i].placeholder.end <= sequence.num_computed]:
             self._release_item(sequence, index)
 

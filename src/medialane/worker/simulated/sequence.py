@@ -1,4 +1,4 @@
-"""One request inside a simulated engine: its tokens, its items, its blocks, how far it is."""
+"""One request in a simulated engine: its tokens, items, blocks and progress."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from medialane.worker.simulated.block_pool import Block, BlockPool
 
 
 class Item(NamedTuple):
-    """A media item of a prompt: what it is, and which tokens stand for it."""
+    """A media item of a prompt and its placeholder."""
 
     mm_hash: str
     placeholder: PlaceholderRange
     modality: str = "image"
 
     def needs(self, start: int, end: int) -> bool:
-        """Whether one of the tokens [start, end) of the prompt takes an embedding of this item."""
-        offset, marks = self.placeholder.offset, self.placeholder.is_embed
+        """Return whether one of the prompt's tokens [start, end) is replaced by an embedding of this item."""
+        offset, is_embed = self.placeholder.offset, self.placeholder.is_embed
         first, last = max(0, start - offset), min(self.placeholder.length, end - offset)
-        return first < last and (marks is None or 1 in marks[first:last])
+        return first < last and (is_embed is None or 1 in is_embed[first:last])
 
 
 class SimulatedSequence:
-    """`items` stand in the order of their placeholders. It ends when it has `max_tokens` tokens of answer.
+    """`items` are in the order of their placeholders. The sequence finishes after `max_tokens` output tokens.
 
-    `num_computed` tokens have their keys and values in `blocks`; `num_cached_tokens` of the prompt were found there
-    when it was first looked for (None before).
+    `blocks` hold the KV cache of `num_computed` tokens; `num_cached_tokens` is the number of prompt tokens found by the
+    first prefix lookup (None before).
     """
 
     def __init__(
@@ -78,27 +78,27 @@ class SimulatedSequence:
 
     @property
     def num_new(self) -> int:
-        """Tokens that are not computed yet."""
+        """Number of tokens that are not computed yet."""
         return len(self.token_ids) - self.num_computed
 
     def cacheable_ids(self) -> list[int]:
-        """The blocks to look for: the last token is always computed, else there would be nothing to sample from."""
+        """Return the ids for prefix lookup. The last token is excluded: it must be computed, to sample the next one."""
         return self._ids[: (len(self.token_ids) - 1) // self._block_size]
 
     def start(self, found: list[Block]) -> None:
-        """Begin with these blocks of the prefix."""
+        """Start with these blocks of the prefix."""
         self.blocks = list(found)
         self._num_stored = len(found)
         self.num_computed = len(found) * self._block_size
 
     def restart(self) -> list[Block]:
-        """Begin again later; returns the blocks, which the caller frees."""
+        """Reset the progress; return the blocks, which the caller frees."""
         blocks, self.blocks = self.blocks, []
         self.num_computed = self._num_stored = 0
         return blocks
 
     def store_full(self, pool: BlockPool, num_tokens: int) -> None:
-        """Give the pool the blocks that are full once `num_tokens` tokens are computed."""
+        """Store in the pool the blocks that are full once `num_tokens` tokens are computed."""
         first, end = self._num_stored, num_tokens // self._block_size
         if first >= end:
             return
@@ -121,7 +121,7 @@ class SimulatedSequence:
         self._num_stored = end
 
     def _add_ids(self, end: int) -> None:
-        """Ids of blocks that the answer has filled."""
+        """Compute the ids of blocks filled by output tokens, up to block `end`."""
         first = len(self._ids)
         ids = stored_block_ids(
             self.token_ids[first * self._block_size : end * self._block_size],
@@ -133,7 +133,7 @@ class SimulatedSequence:
         self._ids += ids.tolist()
 
     def _extra_keys(self, number: int) -> list[object] | None:
-        """As vLLM's events have them: the LoRA's name, `[mm_hash, offset]` of the items in the block, the salt."""
+        """Return the extra keys as in vLLM's events: LoRA name, `[mm_hash, offset]` of items in the block, salt."""
         start, end = number * self._block_size, (number + 1) * self._block_size
         if start >= self.items_end and self._lora is None and start:
             return None

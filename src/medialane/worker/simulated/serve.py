@@ -1,4 +1,4 @@
-"""A process's simulated workers: one event loop, one listener and one engine for each."""
+"""Serves simulated workers in one process: one event loop, and a listener and an engine per worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from medialane.worker.simulated.config import SimulatedConfig
 from medialane.worker.simulated.engine import SimulatedEngine
 from medialane.worker.worker import Worker
 
-#: Stands for the worker's number in an address.
+#: Placeholder of the worker's number in an address.
 NUMBER = "{}"
 
 
 class SimulatedWorker(Worker):
-    """A worker that means by features whatever its gateway means: its engine never looks at them."""
+    """A worker that is compatible with any gateway's features, since its engine never reads them."""
 
     async def register(self, hello: Hello) -> Welcome:
-        """As `Worker.register`, with the gateway's processor settings as our own."""
+        """Like `Worker.register`, with the gateway's processor settings in our card."""
         welcome = await super().register(msgspec.structs.replace(hello, processor={}))
         card = msgspec.structs.replace(welcome.card, processor=hello.processor)
         return msgspec.structs.replace(welcome, card=card)
@@ -34,7 +34,7 @@ async def serve_simulated(
 ) -> int:
     """Serve `config.num_workers` workers of `model` until SIGTERM or SIGINT (0), or until one fails (EXIT_ENGINE_LOST).
 
-    Raises StartupFailed when an address cannot be had.
+    Raises StartupFailed if it cannot listen at an address.
     """
     addresses = addresses_of(listen, config.num_workers)
     with stopped_by_signals() as stop:
@@ -45,7 +45,7 @@ async def serve_simulated(
             try:
                 return await serve_until(stop, serving, engine, address, config=worker, rpc=rpc)
             finally:
-                stop.set()  # one that has failed ends all: whoever started the process starts it again
+                stop.set()  # one failure stops all: the process exits and can be restarted
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -56,11 +56,11 @@ async def serve_simulated(
 
 
 def addresses_of(listen: str, num_workers: int) -> list[str]:
-    """Where each of the workers listens: `{}` is its number, or ports count up. Raises StartupFailed."""
+    """Return the address of each worker: `{}` is replaced by its number, or ports count up. Raises StartupFailed."""
     target = parse_address(listen.replace(NUMBER, "0"))
     if num_workers == 1 or NUMBER in listen:
         return [listen.replace(NUMBER, str(number)) for number in range(num_workers)]
     if isinstance(target, TcpAddress) and target.port:
         host = listen.rpartition(":")[0]
         return [f"{host}:{target.port + number}" for number in range(num_workers)]
-    raise StartupFailed("several workers need an address each: put {} where --listen shall have the worker's number")
+    raise StartupFailed("several workers need different addresses: use {} for the worker's number in --listen")
