@@ -37,34 +37,34 @@ GIVEN = {
 }
 
 
-def test_every_flag_of_the_server_is_in_one_table():
+def test_every_server_flag_is_in_exactly_one_table():
     engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     server = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions} - engine
     tables = [*HONOURED, *IRRELEVANT, *REFUSED]
     assert sorted(tables) == sorted(server | {"help"})
 
 
-def test_every_refused_flag_is_tried():
+def test_every_rejected_flag_is_tested():
     assert GIVEN.keys() == REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_flag_without_effect_is_refused(name):
+def test_flag_without_effect_is_rejected(name):
     with pytest.raises(StartupFailed, match=r"is not for vLLM here|grpc"):
         parse_vllm_args("model", GIVEN[name])
 
 
-def test_flag_of_a_file_is_refused_as_well(tmp_path):
+def test_flag_in_a_config_file_is_rejected_too(tmp_path):
     (tmp_path / "flags.yaml").write_text("uds: /tmp/x\n")
     with pytest.raises(StartupFailed, match="--uds is not for vLLM here"):
         parse_vllm_args("model", ["--config", str(tmp_path / "flags.yaml")])
 
 
-def test_another_model_behind_the_dashes_is_refused():
+def test_different_model_after_the_double_dash_is_rejected():
     with pytest.raises(StartupFailed, match="--model is not for vLLM here"):
         parse_vllm_args("model", ["--model", "another"])
 
 
-def test_table_of_flags_is_the_installed_vllms():
+def test_flag_table_matches_the_installed_vllm():
     """Made anew by `python -m medialane.vllm_bridge.flag_table`."""
     assert json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes()) == flag_table()
