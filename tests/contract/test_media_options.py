@@ -156,7 +156,7 @@ def test_image_and_audio_have_no_per_item_options(modality):
     assert final(modality=modality, model=model, request=request) == {}
 
 
-def test_client_image_options_default_to_vllms():
+def test_permitted_image_options_are_vllms_defaults():
     image_io = ImageMediaIO()
     assert (image_io.image_mode, image_io.rgba_background_color) == ("RGB", (255, 255, 255))
 

@@ -162,7 +162,7 @@ def test_stand_in_has_a_size_but_no_memory():
     assert image.base.nbytes == 3
 
 
-def test_family_overriding_only_light_steps_may_be_split(renderer):
+def test_only_families_keeping_the_cached_hf_step_may_be_split(renderer):
     assert supports_split(renderer.get_mm_processor())
     overriding = type("Overriding", (), {"_cached_apply_hf_processor": lambda self: None})()
     assert not supports_split(overriding)

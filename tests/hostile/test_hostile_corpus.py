@@ -110,7 +110,7 @@ def test_declared_size_ends_a_fetch_before_its_body(gateway: GatewayProcess, hos
     assert hosts.num_asked["/declared-10-gb"] == asked + 1
 
 
-def test_dns_rebinding_is_never_contacted(gateway: GatewayProcess, hosts: MediaHosts, world: World):
+def test_dns_rebinding_reaches_no_forbidden_address(gateway: GatewayProcess, hosts: MediaHosts, world: World):
     """Row 23: the first look-up gave the origin's address, every later one the canary's."""
     answer = gateway.ask(chat(world.model, media_part(f"http://rebinding.test:{hosts.canary_port}/")))
     assert (answer.status, answer.code) == (400, "media_url_forbidden")

@@ -127,7 +127,7 @@ async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
     assert ended == ["r"]
 
 
-async def test_feature_prompt_is_sent_over_the_same_path(arena, stored):
+async def test_expanded_and_source_prompts_with_inline_features_give_equal_outputs(arena, stored):
     async with connected(arena) as (worker, client):
         (handed,) = InlineTransport(arena.view.tensor, max_bytes=NUM_BYTES).publish((stored,))
         wanted = request("r", [1, 2], max_tokens=1)

@@ -65,7 +65,7 @@ def test_cuda_visible_devices_is_respected():
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
-def test_mig_partitions_count_as_their_gpus():
+def test_mig_partitions_replace_their_gpus():
     whole = "GPU 0: NVIDIA H200 (UUID: GPU-a)\nGPU 1: NVIDIA H200 (UUID: GPU-b)\n"
     assert parse_gpu_list(whole) == ("0", "1")
     partitioned = "GPU 0: NVIDIA H200 (UUID: GPU-a)\n  MIG 1g.18gb     Device  0: (UUID: MIG-c-1)\n"

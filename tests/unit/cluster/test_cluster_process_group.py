@@ -41,7 +41,7 @@ def test_shared_memory_of_killed_processes_is_left_to_the_tracker(group):
     assert not is_running(child)
 
 
-def test_guard_kills_registered_process_groups(group, tmp_path):
+def test_guard_kills_only_registered_process_groups(group, tmp_path):
     leader, memory, child = group
     other = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
     words = f"+{leader.pid}\n+{other.pid}\n-{other.pid}\n"

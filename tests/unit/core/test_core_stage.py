@@ -32,7 +32,7 @@ def test_auto_ends_with_a_stage_that_every_worker_supports():
     ("choice", "is_processed", "is_decoded"),
     [("auto", True, True), ("features", True, True), ("decoded", False, True), ("url", False, False)],
 )
-def test_gateway_work_complements_the_workers(choice, is_processed, is_decoded):
+def test_gateway_does_what_the_stage_does_not_leave_to_the_worker(choice, is_processed, is_decoded):
     stage = prepared_stage(choice)
     assert (stage.is_processed, stage.is_decoded) == (is_processed, is_decoded)
 

@@ -350,7 +350,7 @@ def test_embeddings_are_extracted_and_their_reference_is_their_uuid(value, kind,
     assert lifted_part == {"type": name, name: None, "uuid": "medialane:1"}
 
 
-def test_missing_embeddings_are_named():
+def test_invalid_embeddings_field_is_named():
     with pytest.raises(InvalidEmbeds) as raised:
         extracted(chat({"type": "image_embeds", "image_embeds": {"image_embeds": embeds(), "image_grid_thw": 3}}))
     assert raised.value.param == "messages[0].content[0].image_embeds.image_grid_thw"

@@ -71,7 +71,7 @@ async def test_small_steps_never_wait(loop_turns):
     assert steps == ["small"] * 50 + ["large"]
 
 
-async def test_step_returns_without_another_wait():
+async def test_no_await_follows_a_step_so_its_result_survives_cancellation():
     fairness, taken = LoopFairness(), []
 
     async def request():

@@ -18,7 +18,7 @@ def test_stale_url_keeps_its_validators():
     assert cache.get(b"k").validators == TAGGED
 
 
-def test_useless_entry_is_not_stored():
+def test_entry_neither_fresh_nor_revalidatable_is_not_stored():
     cache = UrlCache(10)
     cache.put(b"k", KnownUrl(HASH, fresh_until=9.0), now=0.0)
     cache.put(b"k", KnownUrl(HASH, fresh_until=0.0), now=0.0)

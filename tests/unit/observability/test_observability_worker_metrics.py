@@ -161,7 +161,7 @@ SERIES = MetricSeries(0, "vllm:a", {})
         MetricChanges((A,), (MetricSeries(0, "vllm:a", {'a="1"} 1\nup{b': "2"}),)),
     ],
 )
-def test_malformed_changes_are_ignored(changes):
+def test_malformed_changes_raise_and_change_nothing(changes):
     mirror = MetricMirror(max_series=8)
     with pytest.raises(ValueError, match=r".+"):
         mirror.apply(changes)

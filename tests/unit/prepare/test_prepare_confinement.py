@@ -47,7 +47,7 @@ def test_zero_sets_no_limit():
     assert in_child(check)
 
 
-def test_core_dumps_are_disabled_and_the_oom_score_is_raised():
+def test_core_dumps_are_disabled_and_the_oom_score_is_not_lowered():
     def check() -> bool:
         confinement.drop_privileges()
         with open("/proc/self/oom_score_adj") as file:

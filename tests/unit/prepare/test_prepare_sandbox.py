@@ -167,7 +167,7 @@ async def test_pool_survived_all_attempts_without_restart(taken_over):
     assert taken_over.pool.degradation is None
 
 
-async def test_process_vm_readv_support_is_detected_correctly():
+async def test_process_vm_readv_is_available_and_invalid_addresses_raise():
     assert memory_is_readable()
     with pytest.raises(OSError, match="process_vm_readv"):
         read_into(os.getpid(), 8, memoryview(bytearray(8)))

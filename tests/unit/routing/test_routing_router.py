@@ -344,7 +344,7 @@ def test_worker_caching_as_predicted_is_not_reported(make, clock):
     assert counts.predicted_tokens == counts.reported_tokens > 0
 
 
-def test_worker_is_known_before_router_state_exists(make):
+def test_pick_changes_no_router_state_before_begin(make):
     router = make(2)
     routed = router.pick(request(text(1), session_id="s"))
     assert (routed.worker_id, routed.rank, routed.num_ranks) == ("w0", 0, 1)

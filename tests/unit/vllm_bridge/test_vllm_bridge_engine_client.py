@@ -330,6 +330,6 @@ async def test_command_line_adapters_do_not_wait_for_workers():
 
 
 @pytest.mark.parametrize("name", ["abort", "notify_kv_transfer_request_rejected"])
-async def test_unsupported_call_is_not_a_success(name):
+async def test_unsupported_call_raises(name):
     with pytest.raises(NotImplementedError, match="several"):
         await getattr(client(RequestBackend()), name)("r")
