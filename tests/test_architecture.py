@@ -79,7 +79,7 @@ def room_of(module: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_file_imports_only_the_rooms_that_its_room_may(path):
+def test_file_imports_only_the_packages_allowed_for_its_package(path):
     room = path.relative_to(SRC).parts[0].removesuffix(".py")
     if room in ("__init__", "__main__"):
         return
@@ -100,12 +100,12 @@ def test_heavy_dependency_has_one_owner(path):
         assert owner is None or place.startswith(owner), f"{place} imports {module}"
 
 
-def test_every_folder_is_a_room():
+def test_every_folder_is_a_known_package():
     folders = {p.name for p in SRC.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders == ROOMS
 
 
-def test_every_module_that_the_tables_name_exists():
+def test_modules_named_in_the_tables_exist():
     """A stale entry would grant its permissions to a later file of that name."""
     protocols = {module.replace(".", "/").removeprefix("medialane/") + ".py" for module in PROTOCOLS}
     owners = {owner for places in OWNERS.values() for owner in places}
@@ -224,7 +224,7 @@ ADAPTERS = sorted((BRIDGE / "seams").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
-def test_private_names_of_vllm_stand_in_the_seams_alone(path):
+def test_private_vllm_names_are_used_only_in_the_seams(path):
     tree = ast.parse(path.read_text())
     assert {found for found in vllm_imports(path) if not is_public(*found)} == set()
     assert private_uses(tree) == []
@@ -242,16 +242,16 @@ def test_private_names_of_vllm_stand_in_the_seams_alone(path):
         "self._llm.output_processor",
     ],
 )
-def test_use_of_a_private_name_is_seen(source):
+def test_use_of_a_private_name_is_detected(source):
     assert private_uses(ast.parse(source))
 
 
-def test_patch_of_an_import_is_seen():
+def test_patched_import_is_detected():
     assert patched(ast.parse("from vllm.v1.engine import core\ncore.EngineCore.step = 1")) == ["core.EngineCore.step"]
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda p: p.name)
-def test_what_the_seams_import_and_touch_of_vllm_is_in_their_table(path):
+def test_seam_table_lists_every_vllm_name_that_the_seams_use(path):
     places = {seam.where.partition(":")[::2] for seam in _SEAMS}
     listed = {(module, name.partition(".")[0]) for module, name in places}
     listed |= {(seam.where, name) for seam in _SEAMS for name in seam.attributes}
@@ -271,7 +271,7 @@ def test_what_the_seams_import_and_touch_of_vllm_is_in_their_table(path):
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_table_of_seams_names_their_users_and_tests(group):
+def test_seam_table_names_users_and_tests(group):
     users = {path.stem for path in OUTSIDE if f"medialane.vllm_bridge.seams.{group.adapter}" in imports(path)}
     if group.adapter:
         assert set(group.users) <= users

@@ -56,13 +56,13 @@ def run(pytester):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_test_leaves_behind_fails_it(run, name):
+def test_leaked_resources_fail_the_test(run, name):
     source, why = CASES[name]
     result = run(source)
     assert result.ret != 0
     result.stdout.fnmatch_lines([f"*{why}*"])
 
 
-def test_a_clean_test_passes(run):
+def test_clean_test_passes(run):
     source = "async def test_it():\n    task = asyncio.create_task(asyncio.sleep(60))\n    task.cancel()"
     assert run(source).ret == 0

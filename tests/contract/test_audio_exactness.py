@@ -47,7 +47,7 @@ def assert_exact(data: bytes) -> None:
     assert decoded.samples.tobytes() == expected.tobytes()
 
 
-def test_vllm_has_no_torchcodec_here():
+def test_torchcodec_is_absent():
     """With torchcodec, which needs a system FFmpeg, vLLM decodes differently and its values are not ours."""
     from vllm.multimodal.media.audio import load_audio_torchcodec
 
@@ -58,12 +58,12 @@ def test_vllm_has_no_torchcodec_here():
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("channels", [*CHANNELS, 3, 7, 8])
 @pytest.mark.parametrize("coding", ["PCM_16", "PCM_24", "PCM_U8", "FLOAT", "DOUBLE", "ULAW"])
-def test_wav(coding, channels, rate):
+def test_wav_matches_vllm(coding, channels, rate):
     assert_exact(by_libsndfile(sound(rate, channels), rate, "WAV", coding))
 
 
 @pytest.mark.parametrize("coding", ["IMA_ADPCM", "MS_ADPCM"])
-def test_compressed_wav(coding):
+def test_compressed_wav_matches_vllm(coding):
     assert_exact(by_libsndfile(sound(8000), 8000, "WAV", coding))
 
 
@@ -76,7 +76,7 @@ def test_compressed_wav(coding):
         *product(["OGG"], ["OPUS"], OPUS_RATES, CHANNELS),
     ],
 )
-def test_compressed_audio(container, coding, rate, channels):
+def test_compressed_audio_matches_vllm(container, coding, rate, channels):
     assert_exact(by_libsndfile(sound(rate, channels), rate, container, coding))
 
 
@@ -93,26 +93,26 @@ def test_compressed_audio(container, coding, rate, channels):
         *product(["mov"], ["pcm_s16le"], [None], [8000], CHANNELS),
     ],
 )
-def test_audio_that_only_ffmpeg_reads(container, coding, video, rate, channels):
+def test_ffmpeg_only_formats_match_vllm(container, coding, video, rate, channels):
     assert_exact(by_ffmpeg(sound(rate, channels), rate, container, coding, video))
 
 
-def test_zero_keeps_its_sign():
+def test_signed_zero_is_preserved():
     assert_exact(by_libsndfile(np.full((100, 2), -0.0, np.float32), 8000, "WAV", "FLOAT"))
 
 
-def test_long_audio():
+def test_long_audio_matches_vllm():
     assert_exact(by_libsndfile(sound(44100, 2, 20), 44100, "MP3"))
 
 
-def test_wav_of_a_recorder_that_streams():
+def test_wav_with_streaming_header_sizes_matches_vllm():
     data = bytearray(by_libsndfile(sound(8000), 8000))
     data[4:8] = data[40:44] = b"\xff" * 4
     assert_exact(bytes(data))
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_damaged_audio_that_we_decode_is_what_vllm_decodes(kind):
+def test_damaged_audio_decodes_as_in_vllm_or_is_rejected(kind):
     """We may reject what vLLM accepts (no samples, non-finite samples), but never return other samples."""
     rng = np.random.default_rng(7)
     whole = FILES[kind]()
@@ -136,7 +136,7 @@ def test_damaged_audio_that_we_decode_is_what_vllm_decodes(kind):
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.9])
-def test_truncated_audio_gets_the_verdict_of_vllm(kind, part):
+def test_truncated_audio_is_accepted_or_rejected_as_in_vllm(kind, part):
     whole = FILES[kind]()
     data = whole[: int(len(whole) * part)]
     try:

@@ -1,7 +1,7 @@
 """Our block ids partition prompts' prefixes as vLLM's block hashes do, and read what vLLM puts into its events.
 
 vLLM's own hasher and its own extra keys are used, over generated pairs of prompts that differ in one aspect. An event
-names a LoRA without its path: adapters of one name and different paths are equal to us (vLLM's hash distinguishes them).
+names a LoRA without its path: adapters of one name and different paths are equal to us (not to vLLM's hash).
 """
 
 import itertools
@@ -155,7 +155,7 @@ def agreement(one, other):
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_ids_are_equal_where_vllms_hashes_are(data):
+def test_block_ids_are_equal_iff_vllms_hashes_are(data):
     one = data.draw(prompts())
     other = data.draw(changed(one))
     assert agreement(one.ids(), other.ids()) == agreement(one.vllm_hashes(), other.vllm_hashes())
@@ -163,7 +163,7 @@ def test_ids_are_equal_where_vllms_hashes_are(data):
 
 @settings(max_examples=150, deadline=None)
 @given(prompts(), prompts())
-def test_no_two_blocks_share_an_id_unless_they_share_vllms_hash(one, other):
+def test_block_ids_collide_only_if_vllms_hashes_do(one, other):
     found = dict(zip(one.vllm_hashes() + other.vllm_hashes(), one.ids() + other.ids(), strict=True))
     assert len(found) == len(set(found.values()))
     assert len(found) == len(set(zip(one.vllm_hashes() + other.vllm_hashes(), one.ids() + other.ids(), strict=True)))
@@ -171,7 +171,7 @@ def test_no_two_blocks_share_an_id_unless_they_share_vllms_hash(one, other):
 
 @settings(max_examples=200, deadline=None)
 @given(prompts(), st.sets(st.integers(1, 6)))
-def test_ids_of_vllms_events_are_those_of_the_prompt(prompt, cuts):
+def test_block_ids_from_vllm_events_equal_those_of_the_prompt(prompt, cuts):
     edges = [0, *sorted(cut for cut in cuts if cut < prompt.num_blocks), prompt.num_blocks]
     found = []
     for first, stop in itertools.pairwise(edges):
@@ -197,7 +197,7 @@ def test_ids_of_vllms_events_are_those_of_the_prompt(prompt, cuts):
     ],
     ids=["alike", "inside", "overlapping", "inside, then more", "overlapping from an edge"],
 )
-def test_items_that_overlap_are_read_as_vllm_reads_them(media):
+def test_overlapping_items_are_hashed_as_in_vllm(media):
     """Audio inside its video. vLLM omits the item hidden by the first; so do we."""
     prompt = Prompt(tuple(range(48)), media)
     event = prompt.stored(0, prompt.num_blocks)
@@ -207,7 +207,7 @@ def test_items_that_overlap_are_read_as_vllm_reads_them(media):
         assert agreement(prompt.ids(), other.ids()) == agreement(prompt.vllm_hashes(), other.vllm_hashes())
 
 
-def test_events_list_what_we_read():
+def test_kv_events_have_the_fields_that_we_read():
     """The shapes: the LoRA's name first, [mm_hash, offset] pairs, the salt with the first block only; None for none."""
     prompt = Prompt(tuple(range(32)), (item("a", 2, 4), item("b", 6, 6)), "x", "s")
     a, b = "a" * 32, "b" * 32

@@ -107,7 +107,7 @@ SENT = {
 
 
 @pytest.mark.parametrize("name", SENT)
-async def test_engine_is_given_what_vllm_would_give_it(source, embeds_renderer, name):
+async def test_engine_input_equals_plain_vllms(source, embeds_renderer, name):
     items = [handed(fields, f"key-{n}") for n, fields in enumerate(SENT[name])]
     found = await rendered(source, embeds_renderer, *items)
     wanted = await vllms_own(embeds_renderer, *SENT[name])
@@ -120,13 +120,13 @@ async def test_engine_is_given_what_vllm_would_give_it(source, embeds_renderer, 
         assert all(ours[name].dtype == theirs[name].dtype for name in theirs)
 
 
-async def test_grid_in_a_row_is_taken_as_one(source, embeds_renderer):
+async def test_one_dimensional_grid_is_accepted(source, embeds_renderer):
     fields = payload((1, 4, 6)) | {"image_grid_thw": saved(torch.tensor([[1, 4, 6]]))}
     (ours,) = tensors_of(await rendered(source, embeds_renderer, handed(fields)))
     assert ours["image_grid_thw"].tolist() == [1, 4, 6]
 
 
-async def test_a_batch_of_one_is_taken(source, embeds_renderer):
+async def test_leading_batch_dimension_of_one_is_accepted(source, embeds_renderer):
     fields = payload((1, 4, 6)) | {"image_embeds": saved(values(6)[None])}
     (ours,) = tensors_of(await rendered(source, embeds_renderer, handed(fields)))
     assert torch.equal(ours["image_embeds"], values(6))
@@ -156,7 +156,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_misshapen_embeddings_are_refused_before_vllm_sees_them(source, embeds_renderer, monkeypatch, name):
+async def test_wrongly_shaped_embeddings_are_rejected_before_vllm(source, embeds_renderer, monkeypatch, name):
     monkeypatch.setattr(embeds_renderer, "render_cmpl_async", None)  # fails its caller
     with pytest.raises(InvalidEmbeds) as raised:
         await rendered(source, embeds_renderer, handed(WRONG[name]))
@@ -164,26 +164,26 @@ async def test_misshapen_embeddings_are_refused_before_vllm_sees_them(source, em
 
 
 @pytest.mark.parametrize("modality", ["audio", "video"])
-async def test_embeddings_that_no_family_was_tried_with_are_refused(source, embeds_renderer, modality):
+async def test_embeddings_for_an_untested_model_family_are_rejected(source, embeds_renderer, modality):
     with pytest.raises(InvalidEmbeds, match=f"{modality}_embeds"):
         await rendered(source, embeds_renderer, handed(payload((1, 4, 6)), modality=modality))
 
 
-async def test_bytes_that_are_no_embeddings_are_refused(source, embeds_renderer):
+async def test_invalid_embedding_bytes_are_rejected(source, embeds_renderer):
     tensor = InlineTensor(TensorSpec("uint8", (3,)), b"abc")
     item = MediaPayload("image", "k", b"", (tensor,), media_type=EMBEDS_TYPE, param=PARAM)
     with pytest.raises(InvalidFeature):
         await rendered(source, embeds_renderer, item)
 
 
-async def test_worker_without_the_flag_takes_none(renderer):
+async def test_worker_without_the_flag_rejects_embeddings(renderer):
     reader = EmbedsReader(renderer.get_mm_processor(), renderer.model_config)
     data = handed(payload((1, 4, 6))).tensors[0].data
     with pytest.raises(InvalidEmbeds, match="--enable-mm-embeds"):
         reader.read("image", decode_embeds(data))
 
 
-async def test_what_the_renderer_made_is_held_against_the_placeholders(source, embeds_renderer):
+async def test_renderer_output_is_validated_against_the_placeholders(source, embeds_renderer):
     found = await rendered(source, embeds_renderer, handed(payload((1, 4, 6))))
     reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config)
     reader.check("image", found, 1)
@@ -194,7 +194,7 @@ async def test_what_the_renderer_made_is_held_against_the_placeholders(source, e
         reader.check("image", found, 1)
 
 
-async def test_families_that_take_embeddings_are_there():
+async def test_families_supporting_embeddings_exist():
     from vllm.model_executor.models import llava, llava_next, qwen2_5_vl, qwen2_vl
 
     there = {name for module in (llava, llava_next, qwen2_vl, qwen2_5_vl) for name in vars(module)}

@@ -166,7 +166,7 @@ def models(family_renderer):
 
 @pytest.mark.parametrize(("name", "modality"), CASES)
 @pytest.mark.parametrize("stage", ["features", "source"])
-def test_model_encodes_whatever_the_gate_accepts(models, name, modality, stage):
+def test_model_encodes_every_accepted_input(models, name, modality, stage):
     model = models(name)
     accepted = model.handed if stage == "features" else model.rendered
     num_accepted = 0
@@ -182,7 +182,7 @@ def test_model_encodes_whatever_the_gate_accepts(models, name, modality, stage):
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_options_that_the_model_can_take_are_honoured_in_every_stage(models, name):
+def test_supported_options_are_applied_in_every_stage(models, name):
     modality, options = HARMLESS[name]
     model = models(name)
     plain, asked = [model.handed(modality, canonical_options(o))[1] for o in ({}, options)]
@@ -192,7 +192,7 @@ def test_options_that_the_model_can_take_are_honoured_in_every_stage(models, nam
 
 @pytest.mark.parametrize("stage", ["features", "source"])
 @pytest.mark.parametrize("options", [{"patch_size": 1}, {"merge_size": 4}, {"temporal_patch_size": 1}], ids=str)
-def test_options_that_contradict_the_model_are_refused_as_invalid_in_every_stage(models, options, stage):
+def test_unsupported_options_are_rejected_as_invalid_in_every_stage(models, options, stage):
     model = models("qwen2_5_vl")
     accepted = model.handed if stage == "features" else model.rendered
     with pytest.raises(InvalidFeature):

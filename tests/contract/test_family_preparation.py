@@ -162,7 +162,7 @@ def in_ranges(found):
 
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
-def test_halves_give_what_the_whole_gives(halves, name, prompt):
+def test_split_processing_equals_whole_processing(halves, name, prompt):
     family = halves(name)
     expected = family.whole(prompt)
     items, assembled = family.prepared(prompt)
@@ -177,7 +177,7 @@ def test_halves_give_what_the_whole_gives(halves, name, prompt):
 
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
-def test_worker_takes_what_the_halves_made(halves, name, prompt):
+def test_worker_accepts_split_processing(halves, name, prompt):
     """Input that would terminate the engine is rejected; valid input for this model is accepted."""
     family = halves(name)
     items, assembled = family.prepared(prompt)
@@ -191,7 +191,7 @@ def test_worker_takes_what_the_halves_made(halves, name, prompt):
 
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
-def test_worker_takes_what_vllm_makes_of_the_whole(halves, name, prompt):
+def test_worker_accepts_vllms_whole_processing(halves, name, prompt):
     """Stages `decoded` and `url`; `{"do_resize":true}` represents options, which are validated more strictly."""
     family = halves(name)
     whole = family.whole(prompt)
@@ -202,7 +202,7 @@ def test_worker_takes_what_vllm_makes_of_the_whole(halves, name, prompt):
         family.checker.check_rendered(whole, media, options)
 
 
-def test_gemma3s_image_before_a_newline_is_refused_as_vllm_refuses_it(halves):
+def test_gemma3_image_before_a_newline_is_rejected_as_in_vllm(halves):
     """The newlines after an image and in the text merge into one token, which vLLM does not recognise."""
     prompt = ("image", "\nthen.")
     gemma3 = halves("gemma3")
@@ -215,12 +215,12 @@ def test_gemma3s_image_before_a_newline_is_refused_as_vllm_refuses_it(halves):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_may_be_prepared_item_by_item(halves, name):
+def test_family_supports_per_item_preparation(halves, name):
     assert supports_split(halves(name).renderer.get_mm_processor())
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "image" in family.limits])
-def test_warmed_processor_gives_an_image_the_tensors_of_a_cold_one(halves, name):
+def test_warm_processor_gives_the_same_tensors_as_a_cold_one(halves, name):
     cold = halves(name).processor
     warm = VllmProcessor(halves(name).renderer.get_mm_processor())
     warm.warm_up()

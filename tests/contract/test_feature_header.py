@@ -35,7 +35,7 @@ def equal(a: MultiModalKwargsItem, b: MultiModalKwargsItem) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (300, 700)])
-def test_item_survives_the_round_trip(dtype, shape):
+def test_item_round_trips(dtype, shape):
     tensor = torch.randint(0, 2, shape).to(getattr(torch, dtype))
     original = item(
         a=(tensor, MultiModalBatchedField(keep_on_cpu=True)),
@@ -47,7 +47,7 @@ def test_item_survives_the_round_trip(dtype, shape):
     assert equal(decode_item(header, buffers), original)
 
 
-def test_large_tensors_are_views_of_the_bytes_given():
+def test_large_tensors_are_views_of_the_input_bytes():
     original = item(pixels=(torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8), MultiModalBatchedField()))
     header, _, (buffer,) = encode_item(original)
     arena = bytearray(buffer)
@@ -62,13 +62,13 @@ def test_tensor_over_a_read_only_mapping_does_not_warn():
     assert decode_item(header, [memoryview(bytes(buffer))])["pixels"].data.sum() == INLINE_BYTES + 1
 
 
-def test_strided_view_is_sent_dense():
+def test_strided_view_is_made_contiguous():
     strided = torch.arange(INLINE_BYTES).view(64, -1).t()
     header, _, buffers = encode_item(item(x=(strided, MultiModalBatchedField())))
     assert torch.equal(decode_item(header, buffers)["x"].data, strided)
 
 
-def test_header_alone_keeps_small_tensors_and_large_shapes():
+def test_header_contains_small_tensors_and_shapes_of_large_ones():
     original = item(
         grid=(torch.tensor([1, 4, 6]), MultiModalBatchedField()),
         pixels=(torch.ones(100, 1176, dtype=torch.uint8), MultiModalBatchedField()),
@@ -80,7 +80,7 @@ def test_header_alone_keeps_small_tensors_and_large_shapes():
     assert assembled["pixels"].data.untyped_storage().nbytes() == 1
 
 
-def test_items_of_one_header_share_what_it_holds_and_nothing_else():
+def test_items_of_one_header_share_only_its_contents():
     pixels = torch.ones(100, 1176, dtype=torch.uint8)
     original = item(grid=(torch.tensor([1, 4, 6]), MultiModalBatchedField()), pixels=(pixels, MultiModalBatchedField()))
     header, _, (buffer,) = encode_item(original)
@@ -92,7 +92,7 @@ def test_items_of_one_header_share_what_it_holds_and_nothing_else():
 
 
 @pytest.mark.parametrize("datas", [[], [b"x" * 99], [b"x" * (INLINE_BYTES * 4 + 4)]], ids=["none", "short", "long"])
-def test_tensors_that_do_not_fit_are_found_without_making_the_item(datas):
+def test_mismatched_tensors_are_detected_without_building_the_item(datas):
     header, _, (buffer,) = encode_item(item(x=(torch.zeros(INLINE_BYTES), MultiModalBatchedField())))
     check_tensors(header, [buffer])
     with pytest.raises(InvalidFeature):
@@ -102,13 +102,13 @@ def test_tensors_that_do_not_fit_are_found_without_making_the_item(datas):
 @pytest.mark.parametrize(
     "damage", [lambda h: h[:-1], lambda h: b"", lambda h: b"\xc1" + h, lambda h: h.replace(b"batched", b"pickled")]
 )
-def test_damaged_header_is_an_invalid_feature(damage):
+def test_corrupt_header_raises_invalid_feature(damage):
     header, _, buffers = encode_item(item(x=(torch.zeros(9), MultiModalBatchedField())))
     with pytest.raises(InvalidFeature):
         decode_item(damage(header), buffers)
 
 
-def test_missing_or_short_tensor_is_an_invalid_feature():
+def test_missing_or_short_tensor_raises_invalid_feature():
     header, _, (buffer,) = encode_item(item(x=(torch.zeros(INLINE_BYTES), MultiModalBatchedField())))
     with pytest.raises(InvalidFeature):
         decode_item(header, [])
@@ -116,6 +116,6 @@ def test_missing_or_short_tensor_is_an_invalid_feature():
         decode_item(header, [buffer[:-1]])
 
 
-def test_dtype_without_wire_form_is_refused():
+def test_dtype_without_wire_format_is_rejected():
     with pytest.raises(PreparationFailed, match="complex64"):
         encode_item(item(x=(torch.zeros(2, dtype=torch.complex64), MultiModalBatchedField())))

@@ -16,7 +16,7 @@ def app():
 
 
 @pytest.mark.parametrize("answer", [(200, b""), (200, b'{"status":"degraded"}'), (503, b'{"status":"unavailable"}')])
-def test_health_is_ours_and_everything_else_of_it_vllms(app, answer):
+def test_health_route_is_replaced_and_keeps_vllms_schema(app, answer):
     schema = FastAPI.openapi(app)
     app.openapi_schema = None
     _add_health(app, lambda: answer)

@@ -51,7 +51,7 @@ PHOTOGRAPHS = [
 
 
 @pytest.mark.parametrize(("package", "path"), PHOTOGRAPHS, ids=[path.rpartition("/")[2] for _, path in PHOTOGRAPHS])
-def test_real_photographs_are_exact(package, path):
+def test_real_photographs_match_vllm_exactly(package, path):
     data = importlib.resources.files(package).joinpath(path).read_bytes()
     assert_exact(data)
     assert ours(data).std() > 10  # it shows something
@@ -84,13 +84,13 @@ def encode(image: Image.Image, kind: str, orientation: int | None = None, **opti
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_jpeg(mode, orientation, size):
+def test_jpeg_matches_vllm(mode, orientation, size):
     assert_exact(encode(picture(mode, size), "JPEG", orientation))
 
 
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 @pytest.mark.parametrize("size", [(1001, 601), (601, 1001)], ids=str)
-def test_large_jpeg(size, orientation):
+def test_large_jpeg_matches_vllm(size, orientation):
     """Quarter turns of large images use our code, of small ones Pillow's."""
     assert_exact(encode(picture("RGB", size), "JPEG", orientation))
 
@@ -99,18 +99,18 @@ def test_large_jpeg(size, orientation):
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 @pytest.mark.parametrize("quality", [5, 60, 95, 100])
 @pytest.mark.parametrize("progressive", [False, True])
-def test_jpeg_codings(progressive, quality, subsampling, size):
+def test_jpeg_codings_match_vllm(progressive, quality, subsampling, size):
     image = picture("RGB", size)
     assert_exact(encode(image, "JPEG", quality=quality, subsampling=subsampling, progressive=progressive))
 
 
 @pytest.mark.parametrize("options", [{"keep_rgb": True}, {"optimize": True}, {"restart_marker_rows": 1}], ids=str)
-def test_jpeg_variants(options):
+def test_jpeg_variants_match_vllm(options):
     assert_exact(encode(picture("RGB", (101, 67)), "JPEG", **options))
 
 
 @pytest.mark.parametrize("orientation", [None, 6])
-def test_multi_picture_jpeg_of_a_phone(orientation):
+def test_multi_picture_format_jpeg_matches_vllm(orientation):
     data = encode(picture("RGB", (64, 48)), "MPO", save_all=True, append_images=[picture("RGB", (32, 24), 1)])
     if orientation is not None:
         exif = Image.Exif()
@@ -124,48 +124,48 @@ def test_multi_picture_jpeg_of_a_phone(orientation):
 @pytest.mark.parametrize("orientation", [None, 6])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_png(size, mode, orientation):
+def test_png_matches_vllm(size, mode, orientation):
     assert_exact(encode(picture(mode, size), "PNG", orientation))
 
 
 @pytest.mark.parametrize(
     ("mode", "transparency"), [("P", 3), ("P", bytes(range(256))), ("L", 7), ("RGB", (10, 20, 30)), ("1", 1)], ids=str
 )
-def test_png_with_a_transparent_colour(mode, transparency):
+def test_png_with_a_transparent_colour_matches_vllm(mode, transparency):
     assert_exact(encode(picture(mode, (33, 17)), "PNG", transparency=transparency))
 
 
 @pytest.mark.parametrize("orientation", [None, 3, 8])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
 @pytest.mark.parametrize("options", [{}, {"lossless": True}], ids=str)
-def test_webp(options, mode, orientation):
+def test_webp_matches_vllm(options, mode, orientation):
     assert_exact(encode(picture(mode, (37, 21)), "WEBP", orientation, **options))
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
 @pytest.mark.parametrize("orientation", [None, 2, 6])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
-def test_avif(mode, orientation):
+def test_avif_matches_vllm(mode, orientation):
     assert_exact(encode(picture(mode, (37, 21)), "AVIF", orientation))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "RGBA"])
-def test_bmp(mode):
+def test_bmp_matches_vllm(mode):
     assert_exact(encode(picture(mode, (37, 21)), "BMP"))
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB", "RGBA"])
-def test_gif(mode):
+def test_gif_matches_vllm(mode):
     assert_exact(encode(picture(mode, (37, 21)), "GIF"))
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "AVIF"])
-def test_first_frame_of_an_animation(kind):
+def test_first_frame_of_an_animation_matches_vllm(kind):
     frames = [picture("RGB", (20, 30), seed) for seed in range(4)]
     assert_exact(encode(frames[0], kind, save_all=True, append_images=frames[1:], duration=50))
 
 
-def test_orientation_in_xmp():
+def test_orientation_in_xmp_matches_vllm():
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     data = encode(picture("RGB", (64, 48)), "JPEG", xmp=xmp)
     assert by_vllm(data).shape == (64, 48, 3)
@@ -174,7 +174,7 @@ def test_orientation_in_xmp():
 
 @pytest.mark.parametrize("orientation", [6, 8])
 @pytest.mark.parametrize("damage", range(0, 60, 3))
-def test_damaged_exif(damage, orientation):
+def test_damaged_exif_matches_vllm(damage, orientation):
     """Pillow gives up on some metadata half-way and leaves the image unrotated."""
     exif = Image.Exif()
     exif[ORIENTATION_TAG] = orientation
@@ -190,7 +190,7 @@ def test_damaged_exif(damage, orientation):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_files_that_vllm_refuses_are_refused(kind):
+def test_files_rejected_by_vllm_are_rejected(kind):
     data = encode(picture("RGB", (64, 48)), kind)
     for length in (len(data) // 2, len(data) * 3 // 4):
         with pytest.raises(ValueError, match="Failed to load image"):
@@ -200,7 +200,7 @@ def test_files_that_vllm_refuses_are_refused(kind):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_jpeg_with_flipped_bytes_is_judged_alike(seed):
+def test_jpeg_with_flipped_bytes_is_accepted_or_rejected_as_in_vllm(seed):
     rng = np.random.default_rng(seed)
     raw = bytearray(encode(picture("RGB", (64, 48)), "JPEG", progressive=bool(seed % 2), quality=70))
     start = raw.find(b"\xff\xda")

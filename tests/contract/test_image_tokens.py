@@ -54,12 +54,12 @@ def in_prompt(engine_processor, item, options=b"{}"):
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_families_that_say_the_tokens_of_an_image(processor, name):
+def test_families_predicting_image_tokens(processor, name):
     assert processor(name)._tokens.is_trusted == SAYS[name]
 
 
 @pytest.mark.parametrize("name", [name for name, says in SAYS.items() if says])
-def test_what_is_said_is_never_more_than_what_stands_in_a_prompt(processor, name):
+def test_predicted_tokens_never_exceed_those_in_the_prompt(processor, name):
     one = processor(name)
     for width, height in SIZES:
         item = one.process(Image(np.zeros((height, width, 3), np.uint8)), b"{}")
@@ -70,7 +70,7 @@ def test_what_is_said_is_never_more_than_what_stands_in_a_prompt(processor, name
             assert said == actual
 
 
-def test_size_is_refused_in_vllms_words_when_no_prompt_is_so_long(processor):
+def test_image_too_large_for_any_prompt_gives_vllms_error(processor):
     one = processor("qwen2_5_vl")
     one.check_size((200, 200), b"{}")
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_size_is_refused_in_vllms_words_when_no_prompt_is_so_long(processor):
         one.check_size((7000, 7000), b"{}")
 
 
-def test_options_that_make_an_image_smaller_count(processor):
+def test_options_that_shrink_an_image_are_considered(processor):
     one = processor("qwen2_5_vl")
     tiny = canonical_options({"size": {"longest_edge": 50_000, "shortest_edge": 3136}})
     one.check_size((7000, 7000), tiny)
@@ -90,16 +90,16 @@ def test_options_that_make_an_image_smaller_count(processor):
 @pytest.mark.parametrize(
     "options", [{"do_resize": False}, {"anything": 1}, {"size": "large"}, {"size": {"longest_edge": -1}}]
 )
-def test_nothing_is_refused_by_options_that_are_not_understood(processor, options):
+def test_unknown_options_cause_no_rejection(processor, options):
     processor("qwen2_5_vl").check_size((7000, 7000), canonical_options(options))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 100_000), (0, 0)])
-def test_size_that_the_family_refuses_is_left_to_its_processor(processor, size):
+def test_size_unsupported_by_the_family_is_left_to_its_processor(processor, size):
     assert processor("qwen2_5_vl").check_size(size, b"{}") is None
 
 
-def test_who_says_more_than_there_is_is_not_believed(processor):
+def test_prediction_exceeding_the_actual_tokens_is_disabled(processor):
     engine_processor = processor("qwen2_5_vl")._processor
     items = [processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")]
     tokens = ImageTokens(engine_processor, 1)
@@ -112,14 +112,14 @@ def test_who_says_more_than_there_is_is_not_believed(processor):
 @pytest.mark.parametrize(
     "options", [{"return_tensors": "np"}, {"return_tensors": "nonsense"}, {"patch_size": "x"}, {"merge_size": 0}]
 )
-def test_options_that_break_a_processor_are_the_clients_error(processor, options):
+def test_options_that_break_a_processor_are_client_errors(processor, options):
     from medialane.core.errors import InvalidRequest
 
     with pytest.raises(InvalidRequest):
         processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options))
 
 
-def test_tokens_of_a_size_are_counted_once():
+def test_tokens_per_size_are_computed_once():
     asked = []
 
     def get_num_image_tokens(*, image_width, image_height):

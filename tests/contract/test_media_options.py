@@ -23,7 +23,7 @@ def video_options(options):
     return {"video": options}
 
 
-def test_nobody_says_anything():
+def test_defaults_apply_without_any_options():
     assert final() == {}
     assert final(request={}) == {}
 
@@ -42,7 +42,7 @@ def test_nobody_says_anything():
         ({"backend": "opencv"}, {}, {"fps": 2}, {"backend": "opencv", "fps": 2}),
     ],
 )
-def test_item_beats_request_beats_model_by_vllms_rules(model, request_, item, expected):
+def test_precedence_is_item_request_model_as_in_vllm(model, request_, item, expected):
     if expected == "all":
         expected = {"max_duration": 60, "frame_recovery": True, "fps": 2}
     assert final(item, model=video_options(model), request=video_options(request_)) == expected
@@ -51,14 +51,14 @@ def test_item_beats_request_beats_model_by_vllms_rules(model, request_, item, ex
 
 
 @pytest.mark.parametrize("item", [{}, {"fps": 2}, {"num_frames": 3}, {"max_frames": 5}])
-def test_request_may_come_merged_with_the_model_already(item):
+def test_request_options_may_already_include_the_models(item):
     model = {"video": {"num_frames": 16, "backend": "opencv", "hw_decoders": 2}, "image": {"image_mode": "RGB"}}
     request = {"video": {"fps": 1}}
     merged = merge_media_io_kwargs(model, request)
     assert final(item, model=model, request=merged) == final(item, model=model, request=request)
 
 
-def test_merging_the_final_options_over_the_models_changes_nothing():
+def test_merging_final_options_with_the_models_is_idempotent():
     model = {"num_frames": 16, "max_duration": 60}
     found = final({"fps": 2, "max_frames": 8}, model=video_options(model), request={"video": {"min_frames": 2}})
     assert VideoMediaIO.merge_kwargs(model, found) == found
@@ -79,17 +79,17 @@ def test_merging_the_final_options_over_the_models_changes_nothing():
         ({"num_frames": 100}, {"max_frames": 64, "num_frames": 7}, 7),
     ],
 )
-def test_most_frames_of_an_item_cap_their_number(model, item, num_frames):
+def test_max_frames_of_an_item_caps_num_frames(model, item, num_frames):
     found = final(item, model=video_options(model))
     assert found.get("num_frames") == num_frames
     assert found["max_frames"] == item["max_frames"]
 
 
-def test_most_frames_of_a_request_are_the_samplers():
+def test_max_frames_of_a_request_is_passed_to_the_sampler():
     assert final(request=video_options({"max_frames": 8})) == {"max_frames": 8}
 
 
-def test_default_number_of_frames_is_vllms():
+def test_default_num_frames_equals_vllms():
     assert inspect.signature(VideoMediaIO).parameters["num_frames"].default == DEFAULT_NUM_FRAMES
 
 
@@ -134,7 +134,7 @@ def test_default_number_of_frames_is_vllms():
     ],
 )
 @pytest.mark.parametrize("asked_of", ["image", "video", "audio"])
-def test_what_a_client_may_not_set_is_named(asked_of, modality, key, value):
+def test_forbidden_option_is_named(asked_of, modality, key, value):
     with pytest.raises(InvalidRequest) as raised:
         final(modality=asked_of, request={modality: {key: value}})
     assert raised.value.param == f"media_io_kwargs.{modality}.{key}"
@@ -143,20 +143,20 @@ def test_what_a_client_may_not_set_is_named(asked_of, modality, key, value):
 @pytest.mark.parametrize(
     ("request_", "param"), [({"smell": {}}, "smell"), ({"video": 3}, "video"), ({"video": [1]}, "video")]
 )
-def test_options_of_another_form_are_refused(request_, param):
+def test_malformed_options_are_rejected(request_, param):
     with pytest.raises(InvalidRequest) as raised:
         final(request=request_)
     assert raised.value.param == f"media_io_kwargs.{param}"
 
 
 @pytest.mark.parametrize("modality", ["image", "audio"])
-def test_image_and_audio_have_no_options_of_their_own(modality):
+def test_image_and_audio_have_no_per_item_options(modality):
     model = {"video": {"fps": 1}, "image": {"image_mode": "RGB"}}
     request = {"image": {"image_mode": "RGB", "rgba_background_color": [255, 255, 255]}, "video": {"fps": 2}}
     assert final(modality=modality, model=model, request=request) == {}
 
 
-def test_what_a_client_may_say_of_an_image_is_vllms_default():
+def test_permitted_image_options_are_vllms_defaults():
     image_io = ImageMediaIO()
     assert (image_io.image_mode, image_io.rgba_background_color) == ("RGB", (255, 255, 255))
 
@@ -173,7 +173,7 @@ def started(options):
         {"image": {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)}, "audio": {"audio_backend": "auto"}},
     ],
 )
-def test_operators_options_that_are_honoured(options):
+def test_supported_operator_options_are_applied(options):
     assert started(options) is None
     assert check_model_io(SimpleNamespace(multimodal_config=None)) is None
 
@@ -191,7 +191,7 @@ def test_operators_options_that_are_honoured(options):
         ("smell", "strength", 1),
     ],
 )
-def test_operators_options_that_are_not_honoured_end_the_start(modality, key, value):
+def test_unsupported_operator_options_fail_the_start(modality, key, value):
     with pytest.raises(StartupFailed, match=rf"{modality}\.{key}.*--stage url"):
         started({modality: {key: value}})
 

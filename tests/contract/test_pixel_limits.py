@@ -21,7 +21,7 @@ PARAM = "messages[0].content[0].image_url"
         ({"images_kwargs": {"max_pixels": 200_704}}, {"image": 200_704, "video": 12_845_056}),
     ],
 )
-def test_operators_limit_or_the_models(tiny_model, options, expected):
+def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     args = ["--max-model-len=8192"] + ([] if options is None else [f"--mm-processor-kwargs={json.dumps(options)}"])
     config = create_model_config(parse_vllm_args(str(tiny_model), args))
     assert max_pixels_of(MULTIMODAL_REGISTRY.create_processor(config)) == expected
@@ -38,12 +38,12 @@ def test_operators_limit_or_the_models(tiny_model, options, expected):
         ({"min_pixels": 20, "max_pixels": 50}, None, {}),
     ],
 )
-def test_item_can_only_lower_the_limit(item, most, expected):
+def test_item_options_can_only_lower_the_limit(item, most, expected):
     assert json.loads(item_options(json.dumps(item).encode(), most, PARAM)) == expected
 
 
 @pytest.mark.parametrize(("item", "most"), [({"min_pixels": 101}, 100), ({"min_pixels": 51, "max_pixels": 50}, 100)])
-def test_least_above_the_most_is_refused(item, most):
+def test_min_pixels_above_max_pixels_is_rejected(item, most):
     with pytest.raises(InvalidRequest) as raised:
         item_options(json.dumps(item).encode(), most, PARAM)
     assert raised.value.param == f"{PARAM}.min_pixels"

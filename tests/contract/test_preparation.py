@@ -60,7 +60,7 @@ def assert_same(item, expected):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_one_image_alone_has_the_tensors_of_the_whole_request(renderer, processor, size):
+def test_single_image_gives_the_same_tensors_as_in_a_request(renderer, processor, size):
     array = pixels(*size)
     expected = whole(renderer, prompt(renderer, 1), [array])
     item = processor.process(Image(array), b"{}")
@@ -69,7 +69,7 @@ def test_one_image_alone_has_the_tensors_of_the_whole_request(renderer, processo
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembler, count):
+def test_prompt_assembled_from_headers_equals_vllm(renderer, processor, assembler, count):
     arrays = [pixels(200 + 90 * i, 400 - 40 * i, seed=i) for i in range(count)]
     ids = prompt(renderer, count)
     expected = whole(renderer, ids, arrays)
@@ -84,7 +84,7 @@ def test_prompt_assembled_from_headers_equals_vllms(renderer, processor, assembl
 
 
 @pytest.mark.parametrize("size", [*SIZES, (4, 40), (40, 4), (3, 300), (300, 3)], ids=str)
-def test_pixels_given_as_a_tensor_have_the_tensors_of_the_whole_request(renderer, size):
+def test_tensor_input_gives_the_same_tensors_as_in_a_request(renderer, size):
     processor = VllmProcessor(renderer.get_mm_processor())
     processor.warm_up()
     assert processor._accepts_tensors  # this model's image processor is torch-based: the fast path is used
@@ -95,7 +95,7 @@ def test_pixels_given_as_a_tensor_have_the_tensors_of_the_whole_request(renderer
     )
 
 
-def test_processor_that_gives_something_else_for_tensors_gets_pillow_images(renderer):
+def test_processor_with_different_results_for_tensors_gets_pillow_images(renderer):
     class Different(VllmProcessor):
         def _process(self, media, options, *, as_tensor):
             if as_tensor:
@@ -127,13 +127,13 @@ def test_processor_options_reach_the_processor(renderer, processor):
     assert item.specs != processor.process(Image(array), b"{}").specs
 
 
-def test_image_that_the_model_refuses_is_the_clients_error(processor):
+def test_image_rejected_by_the_model_is_a_client_error(processor):
     with pytest.raises(InvalidImage):
         processor.process(Image(pixels(1000, 2)), b"{}")  # an aspect ratio over 200
 
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
-def test_items_of_different_options_are_placed_by_their_grids(renderer, processor, assembler):
+def test_items_with_different_options_are_placed_by_their_grids(renderer, processor, assembler):
     assert assembler.accepts_item_options
     array = pixels(800, 600)
     small, large = processor.process(Image(array), b'{"max_pixels":40000}'), processor.process(Image(array), b"{}")
@@ -150,20 +150,20 @@ def test_prompt_without_its_placeholder_is_rejected(renderer, processor, assembl
         assembler.assemble([1, 2, 3], (Feature("image", "a", item.header, (), item.size),), b"{}")
 
 
-def test_assembling_leaves_the_processor_as_it_was(renderer, processor, assembler):
+def test_assembly_does_not_change_the_processor(renderer, processor, assembler):
     item = processor.process(Image(pixels(64, 64)), b"{}")
     before = dict(vars(renderer.get_mm_processor()))
     assembler.assemble(prompt(renderer, 1), (Feature("image", "a", item.header, (), item.size),), b"{}")
     assert dict(vars(renderer.get_mm_processor())) == before
 
 
-def test_stand_in_has_a_size_and_no_memory():
+def test_stand_in_has_a_size_but_no_memory():
     image = stand_in("image", MediaSize(width=4000, height=3000))
     assert image.shape == (3000, 4000, 3)
     assert image.base.nbytes == 3
 
 
-def test_family_that_keeps_the_heavy_step_may_be_split(renderer):
+def test_only_families_keeping_the_cached_hf_step_may_be_split(renderer):
     assert supports_split(renderer.get_mm_processor())
     overriding = type("Overriding", (), {"_cached_apply_hf_processor": lambda self: None})()
     assert not supports_split(overriding)

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 
-async def test_image_reaches_the_gateway_as_the_reference_that_intake_made(server):
+async def test_image_is_passed_to_the_gateway_as_intakes_reference(server):
     response = await server.chat(image(), image("http://host.example/b.png"), mm_processor_kwargs={"a": 1})
     assert response.status_code == 200, response.text
     (prompt,) = server.backend.prompts
@@ -54,14 +54,14 @@ async def test_image_reaches_the_gateway_as_the_reference_that_intake_made(serve
     assert prompt.options == b'{"a":1}'
 
 
-async def test_options_of_an_item_reach_the_gateway_within_the_models_limits(server):
+async def test_item_options_are_passed_to_the_gateway_within_model_limits(server):
     part = {"type": "image_url", "image_url": {"url": DATA_URL, "max_pixels": 50_000_000, "detail": "high", "fps": 3}}
     assert (await server.chat(part)).status_code == 200
     (item,) = server.backend.prompts[0].items
     assert (item.io, item.options) == (b"{}", b'{"max_pixels":12845056}')
 
 
-async def test_options_of_a_video_reach_the_gateway_over_the_requests(server):
+async def test_video_options_override_the_requests(server):
     part = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4", "fps": 2, "max_frames": 64}}
     io = {"video": {"num_frames": 8, "frame_recovery": True}}
     server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
@@ -71,13 +71,13 @@ async def test_options_of_a_video_reach_the_gateway_over_the_requests(server):
 
 
 @pytest.mark.parametrize(("modality", "key", "value"), [("video", "backend", "x"), ("image", "image_mode", None)])
-async def test_option_that_a_request_may_not_set_is_named(server, modality, key, value):
+async def test_forbidden_request_option_is_named(server, modality, key, value):
     response = await server.chat(image(), media_io_kwargs={modality: {key: value}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == f"media_io_kwargs.{modality}.{key}"
 
 
-async def test_images_of_anthropics_messages_reach_the_gateway(server):
+async def test_images_of_anthropic_messages_are_passed_to_the_gateway(server):
     base64_source = {"type": "base64", "media_type": "image/png", "data": BASE64}
     link = {"type": "image", "source": {"type": "url", "url": "http://host.example/b.png"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": base64_source}]}
@@ -94,7 +94,7 @@ async def test_images_of_anthropics_messages_reach_the_gateway(server):
     assert [item.data or item.url for item in prompt.items] == [DATA, "http://host.example/b.png", DATA]
 
 
-async def test_images_of_a_batch_reach_the_gateway(server):
+async def test_images_of_a_batch_are_passed_to_the_gateway(server):
     conversation = server.body(image())["messages"]
     body = server.body() | {"messages": [conversation, conversation]}
     response = await server.client.post("/v1/chat/completions/batch", json=body)
@@ -107,7 +107,7 @@ async def test_images_of_a_batch_reach_the_gateway(server):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_report_is_in_every_kind_of_answer(server, path, stream):
+async def test_report_is_in_every_kind_of_response(server, path, stream):
     text = "input" if path == "/v1/responses" else "messages"
     body = {"model": server.model, "max_tokens": 8, text: [{"role": "user", "content": "look"}], "stream": stream}
     response = await server.client.post(path, json={**body, "medialane": {"report": True}})
@@ -118,7 +118,7 @@ async def test_report_is_in_every_kind_of_answer(server, path, stream):
     assert "lift" in told["times_ms"]
 
 
-async def test_what_the_gateway_prepared_reaches_generate_and_the_answer_the_client(server):
+async def test_prepared_prompt_reaches_generate_and_the_output_reaches_the_client(server):
     server.backend.tokens = [11]
     response = await server.chat(image())
     (request,), (prepared,) = server.backend.requests, server.backend.prepared
@@ -129,7 +129,7 @@ async def test_what_the_gateway_prepared_reaches_generate_and_the_answer_the_cli
     assert answer["usage"]["prompt_tokens"] == len(prepared.token_ids)
 
 
-async def test_text_is_not_prepared(server):
+async def test_text_prompt_is_not_prepared(server):
     assert (await server.chat()).status_code == 200
     assert server.backend.prompts == []
     assert server.backend.prepared == [None]
@@ -145,7 +145,7 @@ async def test_stream_runs_in_the_scope_that_prepared_it(server):
     assert server.backend.scopes[0] is server.backend.scopes[1]
 
 
-async def test_scope_lets_go_of_the_requests_media_at_its_end(server):
+async def test_scope_releases_the_media_of_its_request(server):
     await server.chat(image())
     assert server.backend.scopes[0].extracted.refs == ()
 
@@ -166,7 +166,7 @@ async def test_truncation_moves_placeholders(server):
     assert span == [server.backend.image_token] * NUM_EMBEDS
 
 
-async def test_truncation_that_would_cut_an_image_is_refused(server):
+async def test_truncation_within_an_image_is_rejected(server):
     images = [image()] * 8
     await server.chat(*images)
     unexpanded = len(server.backend.prompts[0].token_ids)
@@ -183,14 +183,14 @@ async def test_tokenize_counts_expanded_images(server):
 
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "data:video/mp4;base64,AAAA"])
-async def test_video_is_the_gateways_to_fetch(server, url):
+async def test_video_is_fetched_by_the_gateway(server, url):
     server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     await server.chat({"type": "video_url", "video_url": {"url": url}})
     (item,) = server.backend.prompts[0].items
     assert (item.modality, item.url or item.data) == ("video", url if url.startswith("http") else bytes(3))
 
 
-async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(server):
+async def test_vllms_connector_resolves_references_and_fetches_nothing_itself(server):
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
     connector = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR, media_io_kwargs={})
@@ -215,7 +215,7 @@ async def test_every_fetch_of_vllms_connector_finds_a_reference_or_is_closed(ser
     assert public - embeddings == {*closed, *opened, "load_from_url", "load_from_url_async"}
 
 
-async def test_image_in_json_that_only_python_reads_is_a_reference_too(server):
+async def test_image_in_non_strict_json_becomes_a_reference(server):
     body = json.dumps(server.body(image("http://169.254.169.254/"), x=float("nan")))
     headers = {"content-type": "application/json"}
     response = await server.client.post("/v1/chat/completions", content=body, headers=headers)
@@ -231,7 +231,7 @@ def embeds(*, name="image_embeds", **more):
 
 
 @pytest.mark.parametrize("more", [{}, {"uuid": None}, {"uuid": "mine"}])
-async def test_embeddings_reach_the_gateway_as_the_reference_that_intake_made(server, more):
+async def test_embeddings_are_passed_to_the_gateway_as_intakes_reference(server, more):
     response = await server.chat(embeds(**more), embeds(**more))
     assert response.status_code == 200, response.text
     (prompt,) = server.backend.prompts
@@ -240,7 +240,7 @@ async def test_embeddings_reach_the_gateway_as_the_reference_that_intake_made(se
     assert prompt.token_ids.count(server.backend.image_token) == 2
 
 
-async def test_embeddings_beside_another_modality_keep_their_places(server):
+async def test_embeddings_with_another_modality_keep_their_positions(server):
     server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     clip = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4"}}
     await server.chat(clip, embeds())
@@ -248,14 +248,14 @@ async def test_embeddings_beside_another_modality_keep_their_places(server):
     assert found == {"image": True, "video": False}
 
 
-async def test_images_and_their_embeddings_are_not_mixed_as_vllm_has_it(server):
+async def test_mixing_images_and_image_embeddings_is_rejected_as_in_vllm(server):
     response = await server.chat(image(), embeds())
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "image_embeds"
     assert server.backend.prompts == []
 
 
-async def test_embeddings_need_vllms_flag(server, monkeypatch):
+async def test_embeddings_require_vllms_flag(server, monkeypatch):
     config = server.frontend.renderer.model_config.multimodal_config
     monkeypatch.setattr(config, "enable_mm_embeds", False)
     response = await server.chat(embeds())
@@ -263,7 +263,7 @@ async def test_embeddings_need_vllms_flag(server, monkeypatch):
     assert "--enable-mm-embeds" in response.json()["error"]["message"]
 
 
-async def test_embeddings_that_intake_does_not_know_are_not_read(server, monkeypatch):
+async def test_embeddings_unknown_to_intake_are_not_read(server, monkeypatch):
     monkeypatch.setattr("torch.load", None)
     part = {"type": "image_embeds", "uuid": "u", "image_embeds": {"image_embeds": "AAAA", "image_url": "x"}}
     response = await server.chat(part)
@@ -275,7 +275,7 @@ def by_uuid(uuid="mine", name="image_url", **more):
     return {"type": name, name: None, "uuid": uuid, **more}
 
 
-async def test_image_by_a_uuid_that_is_not_known_is_refused_by_name(server):
+async def test_unknown_image_uuid_error_names_the_uuid(server):
     response = await server.chat(by_uuid())
     assert response.status_code == 400
     error = response.json()["error"]
@@ -291,7 +291,7 @@ async def test_item_without_content_or_uuid_is_empty(server, uuids):
 
 
 @pytest.mark.parametrize("options", [{"return_tensors": "np"}, {"images_kwargs": {"return_tensors": "np"}}])
-async def test_options_that_vllm_sets_itself_are_refused_by_name(server, options):
+async def test_options_reserved_by_vllm_are_rejected_by_name(server, options):
     response = await server.chat(image(), mm_processor_kwargs=options)
     error = response.json()["error"]
     assert response.status_code == 400
@@ -301,7 +301,7 @@ async def test_options_that_vllm_sets_itself_are_refused_by_name(server, options
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_item_too_long_for_any_prompt_is_answered_as_vllm_answers_a_prompt(server, stream):
+async def test_item_too_long_for_any_prompt_gives_vllms_prompt_error(server, stream):
     server.backend.error, server.backend.error_at = PromptTooLong("The decoder prompt (length 9) is longer"), "prepare"
     refused = await server.chat(image(), stream=stream)
     server.backend.error = PromptRejected("The decoder prompt (length 9) is longer")
@@ -311,7 +311,7 @@ async def test_item_too_long_for_any_prompt_is_answered_as_vllm_answers_a_prompt
     assert refused.json() == by_engine.json()
 
 
-async def test_image_by_a_uuid_that_is_known_is_the_content_it_stands_for(server):
+async def test_known_image_uuid_resolves_to_its_content(server):
     server.backend.known = {"mine": "c" * 64}
     response = await server.chat(image(), by_uuid(), image("http://host.example/b.png", uuid="other"))
     assert response.status_code == 200, response.text
@@ -324,7 +324,7 @@ async def test_image_by_a_uuid_that_is_known_is_the_content_it_stands_for(server
     assert [item.alias and item.alias.uuid for item in items] == [None, "mine", "other"]
 
 
-async def test_embeddings_by_a_uuid_that_is_known(server):
+async def test_known_embeddings_uuid_resolves_to_its_content(server):
     server.backend.known = {"mine": "c" * 64}
     response = await server.chat(embeds(), by_uuid(name="image_embeds"))
     assert response.status_code == 200, response.text
@@ -332,13 +332,13 @@ async def test_embeddings_by_a_uuid_that_is_known(server):
 
 
 @pytest.mark.parametrize("uuid", ["medialane:0", "medialane:7", "", 7])
-async def test_uuid_is_never_taken_for_a_reference(server, uuid):
+async def test_uuid_is_never_mistaken_for_a_reference(server, uuid):
     response = await server.chat(image(), by_uuid(uuid))
     assert response.status_code == 400
     assert server.backend.prompts == []
 
 
-async def test_video_by_uuid_has_the_requests_options(server):
+async def test_video_by_uuid_uses_the_requests_options(server):
     server.backend.known = {"mine": "c" * 64}
     server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
     await server.chat(by_uuid(name="video_url"), media_io_kwargs={"video": {"num_frames": 8}})
@@ -348,14 +348,14 @@ async def test_video_by_uuid_has_the_requests_options(server):
 
 @pytest.mark.parametrize("field", ["mm_processor_kwargs", "media_io_kwargs"])
 @pytest.mark.parametrize("value", ["x" * 1_400_000, list(range(5000))], ids=["bytes", "values"])
-async def test_options_of_a_request_are_bounded(server, field, value):
+async def test_request_options_are_bounded(server, field, value):
     response = await server.chat(image(), **{field: {"image": {"any": value}}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
     assert server.backend.prompts == []
 
 
-async def test_error_while_preparing_is_answered_as_openai_does(server):
+async def test_error_while_preparing_has_openais_format(server):
     server.backend.error, server.backend.error_at = InvalidImage("broken", param="messages[0].content[1]"), "prepare"
     before = server.num_errors("invalid_image")
     response = await server.chat(image())
@@ -381,7 +381,7 @@ async def test_error_while_generating_keeps_status_and_retry_after(server):
     assert server.num_errors("arena_full") == before + 1
 
 
-async def test_error_within_a_stream_is_its_last_event(server):
+async def test_error_in_a_stream_is_its_last_event(server):
     server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "stream"
     response = await server.chat(stream=True)
     assert response.status_code == 200
@@ -392,7 +392,7 @@ async def test_error_within_a_stream_is_its_last_event(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_without_a_worker_no_answer_begins(server, stream):
+async def test_without_a_worker_no_response_starts(server, stream):
     server.backend.ready = False
     response = await server.chat(stream=stream)
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
@@ -402,33 +402,33 @@ async def test_without_a_worker_no_answer_begins(server, stream):
     assert (await server.client.get("/health")).status_code == 200
 
 
-async def test_parameter_that_cannot_be_sent_is_the_clients_error(server):
+async def test_unserialisable_parameter_is_a_client_error(server):
     response = await server.chat(vllm_xargs={"a": 1 << 80})
     assert response.status_code == 400
     assert server.backend.requests == []
 
 
 @pytest.mark.parametrize("path", ["/unforeseen", "/nowhere", "/v1/models"])
-async def test_every_answer_tells_its_times(server, path):
+async def test_every_response_has_server_timing(server, path):
     response = await server.client.get(path)
     assert response.headers["server-timing"].count("total;dur=") == 1
 
 
-async def test_requests_are_counted_as_vllm_counts_them(server):
+async def test_request_metrics_match_vllm(server):
     labels = {"handler": "/v1/chat/completions", "method": "POST", "status": "2xx"}
     before = REGISTRY.get_sample_value("http_requests_total", labels) or 0
     assert (await server.chat()).status_code == 200
     assert REGISTRY.get_sample_value("http_requests_total", labels) == before + 1
 
 
-async def test_middleware_of_the_user_is_made_once_and_passed_once(server):
+async def test_user_middleware_is_instantiated_and_called_once(server):
     before = CountedMiddleware.num_passed
     await server.client.get("/v1/models")
     assert (CountedMiddleware.num_made, CountedMiddleware.num_passed) == (1, before + 1)
 
 
 @pytest.mark.parametrize("parts", [(), (image(),)], ids=["text", "image"])
-async def test_beam_search_generates_with_the_prompts_media(server, parts):
+async def test_beam_search_uses_the_media_of_the_prompt(server, parts):
     server.backend.tokens = [11]
     response = await server.chat(*parts, use_beam_search=True, n=2, max_tokens=2)
     assert response.status_code == 200, response.text
@@ -470,7 +470,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("method", "path", "call", "result", "answer"), ROUTES, ids=[r[1] for r in ROUTES])
-async def test_vllms_administrative_routes_ask_the_workers(server, administered, method, path, call, result, answer):
+async def test_vllms_administrative_routes_call_the_workers(server, administered, method, path, call, result, answer):
     server.backend.admin_result = result
     response = await administered.request(method, path)
     assert response.status_code == 200, response.text
@@ -492,7 +492,7 @@ async def test_body_of_an_unauthenticated_client_is_not_read(server):
     assert b"server-timing" in dict(sent[0]["headers"])
 
 
-async def test_client_that_leaves_a_stream_closes_the_backend(server):
+async def test_client_disconnect_closes_the_backend_stream(server):
     server.backend.token_s, server.backend.tokens = 0.01, [11] * 1000
     left = asyncio.Event()
     num_sent = 0
@@ -538,7 +538,7 @@ def _scope(headers):
     }
 
 
-async def test_engine_client_fills_vllms_protocol():
+async def test_engine_client_implements_vllms_protocol():
     assert RoutedEngineClient.__abstractmethods__ == frozenset()
     for name in EngineClient.__abstractmethods__ | {"check_admission", "get_supported_tasks"}:
         theirs = inspect.getattr_static(EngineClient, name)
@@ -549,7 +549,7 @@ async def test_engine_client_fills_vllms_protocol():
     assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()]
 
 
-async def test_placeholders_have_the_range_that_vllm_reads(server):
+async def test_placeholder_ranges_are_as_vllm_expects(server):
     import torch
 
     from medialane.vllm_bridge.prepared_input import to_vllm_range

@@ -57,12 +57,12 @@ def jpeg(image):
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_families_that_tell_what_they_resize_to(processor, name):
+def test_families_predicting_the_resize_target(processor, name):
     assert processor(name).has_resize_target() == TELLS[name]
 
 
 @pytest.mark.parametrize("name", [name for name, tells in TELLS.items() if tells and "qwen" in name])
-def test_scaled_jpeg_gives_a_feature_of_the_same_shapes_and_nearly_the_same_pixels(processor, name):
+def test_scaled_jpeg_gives_equal_shapes_and_similar_pixels(processor, name):
     one = processor(name)
     options = MAX_PIXELS
 
@@ -81,7 +81,7 @@ def test_scaled_jpeg_gives_a_feature_of_the_same_shapes_and_nearly_the_same_pixe
     assert (mine - wanted).abs().mean() < 0.005 * spread
 
 
-def test_decoded_size_has_twice_the_sides_that_the_model_is_given(processor):
+def test_decoded_size_is_at_least_twice_the_model_input(processor):
     targets = processor("qwen2_5_vl")._targets
     width, height = targets.target(SIZE, MAX_PIXELS)
     assert width * height <= 200_000
@@ -92,7 +92,7 @@ def test_decoded_size_has_twice_the_sides_that_the_model_is_given(processor):
     assert before[0] < 2 * width or before[1] < 2 * height
 
 
-def test_image_that_is_hardly_resized_stays_whole(processor):
+def test_image_hardly_resized_is_decoded_at_full_size(processor):
     assert (
         processor("qwen2_5_vl").smaller_size(
             SIZE, SMALLER, canonical_options({"size": {"longest_edge": 4_000_000, "shortest_edge": 3136}})
@@ -101,7 +101,7 @@ def test_image_that_is_hardly_resized_stays_whole(processor):
     )
 
 
-def test_image_that_the_processor_refuses_stays_whole(processor):
+def test_image_rejected_by_the_processor_is_decoded_at_full_size(processor):
     assert processor("qwen2_5_vl").smaller_size((6000, 20), [(3000, 10)], b"{}") is None
 
 
@@ -117,14 +117,14 @@ class Counting:
         return self.inner.process(Image(np.zeros((side, side, 3), np.uint8)), options)
 
 
-def test_smaller_size_that_gives_other_shapes_is_not_taken(processor):
+def test_smaller_size_changing_the_shapes_is_not_used(processor):
     told_apart = ResizeTargets(Counting(processor("qwen2_5_vl"), remembers=200), patch_side=14, crops=False)
     assert told_apart.smaller_size((400, 400), [(150, 150), (250, 250)], b"{}") is None
     same = ResizeTargets(Counting(processor("qwen2_5_vl")), patch_side=14, crops=False)
     assert same.smaller_size((400, 400), [(100, 100), (150, 150), (250, 250)], b"{}") == (150, 150)
 
 
-def test_what_is_learned_of_a_size_is_kept_within_bounds(processor):
+def test_cache_of_sizes_is_bounded(processor):
     count = Counting(processor("qwen2_5_vl"))
     targets = ResizeTargets(count, patch_side=14, crops=False)
     for _ in range(3):
@@ -137,12 +137,12 @@ def test_what_is_learned_of_a_size_is_kept_within_bounds(processor):
 
 
 @pytest.mark.parametrize(("patch_side", "crops"), [(None, False)])
-def test_grid_without_a_patchs_side_tells_nothing(processor, patch_side, crops):
+def test_grid_without_patch_size_gives_no_target(processor, patch_side, crops):
     targets = ResizeTargets(processor("qwen2_5_vl").process, patch_side=patch_side, crops=crops)
     assert targets.target((300, 200), b"{}") is None
 
 
-def test_cropped_picture_tells_nothing(processor):
+def test_cropped_image_gives_no_target(processor):
     process = processor("gemma3").process
     assert ResizeTargets(process, patch_side=None, crops=False).target((300, 200), b"{}") is not None
     assert ResizeTargets(process, patch_side=None, crops=True).target((300, 200), b"{}") is None

@@ -99,7 +99,7 @@ async def pair(tiny_model):
     await live.close()
 
 
-async def test_same_requests_leave_the_same_blocks_under_pressure(pair, maker):
+async def test_equal_requests_leave_equal_blocks_under_kv_pressure(pair, maker):
     """Texts and images with shared prefixes, more than the cache holds, in chunks smaller than a prompt."""
     pictures = [pixels(280, 280, seed) for seed in range(3)]
     prompts = [expanded(maker, text(BLOCK, i % 2), pictures[i % 3], text(2 * BLOCK, i)) for i in range(8)]
@@ -115,7 +115,7 @@ async def test_same_requests_leave_the_same_blocks_under_pressure(pair, maker):
 
 
 @pytest.mark.parametrize("num_tokens", [100, 129, 200])
-async def test_answers_fill_as_many_blocks(pair, maker, num_tokens):
+async def test_outputs_fill_the_same_number_of_blocks(pair, maker, num_tokens):
     prompt = expanded(maker, text(250, 100 + num_tokens))
     _, changes = await pair.run(prompt, max_tokens=num_tokens)
     assert changes[0] == changes[1]

@@ -118,7 +118,7 @@ PICTURES = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", CLIPS)
-def test_every_sampler_takes_the_frames_that_it_takes_in_vllm(name):
+def test_every_sampler_selects_the_same_frames_as_vllm(name):
     data = CLIPS[name]()
     for loader in LOADERS:
         if loader == "glm5next" and name in ("damaged", "damaged mp4"):
@@ -141,11 +141,11 @@ def assert_same_outcome(data: bytes, io: dict) -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pixels_are_those_of_vllm(name):
+def test_pixels_equal_vllms(name):
     assert_exact(PICTURES[name](), {"num_frames": -1})
 
 
-def test_options_of_the_model_hold_where_the_client_gives_none():
+def test_model_options_apply_without_client_options():
     data = clip(50)
     own = {"video_backend": "qwen3_vl", "fps": 5}
     expected, metadata = by_vllm(data, dict(own))
@@ -154,17 +154,17 @@ def test_options_of_the_model_hold_where_the_client_gives_none():
     assert msgspec.json.decode(found.metadata) == metadata
 
 
-def test_a_client_who_gives_a_number_of_frames_wipes_the_rate_of_the_model():
+def test_num_frames_of_the_client_overrides_the_models_fps():
     found = ours(clip(50), {"num_frames": 7}, own={"fps": 1})
     assert len(found.frames) == 7
 
 
-def test_frames_of_a_damaged_video_are_recovered_as_in_vllm():
+def test_frames_of_a_damaged_video_are_recovered_as_by_vllm():
     data = broken(clip(60, container="matroska", b_frames=2, gop=20), seed=2)
     assert_exact(data, {"num_frames": -1, "frame_recovery": True})
 
 
-def test_list_of_jpeg_frames_is_taken_as_by_vllm():
+def test_jpeg_frame_list_is_read_as_by_vllm():
     data = jpegs(6)
     for io in ({}, {"num_frames": 4}, {"fps": 2, "total_num_frames": 60, "frames_indices": [0, 10, 20, 30, 40, 50]}):
         expected, metadata = by_vllm(data, dict(io), "video/jpeg")
@@ -173,12 +173,12 @@ def test_list_of_jpeg_frames_is_taken_as_by_vllm():
         assert msgspec.json.decode(found.metadata) == metadata
 
 
-def test_list_that_contradicts_its_own_options_is_invalid():
+def test_jpeg_frame_list_contradicting_its_options_is_invalid():
     with pytest.raises(InvalidVideo):
         ours(jpegs(3), {"frames_indices": [0]})
 
 
-def test_video_of_one_frame_gives_it_where_vllm_gives_none():
+def test_single_frame_video_gives_its_frame_unlike_vllm():
     data = clip(1)
     assert len(by_vllm(data, {})[0]) == 0
     assert ours(data, {}).frames.shape == (1, 48, 64, 3)
@@ -192,22 +192,22 @@ def test_av1_is_decoded_where_opencv_has_no_decoder_for_it(container):
     assert told["frames_indices"] == [0, 7, 14, 21, 29]
 
 
-def test_more_frames_than_may_be_sampled_are_refused_by_either_decoder():
+def test_too_many_frames_are_rejected_by_both_decoders():
     config = MediaConfig(max_sampled_frames=10)
     with pytest.raises(TooManyFrames):
         ours(clip(30), {"num_frames": -1}, config)
 
 
-def test_another_decoder_than_ours_is_refused():
+def test_unsupported_decoder_is_rejected():
     with pytest.raises(InvalidRequest):
         ours(clip(5), {"backend": "torchcodec"})
 
 
-def test_a_gpu_decoder_that_a_client_asks_for_is_left_out_as_in_vllm():
+def test_gpu_decoder_requested_by_a_client_is_ignored_as_in_vllm():
     assert np.array_equal(ours(clip(5), {"video_backend": "pynvvideocodec"}).frames, ours(clip(5), {}).frames)
 
 
-def test_vllm_has_its_own_decoder_again_afterwards():
+def test_vllms_decoder_is_restored_afterwards():
     from vllm.multimodal.video_decoders import opencv
 
     before = opencv.decode_opencv

@@ -24,15 +24,15 @@ def executor(model, *flags):
     return Executor.get_class(engine_args(str(model), ["--max-model-len=512", *flags]).create_engine_config())
 
 
-def test_one_process_computes_the_model_where_one_can(tiny_model):
+def test_single_process_runs_the_model_if_possible(tiny_model):
     assert executor(tiny_model) is cpu_executor.CpuExecutor
 
 
-def test_executor_that_the_user_asks_for_is_kept(tiny_model):
+def test_executor_set_by_the_user_is_kept(tiny_model):
     assert executor(tiny_model, "--distributed-executor-backend=mp") is MultiprocExecutor
 
 
-def test_several_ranks_keep_vllms_executor(tiny_model):
+def test_multiple_ranks_use_vllms_executor(tiny_model):
     assert executor(tiny_model, "--tensor-parallel-size=2") is MultiprocExecutor
 
 
@@ -45,7 +45,7 @@ def threads(monkeypatch):
     return asked
 
 
-def test_cores_are_those_that_vllm_would_bind_its_process_to(tiny_model, threads, monkeypatch):
+def test_cpu_affinity_equals_vllms(tiny_model, threads, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "3-5")
     monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)
     config = engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config()
@@ -58,7 +58,7 @@ def test_single_thread_may_run_on_every_core(threads):
     assert threads == {"number": 1}
 
 
-def test_threads_are_left_alone_where_binding_is_off(tiny_model, threads, monkeypatch):
+def test_affinity_is_unchanged_if_binding_is_disabled(tiny_model, threads, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)
     cpu_executor.CpuExecutor(engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config())

@@ -32,19 +32,19 @@ def queue(vllms_condition):
 
 
 @cpu_only
-def test_plugin_gives_message_queues_our_condition(vllms_condition):
+def test_plugin_replaces_the_condition_of_message_queues(vllms_condition):
     register()
     assert shm_broadcast.SpinCondition is cpu_waiting._Spinning
 
 
-def test_gpu_host_keeps_vllms_way(vllms_condition, monkeypatch):
+def test_gpu_host_keeps_vllms_condition(vllms_condition, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _self: False)
     cpu_waiting.install()
     assert shm_broadcast.SpinCondition is vllms_condition
 
 
 @cpu_only
-def test_reader_spins_and_sleeps_in_turns_while_a_step_is_in_flight(queue, monkeypatch):
+def test_reader_alternates_spinning_and_sleeping_during_a_step(queue, monkeypatch):
     reader, _ = queue
     calls = []
     monkeypatch.setattr(os, "sched_yield", lambda: calls.append("yield"))

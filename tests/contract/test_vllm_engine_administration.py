@@ -40,14 +40,14 @@ async def cached(engine, text, request_id):
     return first
 
 
-async def test_prefix_cache_is_empty_after_its_reset(vllm_engine, text):
+async def test_prefix_cache_is_empty_after_a_reset(vllm_engine, text):
     await cached(vllm_engine, text, "a")
     assert await cached(vllm_engine, text, "b") > 0
     assert await vllm_engine.administer(ResetPrefixCache()) is True
     assert await cached(vllm_engine, text, "c") == 0
 
 
-async def test_paused_engine_says_so_and_goes_on(vllm_engine, text):
+async def test_paused_engine_reports_it_and_resumes(vllm_engine, text):
     assert await vllm_engine.administer(IsPaused()) is False
     await vllm_engine.administer(PauseGeneration("keep", clear_cache=False))
     assert await vllm_engine.administer(IsPaused()) is True
@@ -57,11 +57,11 @@ async def test_paused_engine_says_so_and_goes_on(vllm_engine, text):
 
 
 @pytest.mark.parametrize("call", [ResetMmCache(), ResetEncoderCache()])
-async def test_caches_are_reset_without_an_answer(vllm_engine, call):
+async def test_cache_resets_return_nothing(vllm_engine, call):
     assert await vllm_engine.administer(call) is None
 
 
-async def test_question_is_answered(vllm_engine):
+async def test_query_returns_a_result(vllm_engine):
     assert await vllm_engine.administer(IsSleeping()) is False
 
 
@@ -73,14 +73,14 @@ async def test_question_is_answered(vllm_engine):
         (StartProfile("../../etc"), MedialaneError),
     ],
 )
-async def test_call_that_vllm_refuses_is_an_error_and_the_engine_lives(vllm_engine, text, call, kind):
+async def test_call_rejected_by_vllm_raises_and_the_engine_survives(vllm_engine, text, call, kind):
     with pytest.raises(kind) as failed:
         await vllm_engine.administer(call)
     assert failed.value.message
     assert await cached(vllm_engine, text, "e") is not None
 
 
-async def test_metrics_of_the_engine_are_carried_whole(vllm_engine, text):
+async def test_engine_metrics_are_forwarded_completely(vllm_engine, text):
     reader, mirror = MetricReader(REGISTRY), MetricMirror()
 
     def prompt_tokens():
@@ -97,7 +97,7 @@ async def test_metrics_of_the_engine_are_carried_whole(vllm_engine, text):
     assert all(name.startswith(PREFIX) for name in carried)
 
 
-async def test_statistics_are_logged_as_often_as_by_vllms_server(vllm_engine, monkeypatch):
+async def test_statistics_are_logged_at_vllms_interval(vllm_engine, monkeypatch):
     """vLLM's loggers keep what is not logged: that of speculative decoding has three numbers per step."""
     num_logged = 0
 

@@ -57,36 +57,36 @@ def text(maker):
     return ExpandedPrompt(maker.tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"))
 
 
-async def test_answer_comes_in_deltas_and_the_last_is_finished(case, text):
+async def test_output_arrives_in_deltas_and_the_last_is_finished(case, text):
     deltas = await case.deltas(text, max_tokens=5)
     assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
     assert sum(len(d.completions[0].token_ids) for d in deltas) == 5
     assert deltas[-1].completions[0].finish_reason == "length"
 
 
-async def test_prompt_that_came_expanded_does_not_go_back(case, text):
+async def test_expanded_prompt_is_not_sent_back(case, text):
     assert all(d.prompt_token_ids is None for d in await case.deltas(text))
 
 
-async def test_times_come_with_the_first_delta(case, text):
+async def test_first_delta_has_the_engine_times(case, text):
     first, *rest = await case.deltas(text)
     assert first.times is not None
     assert first.times.queue_s >= 0
     assert all(d.times is None for d in rest)
 
 
-async def test_same_request_has_the_same_answer(case, maker):
+async def test_equal_requests_have_equal_outputs(case, maker):
     prompt = maker.inline(pixels(200, 100))
     assert await case.answer(prompt) == await case.answer(prompt)
 
 
-async def test_answer_depends_on_the_pixels(case, maker):
+async def test_output_depends_on_the_pixels(case, maker):
     one, other = maker.inline(pixels(200, 100, 1)), maker.inline(pixels(200, 100, 2))
     assert one.token_ids == other.token_ids
     assert await case.answer(one, 8) != await case.answer(other, 8)
 
 
-async def test_closing_the_answer_ends_the_request(case, maker):
+async def test_closing_the_output_stream_ends_the_request(case, maker):
     deltas = case.start(maker.inline(pixels(100, 100)), max_tokens=2000)
     await anext(deltas)
     assert case.engine.loads()[0].num_running + case.engine.loads()[0].num_waiting == 1
@@ -94,7 +94,7 @@ async def test_closing_the_answer_ends_the_request(case, maker):
     assert case.engine.loads()[0].num_running + case.engine.loads()[0].num_waiting == 0
 
 
-async def test_cancelling_the_answer_ends_the_request(case, text):
+async def test_cancelling_the_output_stream_ends_the_request(case, text):
     started = asyncio.Event()
 
     async def read():
@@ -111,7 +111,7 @@ async def test_cancelling_the_answer_ends_the_request(case, text):
     assert case.engine.loads()[0].num_running + case.engine.loads()[0].num_waiting == 0
 
 
-async def test_invalid_feature_is_refused_and_the_next_request_answered(case, maker):
+async def test_invalid_feature_is_rejected_and_the_next_request_succeeds(case, maker):
     prompt = maker.inline(pixels(100, 100))
     end = len(prompt.token_ids)
     with pytest.raises(InvalidFeature):
@@ -130,7 +130,7 @@ async def test_unreadable_parameters_are_rejected(case, text):
         await anext(case.engine.generate(request, []))
 
 
-async def test_source_prompt_is_answered(case, maker):
+async def test_source_prompt_generates_output(case, maker):
     file = io.BytesIO()
     PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
     source = SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
@@ -140,22 +140,22 @@ async def test_source_prompt_is_answered(case, maker):
     assert all(d.prompt_token_ids is None for d in deltas[1:])
 
 
-async def test_requests_run_side_by_side(case, maker):
+async def test_requests_run_concurrently(case, maker):
     prompts = [maker.inline(pixels(100 + 28 * i, 100, i)) for i in range(4)]
     alone = [await case.answer(p) for p in prompts]
     assert await asyncio.gather(*[case.answer(p) for p in prompts]) == alone
 
 
-async def test_ping_answers(case):
+async def test_ping_returns(case):
     await case.engine.ping(30)
 
 
-async def test_card_says_what_requests_must_fit(case):
+async def test_model_card_states_the_request_limits(case):
     assert case.engine.card.max_model_len == 8192
     assert case.engine.card.mm_limits["image"] == 8
     assert case.engine.card.processor
 
 
-async def test_error_is_one_of_our_tree(case, text):
+async def test_errors_belong_to_our_exception_hierarchy(case, text):
     with pytest.raises(InvalidRequest):
         await case.answer(msgspec.structs.replace(text, token_ids=[1] * 8192))

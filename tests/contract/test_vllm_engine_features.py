@@ -99,7 +99,7 @@ class SentBytes:
 
 
 @pytest.mark.parametrize("sizes", [[(1024, 768)], [(333, 500), (640, 480), (97, 1211)]], ids=["one", "three"])
-async def test_arena_features_reach_engine_core_without_their_bytes(vllm_engine, maker, monkeypatch, sizes):
+async def test_arena_features_reach_engine_core_as_descriptors(vllm_engine, maker, monkeypatch, sizes):
     arrays = [pixels(*size, seed=i) for i, size in enumerate(sizes)]
     expected = await plain_answer(vllm_engine, maker.token_ids(len(arrays)), *arrays)
     async with attached(vllm_engine) as (arena, view):
@@ -111,13 +111,13 @@ async def test_arena_features_reach_engine_core_without_their_bytes(vllm_engine,
             lease.release()
 
 
-async def test_inline_features_give_vllms_own_answer(vllm_engine, maker):
+async def test_inline_features_give_vllms_output(vllm_engine, maker):
     arrays = [pixels(200, 300, 5), pixels(300, 200, 6)]
     expected = await plain_answer(vllm_engine, maker.token_ids(2), *arrays)
     assert await answer(vllm_engine, maker.inline(*arrays)) == expected
 
 
-async def test_source_prompt_gives_vllms_own_answer(vllm_engine, maker):
+async def test_source_prompt_gives_vllms_output(vllm_engine, maker):
     array = pixels(400, 300, 7)
     expected = await plain_answer(vllm_engine, maker.token_ids(1), array)
     assert await answer(vllm_engine, source(maker, array, "7" * 64)) == expected
@@ -150,19 +150,19 @@ async def test_source_with_options_keeps_its_hash(vllm_engine, maker):
     assert again[0].num_cached_tokens > 0
 
 
-async def test_undecodable_source_is_the_clients_error(vllm_engine, maker):
+async def test_undecodable_source_is_a_client_error(vllm_engine, maker):
     for data in (b"no image", b"\x89PNG\r\n\x1a\n"):
         with pytest.raises(InvalidImage):
             await answer(vllm_engine, SourcePrompt(maker.token_ids(1), (encoded_item(data, "a" * 64),)))
 
 
-async def test_decoded_source_gives_vllms_own_answer(vllm_engine, maker):
+async def test_decoded_source_gives_vllms_output(vllm_engine, maker):
     array = pixels(400, 300, 17)
     expected = await plain_answer(vllm_engine, maker.token_ids(1), array)
     assert await answer(vllm_engine, decoded(maker, array)) == expected
 
 
-async def test_decoded_source_that_its_size_does_not_fit_never_reaches_the_engine(vllm_engine, maker):
+async def test_decoded_source_of_wrong_size_never_reaches_the_engine(vllm_engine, maker):
     prompt = decoded(maker, pixels(400, 300, 18))
     larger = msgspec.structs.replace(prompt.media[0], size=MediaSize(400, 301))
     with pytest.raises(InvalidFeature, match="do not make"):
@@ -221,7 +221,7 @@ def _moved(prompt, **changes):
     return with_feature(prompt, placeholder=msgspec.structs.replace(prompt.features[0].placeholder, **changes))
 
 
-async def test_entry_that_engine_core_cannot_read_fails_its_request_alone(vllm_engine, maker):
+async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engine, maker):
     async with attached(vllm_engine) as (arena, view):
         good, leases = maker.in_arena(arena, pixels(300, 300, 11))
         expected = await answer(vllm_engine, good, views_of(good, view))
@@ -241,7 +241,7 @@ async def test_entry_that_engine_core_cannot_read_fails_its_request_alone(vllm_e
             lease.release()
 
 
-async def test_arena_that_is_not_attached_is_copied(vllm_engine, maker):
+async def test_features_of_an_unattached_arena_are_copied(vllm_engine, maker):
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
     try:
         assert not await vllm_engine.attach_arena(arena.id, b"another nonce...")
@@ -255,7 +255,7 @@ async def test_arena_that_is_not_attached_is_copied(vllm_engine, maker):
         arena.close()
 
 
-async def test_engine_core_gives_the_memory_of_a_detached_arena_back(vllm_engine, maker):
+async def test_engine_core_unmaps_a_detached_arena(vllm_engine, maker):
     """Its gateway was killed and the next one has unlinked the file: pages that no process maps are freed."""
     free_before = _free_bytes()
     async with attached(vllm_engine, 128 << 20) as (arena, view):
@@ -297,7 +297,7 @@ class Confirmations:
         monkeypatch.setattr(engine, "_ask", ask)
 
 
-async def test_finish_needs_no_confirmation_but_abort_and_stop_string_do(vllm_engine, maker, monkeypatch):
+async def test_only_abort_and_stop_string_wait_for_confirmation(vllm_engine, maker, monkeypatch):
     prompt = maker.inline(pixels(100, 100))
     confirmations = Confirmations(vllm_engine, monkeypatch)
     tokens = await answer(vllm_engine, prompt)
@@ -313,7 +313,7 @@ async def test_finish_needs_no_confirmation_but_abort_and_stop_string_do(vllm_en
     assert await answer(vllm_engine, prompt) == tokens
 
 
-async def test_answer_does_not_end_before_the_engine_confirms(vllm_engine, maker, monkeypatch):
+async def test_output_ends_only_after_the_engine_confirms(vllm_engine, maker, monkeypatch):
     prompt = maker.inline(pixels(100, 100))
     deltas = vllm_engine.generate(request("unknown", prompt, max_tokens=2000), bytes_of(prompt))
     await anext(deltas)
@@ -333,7 +333,7 @@ async def test_answer_does_not_end_before_the_engine_confirms(vllm_engine, maker
     await vllm_engine.ping(30)
 
 
-async def test_answer_of_several_completions_with_logprobs(vllm_engine, maker):
+async def test_multiple_completions_with_logprobs(vllm_engine, maker):
     prompt = maker.inline(pixels(100, 100))
     deltas = await deltas_of(vllm_engine, prompt, n=2, temperature=1.0, seed=1, logprobs=2, prompt_logprobs=1)
     assert {c.index for d in deltas for c in d.completions} == {0, 1}
@@ -343,7 +343,7 @@ async def test_answer_of_several_completions_with_logprobs(vllm_engine, maker):
         assert all(len(position) in (2, 3) for position in completion.logprobs)
 
 
-async def test_final_only_answer_comes_at_once(vllm_engine, maker):
+async def test_final_only_output_is_one_delta(vllm_engine, maker):
     prompt = maker.inline(pixels(100, 100))
     streamed = await deltas_of(vllm_engine, prompt)
     (final,) = await deltas_of(vllm_engine, prompt, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -352,13 +352,13 @@ async def test_final_only_answer_comes_at_once(vllm_engine, maker):
     assert final.times.prefill_s > 0
 
 
-async def test_token_out_of_vocabulary_is_rejected(vllm_engine):
+async def test_out_of_vocabulary_token_is_rejected(vllm_engine):
     for token in (10**6, -1):
         with pytest.raises(PromptRejected, match="out of vocabulary"):
             await answer(vllm_engine, ExpandedPrompt([token]))
 
 
-async def test_parameters_never_unpickle(vllm_engine):
+async def test_parameters_are_never_unpickled(vllm_engine):
     """vLLM sends pickles as an extension type if configured to."""
     sent = request("pickle", ExpandedPrompt([1]))
     for code in (1, 2):

@@ -20,7 +20,7 @@ def stats(num_running, usage):
     return SchedulerStats(num_running_reqs=num_running, kv_cache_usage=usage)
 
 
-def test_numbers_of_one_rank_do_not_overwrite_those_of_another():
+def test_load_is_tracked_per_rank():
     recorder = LoadRecorder()
     logger = logger_of(recorder, [0, 1])
     logger.record(stats(3, 0.5), None, engine_idx=0)
@@ -29,7 +29,7 @@ def test_numbers_of_one_rank_do_not_overwrite_those_of_another():
     assert [(found.num_running_reqs, found.kv_cache_usage) for found in recorder.stats] == [(3, 0.5), (1, 0.25)]
 
 
-def test_ranks_that_do_not_begin_with_zero_are_in_their_order():
+def test_ranks_not_starting_at_zero_are_ordered():
     recorder = LoadRecorder()
     logger = logger_of(recorder, [2, 3])
     logger.record(stats(3, 0.5), None, engine_idx=3)
@@ -47,12 +47,12 @@ def engine_over(recorder, requests, identities):
     return engine
 
 
-def test_requests_are_counted_where_vllm_keeps_no_statistics():
+def test_requests_are_counted_without_vllms_statistics():
     engine = engine_over(LoadRecorder(), {"a": b"0", "b": b"1"}, [b"0", b"1"])
     assert engine.loads() == [WorkerLoad(0, 1, 0.0), WorkerLoad(0, 1, 0.0)]
 
 
-def test_requests_are_counted_at_the_rank_that_has_them():
+def test_requests_are_counted_at_their_rank():
     recorder = LoadRecorder()
     logger = logger_of(recorder, [0, 1, 2])
     logger.record(stats(2, 0.5), None, engine_idx=0)

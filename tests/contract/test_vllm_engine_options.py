@@ -8,7 +8,7 @@ from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.engine_request import clamp
 
 
-def test_flags_that_a_worker_cannot_follow_are_refused(tiny_model, monkeypatch):
+def test_unsupported_worker_flags_are_rejected(tiny_model, monkeypatch):
     for flag in (
         "--mm-processor-cache-gb=4",
         "--no-enable-prefix-caching",
@@ -22,7 +22,7 @@ def test_flags_that_a_worker_cannot_follow_are_refused(tiny_model, monkeypatch):
         engine_args(str(tiny_model), [])
 
 
-def test_what_a_worker_depends_on_is_set(tiny_model):
+def test_required_worker_options_are_set(tiny_model):
     args = engine_args(str(tiny_model), ["--max-model-len=1234", "--mm_processor_cache_gb", "0"])
     assert args.max_model_len == 1234
     assert args.mm_processor_cache_gb == 0
@@ -30,7 +30,7 @@ def test_what_a_worker_depends_on_is_set(tiny_model):
     assert args.prefix_caching_hash_algo == "sha256_cbor"
 
 
-def test_flag_that_vllm_does_not_know_is_named(tiny_model):
+def test_unknown_vllm_flag_is_named(tiny_model):
     with pytest.raises(StartupFailed, match="--no-such-flag"):
         engine_args(str(tiny_model), ["--no-such-flag"])
 
@@ -38,7 +38,7 @@ def test_flag_that_vllm_does_not_know_is_named(tiny_model):
 @pytest.mark.parametrize(
     ("asked", "num_prompt_tokens", "granted"), [(50, 10, 50), (500, 10, 90), (None, 10, None), (50, 100, 50)]
 )
-def test_answer_may_fill_what_the_expanded_prompt_leaves(asked, num_prompt_tokens, granted):
+def test_max_tokens_may_fill_the_context_left_by_the_expanded_prompt(asked, num_prompt_tokens, granted):
     """If nothing is left, vLLM rejects the prompt with its own message."""
     params = SamplingParams(max_tokens=asked, min_tokens=asked or 0)
     clamp(params, {"prompt_token_ids": [1] * num_prompt_tokens}, 100)

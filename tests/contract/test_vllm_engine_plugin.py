@@ -101,13 +101,13 @@ def attach(engine, arena, nonce=None):
     return engine.medialane_attach(arena.id, "/dev/shm", (nonce or arena.nonce).hex())
 
 
-def test_front_end_encodes_every_request_with_the_attribute_that_we_replace():
+def test_frontend_encodes_every_request_with_the_replaced_attribute():
     source = inspect.getsource(core_client)
     assert source.count("MsgpackEncoder(") == source.count("self.encoder = MsgpackEncoder(oob_tensor_consumer=") == 1
     assert source.count("*self.encoder.encode(") == 3, "requests of both clients, and utilities"
 
 
-def test_engine_core_looks_up_its_decoder_by_name_and_with_our_arguments():
+def test_engine_core_looks_up_its_decoder_by_name_with_our_arguments():
     source = inspect.getsource(core.EngineCoreProc.process_input_sockets)
     assert "MsgpackDecoder(\n            EngineCoreRequest, oob_tensor_provider=self.tensor_ipc_receiver" in source
     assert "request = self.preprocess_add_request(req)" in source
@@ -124,13 +124,13 @@ def test_tensor_travels_as_a_descriptor_and_is_a_view_of_the_arena(engine, arena
     assert found[0, 0] == 1.0
 
 
-def test_arena_with_another_nonce_or_none_is_not_attached(engine, arena, entry):
+def test_arena_with_wrong_or_missing_nonce_is_not_attached(engine, arena, entry):
     assert not attach(engine, arena, b"x" * 16)
     assert not engine.medialane_attach("f" * 32, "/dev/shm", arena.nonce.hex())
     assert not engine.medialane_attach("../../etc/passwd", "/dev/shm", arena.nonce.hex())
 
 
-def test_detached_arena_is_unmapped_as_soon_as_no_item_of_it_is_left(engine, entry, arena):
+def test_detached_arena_is_unmapped_with_its_last_item(engine, entry, arena):
     other = Arena.create(ArenaConfig(size_bytes=16 << 20))
     attach(engine, arena)
     attach(engine, other)
@@ -149,7 +149,7 @@ def count_mapped(arena):
     return Path("/proc/self/maps").read_text().count(arena.id)
 
 
-def test_request_whose_entry_was_freed_is_refused_alone(engine, arena, entry):
+def test_freed_entry_fails_only_its_request(engine, arena, entry):
     attach(engine, arena)
     frames = sent(entry, arena.view)
     stale = msgspec.msgpack.decode(frames[0])
@@ -215,21 +215,21 @@ def test_resolver_never_raises(wire):
     [{"offset": 64}, {"offset": 1 << 40}, {"nbytes": 128}, {"tensor_offset": 0}, {"tensor_offset": 1 << 20}],
     ids=str,
 )
-def test_descriptor_out_of_bounds_is_refused(engine, arena, entry, change):
+def test_out_of_bounds_descriptor_is_rejected(engine, arena, entry, change):
     attach(engine, arena)
     message = _with_meta(msgspec.msgpack.decode(sent(entry, arena.view)[0]), **change)
     with pytest.raises(InvalidFeature):
         engine.preprocess_add_request(received([msgspec.msgpack.encode(message)]))
 
 
-def test_other_items_travel_as_ever():
+def test_other_items_are_encoded_unchanged():
     small, large = torch.arange(3), torch.arange(1000)
     for data in (small, large):
         frames = [bytes(frame) for frame in ArenaEncoder().encode(request(item_of(data)))]
         assert torch.equal(pixel_values(received(frames)), data)
 
 
-def test_vllms_own_out_of_band_tensors_travel_as_ever():
+def test_vllms_out_of_band_tensors_are_encoded_unchanged():
     away = []
 
     def consumer(tensor):
@@ -243,23 +243,23 @@ def test_vllms_own_out_of_band_tensors_travel_as_ever():
     assert pixel_values(decoder.decode([bytes(frame) for frame in frames])) is data
 
 
-def test_item_of_an_arena_is_an_item_to_whoever_looks(arena, entry):
+def test_arena_item_behaves_like_a_plain_item(arena, entry):
     item = ArenaItem(HEADER, [entry], [arena.view.tensor(entry)])
     assert list(copy.copy(item)) == list(item.copy()) == list(item) == ["pixel_values"]
     assert torch.equal(item.get_data()["pixel_values"].view(-1), torch.arange(5000, dtype=torch.float32))
 
 
-def test_item_whose_tensors_do_not_fit_its_header_is_not_made(arena, entry):
+def test_item_with_tensors_not_matching_its_header_is_not_built(arena, entry):
     for datas in ([], [arena.view.tensor(entry)[:-4]]):
         with pytest.raises(InvalidFeature):
             ArenaItem(HEADER, [entry], datas)
 
 
-def test_engine_core_of_another_parent_is_not_tied(engine):
+def test_engine_core_of_another_parent_is_left_alone(engine):
     assert not engine.medialane_die_with(1 if os.getppid() != 1 else 2)
 
 
-def test_refusals_are_bounded():
+def test_recorded_rejections_are_bounded():
     resolver = arena_decoder.ArenaResolver()
     for number in range(arena_decoder.MAX_REFUSED + 10):
         resolver.refuse(str(number))
@@ -267,7 +267,7 @@ def test_refusals_are_bounded():
     assert resolver.has_refused("10")
 
 
-def test_installing_twice_changes_nothing():
+def test_installation_is_idempotent():
     register()
     once = core.EngineCore.preprocess_add_request
     register()
@@ -283,5 +283,5 @@ def test_plugin_is_registered_with_vllm():
     assert found.load() is register
 
 
-def test_engine_input_is_made_as_vllm_makes_it():
+def test_engine_input_is_built_as_in_vllm():
     assert set(inspect.signature(mm_input).parameters) >= {"prompt_token_ids", "mm_kwargs", "mm_hashes", "cache_salt"}

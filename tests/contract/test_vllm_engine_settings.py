@@ -40,14 +40,14 @@ async def test_gateway_without_weights_and_worker_with_them_agree(vllm_engine, s
         ('--mm-processor-kwargs={"size":{"longest_edge":100352,"shortest_edge":3136}}', {"processor_kwargs"}),
     ],
 )
-def test_setting_that_changes_features_is_seen(settings_of, settings, flag, names):
+def test_setting_that_changes_features_is_detected(settings_of, settings, flag, names):
     found = settings_of(flag)
     assert {name for name in settings | found if settings.get(name) != found.get(name)} >= names
 
 
-def test_setting_that_changes_no_feature_is_not_seen(settings_of, settings):
+def test_setting_that_changes_no_feature_is_ignored(settings_of, settings):
     assert settings_of("--max-model-len=1234", "--enforce-eager") == settings
 
 
-def test_no_path_of_this_machine_is_reported(settings, tiny_model):
+def test_local_paths_are_not_reported(settings, tiny_model):
     assert str(tiny_model.parent) not in "".join(settings.values())

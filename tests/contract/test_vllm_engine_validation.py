@@ -45,12 +45,12 @@ def changed(item, **fields):
 @pytest.mark.parametrize(
     "sizes", [[(1024, 768)], [(28, 28)], [(3, 333)], [(200, 300), (640, 480), (97, 1211)]], ids=str
 )
-def test_what_the_processor_made_is_accepted(checker, maker, sizes):
+def test_processor_output_is_accepted(checker, maker, sizes):
     prompt = maker.inline(*[pixels(*size, seed=i) for i, size in enumerate(sizes)])
     checker.check(prompt, items_of(prompt))
 
 
-def test_processor_options_are_part_of_what_is_expected(checker, maker):
+def test_processor_options_affect_the_expected_layout(checker, maker):
     prompt = maker.inline(pixels(800, 600), options=b'{"size":{"longest_edge":40000,"shortest_edge":3136}}')
     assert len(prompt.token_ids) < len(maker.inline(pixels(800, 600)).token_ids)
     checker.check(prompt, items_of(prompt))
@@ -80,7 +80,7 @@ def test_prompt_without_features_is_accepted(checker, prompt):
         ("list", lambda item: changed(item, pixel_values=list(item["pixel_values"].data))),
     ],
 )
-def test_item_that_contradicts_itself_is_refused(checker, prompt, what, change):
+def test_inconsistent_item_is_rejected(checker, prompt, what, change):
     checker.check(prompt, items_of(prompt))  # the cache of valid ones must not bypass validation
     item = change(items_of(prompt)[0])
     header, specs, buffers = encode_item(item)
@@ -91,7 +91,7 @@ def test_item_that_contradicts_itself_is_refused(checker, prompt, what, change):
             checker.check(contradicting, items_of(contradicting))
 
 
-def test_small_tensor_outside_the_header_is_refused(prompt):
+def test_small_tensor_outside_the_header_is_rejected(prompt):
     """Equal headers would not mean equal items."""
     header = msgspec.msgpack.decode(prompt.features[0].header)
     grid = next(field for field in header["fields"] if field["name"] == "image_grid_thw")
@@ -102,7 +102,7 @@ def test_small_tensor_outside_the_header_is_refused(prompt):
         items_of(hidden)
 
 
-def test_what_is_remembered_is_bounded(renderer, maker):
+def test_validation_cache_is_bounded(renderer, maker):
     layouts = PlaceholderLayouts(renderer.get_mm_processor(), max_bytes=20_000)
     for width in range(28, 28 * 60, 28):
         layouts.find(maker.inline(pixels(width, 280)).features, b"{}")
@@ -110,7 +110,7 @@ def test_what_is_remembered_is_bounded(renderer, maker):
     assert len(layouts) < 59
 
 
-def test_item_is_asked_about_once_for_all_of_its_size(renderer, maker):
+def test_processor_is_queried_once_per_item_size(renderer, maker):
     layouts = PlaceholderLayouts(renderer.get_mm_processor())
     checks = []
     for seed in range(3):
@@ -137,12 +137,12 @@ def place_of(prompt, index=0):
         ("the prompt at", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),
     ],
 )
-def test_placeholder_that_is_not_the_features_is_refused(checker, prompt, what, change):
+def test_placeholder_not_matching_its_feature_is_rejected(checker, prompt, what, change):
     with pytest.raises(InvalidFeature, match=what):
         checker.check(with_feature(prompt, placeholder=change(place_of(prompt))), items_of(prompt))
 
 
-def test_placeholders_that_share_a_token_are_refused(checker, prompt):
+def test_overlapping_placeholders_are_rejected(checker, prompt):
     first = place_of(prompt)
     with pytest.raises(InvalidFeature, match="overlaps another"):
         checker.check(
@@ -150,21 +150,21 @@ def test_placeholders_that_share_a_token_are_refused(checker, prompt):
         )
 
 
-def test_placeholders_of_one_modality_out_of_order_are_refused(checker, prompt):
+def test_misordered_placeholders_of_one_modality_are_rejected(checker, prompt):
     places = place_of(prompt), place_of(prompt, 1)
     swapped = with_feature(with_feature(prompt, 0, placeholder=places[1]), 1, placeholder=places[0])
     with pytest.raises(InvalidFeature, match="is out of order"):
         checker.check(swapped, items_of(swapped))
 
 
-def test_placeholder_beyond_the_prompt_is_refused(checker, prompt):
+def test_placeholder_beyond_the_prompt_is_rejected(checker, prompt):
     last = place_of(prompt, 1)
     beyond = PlaceholderRange(offset=len(prompt.token_ids) - last.length + 1, length=last.length)
     with pytest.raises(InvalidFeature, match="the prompt at"):
         checker.check(with_feature(prompt, 1, placeholder=beyond), items_of(prompt))
 
 
-def test_features_in_the_wrong_order_are_refused(checker, prompt):
+def test_misordered_features_are_rejected(checker, prompt):
     first, second = prompt.features
     swapped = msgspec.structs.replace(
         prompt,
@@ -177,24 +177,24 @@ def test_features_in_the_wrong_order_are_refused(checker, prompt):
         checker.check(swapped, items_of(swapped))
 
 
-def test_prompt_with_other_tokens_at_the_placeholder_is_refused(checker, prompt):
+def test_prompt_with_wrong_tokens_at_the_placeholder_is_rejected(checker, prompt):
     ids = list(prompt.token_ids)
     ids[place_of(prompt).offset + 3] = 100
     with pytest.raises(InvalidFeature, match="not those"):
         checker.check(msgspec.structs.replace(prompt, token_ids=ids), items_of(prompt))
 
 
-def test_unknown_modality_is_refused(checker, prompt):
+def test_unknown_modality_is_rejected(checker, prompt):
     with pytest.raises(PromptRejected, match="At most 0 audio"):
         checker.check(with_feature(prompt, modality="audio"), items_of(prompt))
 
 
-def test_an_images_feature_is_none_of_a_video(checker, prompt):
+def test_image_feature_is_rejected_as_video(checker, prompt):
     with pytest.raises(InvalidFeature, match="video: fields"):
         checker.check(with_feature(prompt, modality="video"), items_of(prompt))
 
 
-def test_more_items_than_allowed_are_the_clients_error(checker, maker):
+def test_too_many_items_are_a_client_error(checker, maker):
     prompt = maker.inline(*[pixels(28, 28)] * 8)
     too_many = msgspec.structs.replace(prompt, features=(*prompt.features, *prompt.features[-1:]))
     with pytest.raises(InvalidFeature, match="overlaps another"):
@@ -206,18 +206,18 @@ def test_more_items_than_allowed_are_the_clients_error(checker, maker):
         checker.check(longer, items_of(longer))
 
 
-def test_wrong_size_is_no_way_around(checker, prompt):
+def test_wrong_size_does_not_bypass_validation(checker, prompt):
     """This family counts tokens by the grid; whatever size is claimed, rows, grid and tokens must agree."""
     checker.check(with_feature(prompt, size=MediaSize(width=28, height=28)), items_of(prompt))
 
 
-def test_hash_must_be_usable_as_a_key(checker, prompt):
+def test_mm_hash_must_be_usable_as_a_key(checker, prompt):
     for mm_hash in ("", "x" * 1000):
         with pytest.raises(InvalidFeature, match="mm_hash"):
             checker.check(with_feature(prompt, mm_hash=mm_hash), items_of(prompt))
 
 
-def test_check_of_three_photos_takes_less_than_the_budget(checker, maker):
+def test_validating_three_photos_stays_within_the_time_budget(checker, maker):
     prompt = maker.inline(*[pixels(1024, 768, seed=i) for i in range(3)])
     items = items_of(prompt)
     seconds = []
@@ -228,13 +228,13 @@ def test_check_of_three_photos_takes_less_than_the_budget(checker, maker):
     assert min(seconds) < 0.001  # 0.2 ms, since sizes like these were seen; else 1 to 2 ms
 
 
-def test_decoded_item_survives_being_encoded_again(prompt):
+def test_decoded_item_can_be_encoded_again(prompt):
     """The items changed by the tests above are real: encoding them gives the transmitted header."""
     item = items_of(prompt)[0]
     assert encode_item(item)[0] == prompt.features[0].header
 
 
-def test_ranges_may_touch():
+def test_adjacent_ranges_are_accepted():
     check_ranges(10, [PlaceholderRange(offset=0, length=4), PlaceholderRange(offset=4, length=6)])
     with pytest.raises(InvalidFeature):
         check_ranges(10, [PlaceholderRange(offset=0, length=5), PlaceholderRange(offset=4, length=6)])

@@ -92,7 +92,7 @@ NEITHER = {
 ANTHROPIC = (MESSAGES, "/v1/messages/count_tokens")
 
 
-async def test_every_endpoint_is_in_a_table(server):
+async def test_every_endpoint_is_in_the_table(server):
     posts = {route.path for route in server.app.routes if "POST" in (getattr(route, "methods", None) or ())}
     assert posts == MEDIA.keys() | NOT_LIFTED.keys() | GENERATE.keys() | NEITHER
 
@@ -121,13 +121,13 @@ async def post(server, path, body, **options):
 
 @pytest.mark.parametrize("error", [InvalidImage("broken", param="x"), ArenaFull("no room", retry_after_s=7)], ids=str)
 @pytest.mark.parametrize("path", MEDIA)
-async def test_error_while_media_are_prepared(server, path, error):
+async def test_error_while_preparing_media(server, path, error):
     server.backend.error, server.backend.error_at = error, "prepare"
     assert_answer(await post(server, path, MEDIA[path](DATA_URL)), error, path)
 
 
 @pytest.mark.parametrize("path", MEDIA)
-async def test_bad_base64(server, path):
+async def test_invalid_base64(server, path):
     response = await post(server, path, MEDIA[path](f"data:image/png;base64,{BASE64[:-8]}*!*!*!*!"))
     assert response.status_code == 400
     document = response.json()
@@ -136,7 +136,7 @@ async def test_bad_base64(server, path):
 
 
 @pytest.mark.parametrize("path", NOT_LIFTED)
-async def test_media_that_intake_does_not_look_for(server, path):
+async def test_media_not_extracted_by_intake(server, path):
     response = await post(server, path, NOT_LIFTED[path])
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_media_url"
@@ -159,7 +159,7 @@ async def test_error_before_the_first_token_of_a_stream_has_its_status(server, p
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_error_within_a_stream_is_an_event_of_its_api(server, path):
+async def test_error_in_a_stream_is_an_event_of_its_api(server, path):
     server.backend.error, server.backend.error_at = WorkerLost("the worker was lost"), "stream"
     response = await post(server, path, GENERATE[path], stream=True)
     assert response.status_code == 200
@@ -172,7 +172,7 @@ async def test_error_within_a_stream_is_an_event_of_its_api(server, path):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", GENERATE)
-async def test_without_a_worker_the_client_learns_when_to_ask_again(server, path, stream):
+async def test_without_a_worker_the_response_has_retry_after(server, path, stream):
     if stream and path not in STREAMED:
         pytest.skip("is never streamed")
     server.backend.ready = False
@@ -183,19 +183,19 @@ async def test_without_a_worker_the_client_learns_when_to_ask_again(server, path
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/completions"])
-async def test_what_a_workers_vllm_refuses_is_worded_by_the_app(server, path):
+async def test_vllm_rejection_in_a_worker_is_formatted_by_the_app(server, path):
     server.backend.error, server.backend.error_at = PromptRejected("the prompt is too long"), "generate"
     response = await post(server, path, GENERATE[path])
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "BadRequestError"
 
 
-async def test_error_of_a_page_of_ours(server):
+async def test_error_of_a_medialane_endpoint(server):
     response = await server.client.get("/medialane/decisions")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 
-async def test_pages_of_ours_are_in_the_apps_openapi_document(server):
+async def test_medialane_endpoints_are_in_the_openapi_document(server):
     paths = (await server.client.get("/openapi.json")).json()["paths"]
     assert paths["/medialane/decisions"]["get"]["parameters"][0]["name"] == "limit"
     ours = {route.path for route in server.app.routes if route.path.startswith("/medialane")}

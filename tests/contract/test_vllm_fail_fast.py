@@ -71,7 +71,7 @@ async def post(server, path, body):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_a_body_of_the_wrong_form_does_not_hold_the_loop(server, name):
+async def test_malformed_body_does_not_block_the_event_loop(server, name):
     response, took_s = await post(server, *HOSTILE[name])
     assert response.status_code == 400, response.text[:500]
     assert "JSON values" not in response.text, "the gateway's own bound refused it: nothing is shown of vLLM's"
@@ -155,7 +155,7 @@ def adapters(session_server):
 
 
 @pytest.mark.parametrize("name", VALID)
-async def test_what_vllm_takes_is_taken_and_read_alike(adapters, name):
+async def test_bodies_accepted_by_vllm_are_parsed_identically(adapters, name):
     path, body = VALID[name]
     ours, plain = adapters[path]
     read = [dumped(adapter.validate_python({"model": "m", **deepcopy(body)})) for adapter in (ours, plain)]
@@ -163,7 +163,7 @@ async def test_what_vllm_takes_is_taken_and_read_alike(adapters, name):
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if HOSTILE[name][0] != "/invocations"])
-async def test_what_is_refused_is_refused_at_the_same_place(adapters, name):
+async def test_rejected_bodies_report_the_same_location(adapters, name):
     from pydantic import ValidationError
 
     path, body = HOSTILE[name]

@@ -102,17 +102,17 @@ class Server:
             return response.status
 
 
-def test_keep_alive_is_vllms_variable(monkeypatch):
+def test_keep_alive_follows_vllms_environment_variable(monkeypatch):
     monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "77")
     assert config().timeout_keep_alive == 77
 
 
-def test_log_level_and_access_log_are_the_flags():
+def test_log_level_and_access_log_follow_the_flags():
     found = config("--uvicorn-log-level=warning", "--disable-uvicorn-access-log")
     assert (found.log_level, found.access_log) == ("warning", False)
 
 
-def test_endpoints_are_left_out_of_the_access_log():
+def test_endpoints_are_excluded_from_the_access_log():
     config("--disable-access-log-for-endpoints=/health,/metrics")
     logger = logging.getLogger("uvicorn.access")
     kept = []
@@ -134,29 +134,29 @@ def test_log_config_file_configures_logging(tmp_path, flag):
     assert logging.getLogger("a.b").level == 37
 
 
-def test_log_config_that_is_not_there_stops_the_start(tmp_path):
+def test_missing_log_config_fails_the_start(tmp_path):
     with pytest.raises(StartupFailed, match="logging"):
         config(f"--logging-config.pylogging_config_file={tmp_path}/absent.json")
 
 
-def test_ciphers_are_the_flags(files):
+def test_ciphers_follow_the_flag(files):
     context = config(*files, "--ssl-ciphers=ECDHE-RSA-AES256-GCM-SHA384").ssl
     names = {cipher["name"] for cipher in context.get_ciphers() if not cipher["name"].startswith("TLS_")}
     assert names == {"ECDHE-RSA-AES256-GCM-SHA384"}
 
 
 @pytest.mark.parametrize("flags", [["--ssl-ciphers=nonsense"], ["--ssl-ca-certs=/nowhere"]])
-def test_tls_that_cannot_be_set_up_stops_the_start(files, flags):
+def test_invalid_tls_configuration_fails_the_start(files, flags):
     with pytest.raises(StartupFailed, match="TLS"):
         check_http(parse_vllm_args("model", [*files, *flags]))
 
 
-def test_refresh_needs_files_to_watch():
+def test_ssl_refresh_requires_certificate_files():
     with pytest.raises(StartupFailed, match="--enable-ssl-refresh"):
         check_http(parse_vllm_args("model", ["--enable-ssl-refresh"]))
 
 
-async def test_certificate_that_changes_is_loaded(files, tmp_path):
+async def test_changed_certificate_is_reloaded(files, tmp_path):
     async with Server(*files, "--enable-ssl-refresh") as server:
 
         def certificate() -> str:
@@ -179,7 +179,7 @@ async def test_certificate_that_changes_is_loaded(files, tmp_path):
         ("--h11-max-incomplete-event-size=2048", {"x-long": "a" * 4000}),
     ],
 )
-async def test_header_limits_hold(flag, headers):
+async def test_header_limits_are_enforced(flag, headers):
     async with Server(flag) as server:
         assert await server.status() == 200
         assert await server.status(headers) == 431

@@ -120,7 +120,7 @@ async def test_events_are_read_with_their_fields(open_ranks):
     assert cleared == AllBlocksCleared()
 
 
-async def test_what_was_told_before_anybody_listened_is_read(open_ranks):
+async def test_events_published_before_the_subscription_are_read(open_ranks):
     ranks = open_ranks()
     ranks.publish(1, 2, 3)
     ranks.start()
@@ -129,7 +129,7 @@ async def test_what_was_told_before_anybody_listened_is_read(open_ranks):
     await ranks.until([1, 2, 3, 4])
 
 
-async def test_each_rank_is_read_from_an_endpoint_of_its_own(open_ranks):
+async def test_each_rank_has_its_own_endpoint(open_ranks):
     ranks = open_ranks(3)
     ranks.start()
     for rank in range(3):
@@ -139,7 +139,7 @@ async def test_each_rank_is_read_from_an_endpoint_of_its_own(open_ranks):
     assert len({source.endpoint for source in ranks.sources.values()}) == 3
 
 
-async def test_nothing_listens_on_a_port_and_the_folder_is_private(open_ranks):
+async def test_publisher_uses_a_private_folder_and_no_tcp_port(open_ranks):
     ranks = open_ranks(2)
     folder = folder_of(ranks.reader)
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
@@ -166,7 +166,7 @@ class Lossy:
         self._inner.close(linger=linger)
 
 
-async def test_gap_is_filled_from_the_publishers_buffer(open_ranks):
+async def test_gap_is_filled_from_the_replay_buffer(open_ranks):
     ranks = open_ranks()
     ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1, 2, 4})
     ranks.start()
@@ -177,7 +177,7 @@ async def test_gap_is_filled_from_the_publishers_buffer(open_ranks):
     assert ranks.reader.ranks[0].num_lost == 0
 
 
-async def test_batch_missed_before_a_silence_is_asked_for(open_ranks, monkeypatch):
+async def test_batch_lost_before_an_idle_period_is_replayed(open_ranks, monkeypatch):
     monkeypatch.setattr(kv_events, "SILENCE_S", 0.1)
     ranks = open_ranks()
     ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1})
@@ -188,7 +188,7 @@ async def test_batch_missed_before_a_silence_is_asked_for(open_ranks, monkeypatc
     await ranks.until([0, 1])
 
 
-async def test_what_cannot_be_repeated_counts_as_cleared(open_ranks, caplog):
+async def test_batches_that_cannot_be_replayed_clear_the_cache(open_ranks, caplog):
     caplog.set_level(logging.WARNING, "medialane")  # libraries set the root logger's
     ranks = open_ranks(buffer_steps=2)
     ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, set(range(1, 9)))
@@ -201,7 +201,7 @@ async def test_what_cannot_be_repeated_counts_as_cleared(open_ranks, caplog):
     assert "lost" in caplog.text
 
 
-async def test_batch_that_cannot_be_read_counts_as_lost(open_ranks):
+async def test_undecodable_batch_counts_as_lost(open_ranks):
     ranks = open_ranks()
     ranks.start()
     ranks.publish(0)
@@ -211,7 +211,7 @@ async def test_batch_that_cannot_be_read_counts_as_lost(open_ranks):
     await ranks.until([0, None, 2])
 
 
-async def test_publisher_that_counts_from_the_start_again_counts_as_cleared(open_ranks):
+async def test_restarted_sequence_numbers_clear_the_cache(open_ranks):
     ranks = open_ranks()
     ranks.start()
     ranks.publish(0)
@@ -226,7 +226,7 @@ async def test_publisher_that_counts_from_the_start_again_counts_as_cleared(open
     await ranks.until([0, 1, None, 2])
 
 
-async def test_many_events_come_in_parts_and_in_order(open_ranks):
+async def test_many_events_arrive_in_chunks_in_order(open_ranks):
     ranks = open_ranks()
     ranks.start()
     events = [removed(n) for n in range(5000)]
@@ -235,5 +235,5 @@ async def test_many_events_come_in_parts_and_in_order(open_ranks):
     assert max(len(batch.events) for batch in ranks.batches) <= kv_events.MAX_EVENTS_AT_ONCE
 
 
-def test_end_marker_is_vllms():
+def test_end_marker_equals_vllms():
     assert vllm_events.ZmqEventPublisher.END_SEQ == kv_events.END

@@ -35,7 +35,7 @@ def maker(renderer):
     return PromptMaker(renderer)
 
 
-async def test_block_size_and_sizes_are_the_engines(watched):
+async def test_block_size_and_cache_sizes_equal_the_engines(watched):
     card = watched.engine.card
     assert card.block_size == BLOCK
     assert card.num_kv_blocks > 8
@@ -45,7 +45,7 @@ async def test_block_size_and_sizes_are_the_engines(watched):
     assert (card.data_parallel_size, card.max_loras) == (1, 0)
 
 
-async def test_text_is_held_as_predicted_and_its_tail_is_not(watched):
+async def test_full_text_blocks_are_held_as_predicted_and_the_tail_is_not(watched):
     await watched.reset()
     prompt = ExpandedPrompt(text(5 * BLOCK + 7, seed=1))
     await watched.run(prompt)
@@ -64,7 +64,7 @@ async def test_shared_prefix_is_held_once(watched):
     assert await watched.holds([*predicted(one), *predicted(other)])
 
 
-async def test_image_is_part_of_its_blocks(watched, maker):
+async def test_block_ids_depend_on_the_image(watched, maker):
     await watched.reset()
     one, other = (expanded(maker, text(50), pixels(560, 420, s), text(200, 1)) for s in (1, 2))
     assert one.token_ids == other.token_ids
@@ -85,7 +85,7 @@ async def test_several_images_in_one_block(watched, maker):
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
-async def test_block_that_begins_where_an_image_ends_has_none_of_it(watched, maker, shift):
+async def test_block_starting_where_an_image_ends_excludes_it(watched, maker, shift):
     await watched.reset()
     picture = pixels(280, 280, 7)
     length = spans(expanded(maker, picture))[0].length
@@ -96,7 +96,7 @@ async def test_block_that_begins_where_an_image_ends_has_none_of_it(watched, mak
     assert await watched.holds(predicted(prompt))
 
 
-async def test_image_that_begins_with_a_block(watched, maker):
+async def test_image_starting_at_a_block_boundary(watched, maker):
     await watched.reset()
     prompt = expanded(maker, text(BLOCK - 1), pixels(280, 280, 8), text(BLOCK, 1))
     assert spans(prompt)[0].offset == BLOCK
@@ -104,7 +104,7 @@ async def test_image_that_begins_with_a_block(watched, maker):
     assert await watched.holds(predicted(prompt))
 
 
-async def test_cache_salt_is_part_of_every_block(watched, maker):
+async def test_block_ids_depend_on_the_cache_salt(watched, maker):
     await watched.reset()
     prompt = expanded(maker, text(BLOCK), pixels(280, 280, 9), text(BLOCK, 1))
     await watched.run(prompt, cache_salt="tenant")
@@ -115,7 +115,7 @@ async def test_cache_salt_is_part_of_every_block(watched, maker):
 
 # The arena is mapped read-only; torch warns about the first such array, and nothing writes to it.
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-async def test_video_that_the_worker_expands_is_held_as_it_was_placed(watched, maker):
+async def test_video_expanded_by_the_worker_is_held_as_placed(watched, maker):
     await watched.reset()
     frames = np.stack([pixels(112, 84, seed) for seed in range(8)])
     size = MediaSize(width=112, height=84, num_frames=8, metadata=b'{"fps":2.0,"duration":4.0,"total_num_frames":8}')
@@ -131,7 +131,7 @@ async def test_video_that_the_worker_expands_is_held_as_it_was_placed(watched, m
     assert await watched.holds(ids)
 
 
-async def test_prompt_that_the_gateway_expanded_is_not_placed_again(watched, maker):
+async def test_prompt_expanded_by_the_gateway_is_not_placed_again(watched, maker):
     assert (await watched.run(expanded(maker, text(10), pixels(84, 84, 3)))).placed == ()
 
 
@@ -162,15 +162,15 @@ async def test_vllms_own_hasher_agrees_with_its_events(watched, maker):
     assert told == expected
 
 
-async def test_requests_side_by_side_leave_their_blocks_and_no_fault(watched):
-    """Equal ones may compute the same block twice: copies are removed separately, and the block is held until both are."""
+async def test_concurrent_requests_leave_their_blocks_without_faults(watched):
+    """Equal ones may compute the same block twice: copies are removed separately, the block is held until both are."""
     await watched.reset()
     prompts = [ExpandedPrompt(text(3 * BLOCK, seed=20 + i % 2)) for i in range(6)]
     await asyncio.gather(*map(watched.run, prompts))
     assert await watched.holds([*predicted(prompts[0]), *predicted(prompts[1])])
 
 
-async def test_reset_is_reported_with_the_next_step(watched):
+async def test_cache_reset_is_reported_with_the_next_step(watched):
     before, after = ExpandedPrompt(text(2 * BLOCK, 30)), ExpandedPrompt(text(2 * BLOCK, 31))
     await watched.run(before)
     await watched.reset()
@@ -179,7 +179,7 @@ async def test_reset_is_reported_with_the_next_step(watched):
     assert AllBlocksCleared() in watched.events
 
 
-async def test_reports_of_what_is_held_already_cannot_be_asked_for(watched):
+async def test_engine_cannot_report_already_held_blocks(watched):
     """`kv_cache_report_mode` would report each block again, as if it were another copy."""
     await watched.reset()
     prompt = ExpandedPrompt(text(2 * BLOCK + 1, 32))

@@ -28,7 +28,7 @@ async def small(tiny_model):
     assert not Path(engine._events.config.endpoint.removeprefix("ipc://")).parent.exists()
 
 
-async def test_blocks_under_pressure_are_removed_as_the_engine_does(small, maker):
+async def test_evicted_blocks_are_removed_as_in_the_engine(small, maker):
     """Every prompt's cached tokens equal the table's prediction while blocks are stored and evicted."""
     pictures = [pixels(280, 280, seed) for seed in range(3)]
     prompts = [expanded(maker, text(BLOCK, i % 2), pictures[i % 3], text(4 * BLOCK, i)) for i in range(12)]
@@ -49,7 +49,7 @@ async def test_blocks_under_pressure_are_removed_as_the_engine_does(small, maker
     assert small.table.num_faults == 0
 
 
-async def test_new_engine_tells_from_its_start(small):
+async def test_new_engine_reports_from_its_start(small):
     """Its batches are counted from 0 again, by another reader."""
     assert small.engine._events.ranks[0].num_lost == 0
     assert isinstance(small.events[0], BlockStored)

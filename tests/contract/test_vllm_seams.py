@@ -18,7 +18,7 @@ def test_installed_vllm_has_every_seam():
     assert [str(broken) for broken in probe.probe()] == []
 
 
-def test_probe_is_quick_once_vllm_is_imported():
+def test_probe_is_fast_once_vllm_is_imported():
     probe.probe()
     before = time.thread_time()
     probe.probe()
@@ -35,7 +35,7 @@ def _vllms_own_classes(monkeypatch):
 @pytest.mark.parametrize(
     "seam", [s for s in SEAMS if s.where.startswith("vllm.") and ":" in s.where], ids=lambda seam: seam.where
 )
-def test_seam_that_vllm_drops_is_named(seam, monkeypatch):
+def test_seam_removed_from_vllm_is_named(seam, monkeypatch):
     module, _, path = seam.where.partition(":")
     holder, _, name = path.rpartition(".")
     owner = probe.resolve(f"{module}:{holder}") if holder else importlib.import_module(module)
@@ -46,7 +46,7 @@ def test_seam_that_vllm_drops_is_named(seam, monkeypatch):
 @pytest.mark.parametrize(
     "seam", [s for s in SEAMS if s.kind in ("override", "replace") and s.parameters], ids=lambda seam: seam.where
 )
-def test_parameter_that_vllm_adds_to_what_we_replace_is_named(seam, monkeypatch):
+def test_parameter_added_to_a_replaced_function_is_named(seam, monkeypatch):
     holder, _, name = seam.where.replace(":", ":.").rpartition(".")
     names = ", ".join((*seam.parameters, "added_by_vllm"))
     monkeypatch.setattr(probe.resolve(holder.rstrip(".:")), name, eval(f"lambda {names}: None"))
@@ -54,7 +54,7 @@ def test_parameter_that_vllm_adds_to_what_we_replace_is_named(seam, monkeypatch)
 
 
 @pytest.mark.parametrize("seam", [s for s in SEAMS if s.called_in], ids=lambda seam: seam.where)
-def test_replacement_that_vllm_would_not_call_any_more_is_named(seam, monkeypatch):
+def test_replacement_no_longer_called_by_vllm_is_named(seam, monkeypatch):
     module, _, path = seam.called_in.partition(":")
     holder, _, name = path.rpartition(".")
     owner = probe.resolve(f"{module}:{holder}") if holder else importlib.import_module(module)

@@ -139,7 +139,7 @@ PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 @pytest.fixture(scope="session")
 def starting_gateways(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[dict[str, MedialaneProcess]]:
-    """GATEWAYS, not ready yet: use the fixture `gateways` instead. They are children of one process, which `stop` ends."""
+    """GATEWAYS, not ready yet: use the fixture `gateways` instead. Children of one process, which `stop` ends."""
     serve = starting_serve
     apart = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
     workers = [word for address in addresses_of_workers(serve) for word in ("--worker", address)]

@@ -16,7 +16,7 @@ import aiohttp
 from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
 
 #: For plain vLLM: it runs the model in the scheduler's process, as our workers do on a CPU. A separate process for the
-#: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step, taking CPU time from ours.
+#: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step.
 ONE_PROCESS_ENGINE = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 START_S = 400

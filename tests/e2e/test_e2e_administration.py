@@ -13,7 +13,7 @@ def families(page):
     return {s.name: set(s.labels) for s in page.samples if s.name.startswith("vllm:")}
 
 
-async def test_every_metric_of_plain_vllm_is_shown_for_each_worker(ours, plain, worker_addresses):
+async def test_every_plain_vllm_metric_is_exposed_per_worker(ours, plain, worker_addresses):
     for server in (ours, plain):
         await server.succeed(chat(picture(90), ASK))
     shown, right = families(await ours.metrics()), families(await plain.metrics())
@@ -24,7 +24,7 @@ async def test_every_metric_of_plain_vllm_is_shown_for_each_worker(ours, plain, 
     assert set((await ours.metrics()).by("vllm:num_requests_running", "worker")) == set(worker_addresses)
 
 
-async def test_requests_and_their_tokens_are_counted_at_once(ours):
+async def test_requests_and_tokens_are_counted_immediately(ours):
     names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
     before = [(await ours.metrics()).value(name) for name in names]
     usage = (await ours.succeed(chat(picture(91), ASK))).json["usage"]
@@ -33,7 +33,7 @@ async def test_requests_and_their_tokens_are_counted_at_once(ours):
     assert [now - then for now, then in zip(after, before, strict=True)] == counted
 
 
-async def test_http_requests_are_counted_as_by_plain_vllm(ours, plain):
+async def test_http_request_metrics_match_plain_vllm(ours, plain):
     counted = {"handler": "/v1/chat/completions", "method": "POST", "status": "2xx"}
     for server in (ours, plain):
         before = (await server.metrics()).value("http_requests_total", **counted)
@@ -41,7 +41,7 @@ async def test_http_requests_are_counted_as_by_plain_vllm(ours, plain):
         assert (await server.metrics()).value("http_requests_total", **counted) == before + 1
 
 
-async def test_prefix_caches_of_all_workers_are_empty_after_a_reset(ours):
+async def test_reset_empties_the_prefix_cache_of_every_worker(ours):
     body = chat(picture(92), ASK)
     first = (await ours.succeed(body)).json["usage"]
     second = (await ours.succeed(body)).json["usage"]
@@ -54,7 +54,7 @@ async def test_prefix_caches_of_all_workers_are_empty_after_a_reset(ours):
 
 
 @pytest.mark.parametrize("path", ["/reset_mm_cache", "/reset_encoder_cache"])
-async def test_caches_are_reset_and_answers_stay(ours, path):
+async def test_resetting_caches_does_not_change_outputs(ours, path):
     body = chat(picture(93), ASK)
     right = (await ours.succeed(body)).ids
     await ours.succeed({}, path)
@@ -73,7 +73,7 @@ async def test_pause_stops_all_workers_until_they_are_resumed(ours):
     await ours.succeed(chat(ASK))
 
 
-async def test_sleep_of_level_0_and_waking_up(ours, plain):
+async def test_sleep_level_0_and_wake_up(ours, plain):
     for server in (ours, plain):
         assert (await server.succeed({}, "/sleep?level=0")).json == {"status": "sleeping", "level": 0}
         assert (await server.get("/is_sleeping")).json == {"is_sleeping": True}

@@ -35,19 +35,19 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_answer_equals_plain_vllms(ours, plain, name):
+async def test_output_equals_plain_vllm(ours, plain, name):
     answer, right = await ours.succeed(BODIES[name]), await plain.succeed(BODIES[name])
     assert answer.ids
     assert_same(answer.json, right.json)
 
 
-async def test_answers_depend_on_the_images_and_their_order(plain):
+async def test_output_depends_on_the_images_and_their_order(plain):
     names = ("one image", "three images", "three images in another order", "image before text", "image after text")
     answers = {tuple((await plain.succeed(BODIES[name])).ids) for name in names}
     assert len(answers) == len(names)
 
 
-async def test_several_turns_with_images_equal_plain_vllms(ours, plain):
+async def test_multi_turn_output_with_images_equals_plain_vllm(ours, plain):
     turns = [
         {"role": "user", "content": [picture(0), ASK]},
         {"role": "assistant", "content": "A harbour."},
@@ -58,7 +58,7 @@ async def test_several_turns_with_images_equal_plain_vllms(ours, plain):
 
 
 @pytest.mark.parametrize("name", ["text", "one image", "three images"])
-async def test_stream_equals_answer_in_one_piece(ours, plain, name):
+async def test_streamed_output_equals_non_streamed(ours, plain, name):
     whole = await ours.succeed(BODIES[name])
     as_stream = {**BODIES[name], "stream": True, "stream_options": {"include_usage": True}}
     streamed, right = await ours.succeed(as_stream), await plain.succeed(as_stream)
@@ -68,7 +68,7 @@ async def test_stream_equals_answer_in_one_piece(ours, plain, name):
     assert_same(streamed.events[-1]["usage"], right.events[-1]["usage"])
 
 
-async def test_image_by_url_gets_the_answer_of_the_same_image_as_data(ours, plain):
+async def test_image_by_url_gives_the_same_output_as_inline_data(ours, plain):
     by_data = await ours.succeed(chat(picture(8), ASK))
     async with picture_server({"photo.jpg": photo(8)}) as server:
         by_url = await ours.succeed(chat(image(server.url("photo.jpg")), ASK))

@@ -63,7 +63,7 @@ URLS = {
 
 
 @pytest.mark.parametrize("name", URLS)
-async def test_bad_image_is_reported_with_its_field(ours, name):
+async def test_invalid_image_error_names_its_field(ours, name):
     make, status, code = URLS[name]
     answer = await ours.post(chat(ASK, image(make())))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, FIELD), answer.json
@@ -71,14 +71,14 @@ async def test_bad_image_is_reported_with_its_field(ours, name):
     assert (await ours.succeed(chat(picture(61), ASK))).ids
 
 
-async def test_url_that_is_not_found_is_reported_with_its_field(ours):
+async def test_url_not_found_error_names_its_field(ours):
     async with picture_server({}) as server:
         answer = await ours.post(chat(ASK, image(server.url("missing.jpg"))))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "media_fetch_failed", FIELD)
     assert (await ours.succeed(chat(ASK))).ids
 
 
-async def test_one_bad_image_of_three_fails_the_request_and_leaves_no_lease(ours):
+async def test_one_invalid_image_of_three_fails_the_request_without_leaking_leases(ours):
     answer = await ours.post(chat(picture(62), image(data_url(photo(60)[:5000])), picture(63)))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_image", FIELD)
 
@@ -89,12 +89,12 @@ async def test_one_bad_image_of_three_fails_the_request_and_leaves_no_lease(ours
     await until(is_free, "no lease is left", 20)
 
 
-async def test_bad_image_of_a_stream_is_reported_by_the_status(ours):
+async def test_invalid_image_fails_a_streaming_request_with_an_http_status(ours):
     answer = await ours.post(chat(ASK, image(data_url(photo(60)[:5000])), stream=True))
     assert (answer.status, answer.error["code"]) == (400, "invalid_image")
 
 
-async def test_more_images_than_the_model_takes_is_reported_as_plain_vllm_tells_it(ours, plain):
+async def test_image_count_over_the_model_limit_gives_plain_vllms_error(ours, plain):
     body = chat(*[picture(64, 64, 64)] * 9)
     answer, right = await ours.post(body), await plain.post(body)
     assert answer.status == right.status == 400
@@ -103,7 +103,7 @@ async def test_more_images_than_the_model_takes_is_reported_as_plain_vllm_tells_
     assert (await ours.succeed(chat(picture(61), ASK))).ids
 
 
-async def test_more_images_than_a_request_may_have_is_reported_with_its_field(ours):
+async def test_image_count_over_the_request_limit_names_its_field(ours):
     answer = await ours.post(chat(*[picture(64, 64, 64)] * 17))
     assert (answer.status, answer.error["code"]) == (400, "too_many_media_items")
     assert answer.error["param"] == "messages[0].content[16].image_url"
@@ -112,14 +112,14 @@ async def test_more_images_than_a_request_may_have_is_reported_with_its_field(ou
 @pytest.mark.parametrize(
     "content", [[text("word " * 9000)], [picture(65), text("word " * 9000)]], ids=["text", "image"]
 )
-async def test_prompt_that_is_too_long_is_reported_as_plain_vllm_tells_it(ours, plain, content):
+async def test_too_long_prompt_gives_plain_vllms_error(ours, plain, content):
     answer, right = await ours.post(chat(*content)), await plain.post(chat(*content))
     assert answer.status == right.status == 400
     assert_same(answer.json, right.json)
     assert (await ours.succeed(chat(ASK))).ids
 
 
-async def test_image_that_takes_more_tokens_than_the_model_has_is_reported(ours, plain):
+async def test_image_exceeding_the_context_length_is_reported(ours, plain):
     """Its text alone would fit: only the expanded placeholder does not."""
     body = chat(picture(66, 3600, 2600), ASK)
     answer, right = await ours.post(body), await plain.post(body)
@@ -138,7 +138,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_bad_body_is_reported_as_plain_vllm_tells_it(ours, plain, name):
+async def test_invalid_body_gives_plain_vllms_error(ours, plain, name):
     answer, right = await ours.post(BODIES[name]), await plain.post(BODIES[name])
     assert answer.status == right.status
     assert answer.status in (400, 422)
@@ -154,7 +154,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-async def test_body_that_would_hold_up_everyone_is_refused(ours, name):
+async def test_body_too_expensive_to_parse_is_rejected(ours, name):
     answer = await ours.post(TOO_MUCH[name])
     assert (answer.status, answer.error["code"]) == (400, "invalid_body")
     assert (await ours.succeed(chat(ASK))).ids
@@ -169,7 +169,7 @@ LENIENT = {
 
 
 @pytest.mark.parametrize("name", LENIENT)
-async def test_what_vllm_parses_is_parsed_beside_media(ours, name):
+async def test_json_that_vllm_accepts_is_accepted_along_with_media(ours, name):
     answer = await ours.post(LENIENT[name](json.dumps(chat(picture(67), ASK))))
     assert answer.status == 200, answer.json
 
@@ -184,7 +184,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-async def test_bad_parameter_is_reported_as_plain_vllm_tells_it(ours, plain, name):
+async def test_invalid_parameter_gives_plain_vllms_error(ours, plain, name):
     body = {**chat(picture(61), ASK), **PARAMETERS[name]}
     answer, right = await ours.post(body), await plain.post(body)
     assert answer.status == right.status
@@ -193,20 +193,20 @@ async def test_bad_parameter_is_reported_as_plain_vllm_tells_it(ours, plain, nam
     assert (await ours.succeed(chat(ASK))).ids
 
 
-async def test_media_that_nobody_takes_yet_is_reported_with_its_field(ours):
+async def test_unsupported_modality_error_names_its_field(ours):
     part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     answer = await ours.post(chat(ASK, part))
     assert answer.status in (400, 415)
     assert answer.error["param"] == "messages[0].content[1].video_url"
 
 
-async def test_key_is_asked_for_before_the_body_is_read(gateways):
+async def test_api_key_is_checked_before_the_body_is_read(gateways):
     """Headers that declare a body of 50 MB, and no body: the response arrives nevertheless."""
     status, _ = await announced(gateways["features/shm"], 50_000_000)
     assert status == 401
 
 
-async def test_key_opens(gateways):
+async def test_valid_api_key_is_accepted(gateways):
     with_key = gateways["features/shm"]
     without = type(with_key)(with_key.base_url, with_key.model)
     wrong = type(with_key)(with_key.base_url, with_key.model, api_key="guessed")
@@ -214,7 +214,7 @@ async def test_key_opens(gateways):
     assert (await with_key.succeed(chat(ASK))).ids
 
 
-async def test_body_over_the_limit_is_refused_by_its_announcement(ours):
+async def test_body_over_the_limit_is_rejected_by_content_length(ours):
     status, body = await announced(ours, 65 << 20)
     assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 ASK = text("What is in the picture?")
 
 
-async def test_repeated_image_is_neither_decoded_nor_processed_nor_copied(ours):
+async def test_repeated_image_is_not_decoded_processed_or_copied_again(ours):
     first = await ours.succeed(chat(picture(20), ASK))
     assert first.cache == "miss"
     assert {"decode", "process"} <= first.stages.keys()
@@ -22,7 +22,7 @@ async def test_repeated_image_is_neither_decoded_nor_processed_nor_copied(ours):
     assert not {"decode", "process"} & again.stages.keys()
 
 
-async def test_same_image_as_data_and_by_url_is_one_entry(ours):
+async def test_same_image_inline_and_by_url_shares_one_entry(ours):
     entries = "medialane_arena_entries"
     before = (await ours.metrics()).value(entries)
     by_data = await ours.succeed(chat(picture(21), ASK))
@@ -36,16 +36,16 @@ async def test_same_image_as_data_and_by_url_is_one_entry(ours):
     assert (await ours.metrics()).value(entries) == before + 2  # the encoded bytes and the feature
 
 
-async def test_new_and_known_images_in_one_request_are_mixed(ours):
+async def test_one_request_may_mix_new_and_cached_images(ours):
     await ours.succeed(chat(picture(22), ASK))
     assert (await ours.succeed(chat(picture(22), picture(23), ASK))).cache == "mixed"
 
 
-async def test_text_needs_no_cache(ours):
+async def test_text_request_does_not_touch_the_media_cache(ours):
     assert (await ours.succeed(chat(ASK))).cache == "none"
 
 
-async def test_one_image_in_many_requests_at_once_is_processed_once(ours):
+async def test_image_in_concurrent_requests_is_processed_once(ours):
     jobs = "medialane_preparer_jobs_total"
     before = (await ours.metrics()).value(jobs, outcome="done")
     answers = await asyncio.gather(*(ours.succeed(chat(picture(24), ASK)) for _ in range(4)))
@@ -53,7 +53,7 @@ async def test_one_image_in_many_requests_at_once_is_processed_once(ours):
     assert (await ours.metrics()).value(jobs, outcome="done") == before + 1
 
 
-async def test_repeated_prompt_is_found_in_vllms_prefix_cache(ours):
+async def test_repeated_prompt_hits_vllms_prefix_cache(ours):
     """One request more than there are workers: one worker receives it twice, however they are chosen."""
     answers = [await ours.succeed(chat(picture(25), ASK)) for _ in range(3)]
     cached = [(answer.json["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers]
@@ -62,13 +62,13 @@ async def test_repeated_prompt_is_found_in_vllms_prefix_cache(ours):
     assert len({tuple(answer.ids) for answer in answers}) == 1
 
 
-async def test_cache_salt_separates_entries(ours):
+async def test_cache_salt_isolates_entries(ours):
     await ours.succeed(chat(picture(26), ASK, cache_salt="one tenant"))
     assert (await ours.succeed(chat(picture(26), ASK, cache_salt="another"))).cache == "miss"
     assert (await ours.succeed(chat(picture(26), ASK, cache_salt="one tenant"))).cache == "hit"
 
 
-async def test_metrics_show_stages_caches_arena_and_processes(ours):
+async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     await ours.succeed(chat(picture(27), ASK))
     await until(lambda: is_idle(ours), "the worker has let go", 20)
     page = await ours.metrics()
@@ -83,7 +83,7 @@ async def test_metrics_show_stages_caches_arena_and_processes(ours):
     assert page.value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_client_that_hangs_up_leaves_no_lease_and_no_running_request(ours):
+async def test_client_disconnect_leaves_no_lease_and_no_running_request(ours):
     body = long_chat(picture(28), text("Tell a long story."), stream=True)
     await until(lambda: is_idle(ours), "nothing else runs", 20)
     async with ours.opened(body) as response:
@@ -95,7 +95,7 @@ async def test_client_that_hangs_up_leaves_no_lease_and_no_running_request(ours)
     assert (await ours.succeed(chat(picture(28), ASK))).cache == "hit"
 
 
-async def test_client_that_hangs_up_before_the_answer_begins_leaves_nothing(ours):
+async def test_client_disconnect_before_the_response_leaks_nothing(ours):
     body = long_chat(picture(29), text("Tell a long story."))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5), ours.opened(body):

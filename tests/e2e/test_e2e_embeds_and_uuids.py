@@ -37,27 +37,27 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_answer_to_embeddings_equals_plain_vllms(ours, plain, name):
+async def test_output_for_embeddings_equals_plain_vllm(ours, plain, name):
     answer, right = await ours.succeed(BODIES[name]), await plain.succeed(BODIES[name])
     assert_same(answer.json, right.json)
     assert_same((await ours.succeed(BODIES[name])).json, right.json)
 
 
-async def test_answers_depend_on_the_embeddings(ours):
+async def test_output_depends_on_the_embeddings(ours):
     answers = {
         tuple((await ours.succeed(chat(embeds(seed, rows=96, grid=(1, 16, 24)), ASK))).ids) for seed in (3, 4, 5)
     }
     assert len(answers) > 1
 
 
-async def test_embeddings_that_do_not_fit_are_refused_by_name_and_the_worker_lives(ours):
+async def test_mismatched_embeddings_error_names_its_field_and_the_worker_survives(ours):
     answer = await ours.post(chat(embeds(6, rows=23), ASK))
     assert answer.status == 400
     assert answer.error["param"] == "messages[0].content[0].image_embeds"
     await ours.succeed(chat(embeds(6), ASK))
 
 
-async def test_uuid_alone_is_answered_as_its_content(ours, plain):
+async def test_uuid_without_content_gives_the_same_output_as_its_content(ours, plain):
     right = await plain.succeed(chat(ONE, ASK))
     assert_same((await ours.succeed(chat({**ONE, "uuid": "of-600"}, ASK))).json, right.json)
     again = await ours.succeed(chat({"type": "image_url", "image_url": None, "uuid": "of-600"}, ASK))
@@ -65,7 +65,7 @@ async def test_uuid_alone_is_answered_as_its_content(ours, plain):
     assert_same(again.json, right.json)
 
 
-async def test_uuid_sent_with_other_content_means_that_content(ours, plain):
+async def test_uuid_sent_with_new_content_uses_the_new_content(ours, plain):
     right = await plain.succeed(chat(OTHER, ASK))
     await ours.succeed(chat({**ONE, "uuid": "reused"}, ASK))
     assert_same((await ours.succeed(chat({**OTHER, "uuid": "reused"}, ASK))).json, right.json)
@@ -73,14 +73,14 @@ async def test_uuid_sent_with_other_content_means_that_content(ours, plain):
     assert_same(named.json, right.json)
 
 
-async def test_unknown_uuid_is_refused_by_name(ours):
+async def test_unknown_uuid_error_names_the_uuid(ours):
     answer = await ours.post(chat({"type": "image_url", "image_url": None, "uuid": "never-sent"}, ASK))
     assert answer.status == 400
     assert answer.error["param"] == "messages[0].content[0].image_url"
     assert "never-sent" not in answer.error["message"]
 
 
-async def test_embeddings_by_uuid(ours, plain):
+async def test_embeddings_can_be_referenced_by_uuid(ours, plain):
     right = await plain.succeed(chat(embeds(7), ASK))
     await ours.succeed(chat(embeds(7, uuid="embeds-7"), ASK))
     named = await ours.succeed(chat({"type": "image_embeds", "image_embeds": None, "uuid": "embeds-7"}, ASK))

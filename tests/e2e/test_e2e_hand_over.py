@@ -20,14 +20,14 @@ BODIES = {
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
 @pytest.mark.parametrize("name", BODIES)
-async def test_answer_equals_plain_vllms(gateways, plain, way, name):
+async def test_output_equals_plain_vllm(gateways, plain, way, name):
     answer, right = await gateways[way].succeed(BODIES[name]), await plain.succeed(BODIES[name])
     assert answer.ids
     assert_same(answer.json, right.json)
 
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
-async def test_beams_equal_plain_vllms(gateways, plain, way):
+async def test_beam_search_equals_plain_vllm(gateways, plain, way):
     """`usage` differs if the worker expands the prompt."""
     body = chat(picture(83), ASK, use_beam_search=True, n=3, max_tokens=5)
     answer, right = await gateways[way].succeed(body), await plain.succeed(body)
@@ -38,7 +38,7 @@ async def test_beams_equal_plain_vllms(gateways, plain, way):
 
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
-async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
+async def test_streamed_and_repeated_outputs_equal_the_first(gateways, plain, way):
     answers = [
         await gateways[way].succeed({**BODIES["one image"], "stream": stream}) for stream in (False, True, False)
     ]
@@ -48,7 +48,7 @@ async def test_stream_and_repeat_equal_the_first_answer(gateways, plain, way):
 
 @pytest.mark.parametrize("way", [way for way in TRANSFER_PATHS if way != "apart"])
 @pytest.mark.parametrize("options", [{"patch_size": 1}, {"merge_size": 4}, {"merge_size": 0}], ids=str)
-async def test_options_that_would_end_an_engine_are_the_clients_error_in_every_way(
+async def test_options_that_would_crash_an_engine_are_client_errors_on_every_path(
     gateways, worker_addresses, serve, way, options
 ):
     workers = [serve.worker_pid(address) for address in worker_addresses]
@@ -59,7 +59,7 @@ async def test_options_that_would_end_an_engine_are_the_clients_error_in_every_w
     assert [serve.worker_pid(address) for address in worker_addresses] == workers
 
 
-async def test_shared_memory_copies_nothing_for_a_known_image(gateways):
+async def test_shared_memory_transfers_a_cached_image_without_copying(gateways):
     client = gateways["features/shm"]
     await client.succeed(chat(picture(83), ASK))
     again = await client.succeed(chat(picture(83), ASK))
@@ -67,7 +67,7 @@ async def test_shared_memory_copies_nothing_for_a_known_image(gateways):
     assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_inline_carries_features_in_the_message(gateways):
+async def test_inline_sends_features_in_the_message(gateways):
     client = gateways["features/inline"]
     await client.succeed(chat(picture(83), ASK))
     again = await client.succeed(chat(picture(83), ASK))
@@ -76,7 +76,7 @@ async def test_inline_carries_features_in_the_message(gateways):
     assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_decoded_carries_the_pixels_through_shared_memory(gateways):
+async def test_decoded_stage_sends_pixels_through_shared_memory(gateways):
     client = gateways["decoded/shm"]
     first, again = [await client.succeed(chat(picture(84), ASK)) for _ in range(2)]
     assert first.copied_bytes == len(photo(84)) + 512 * 384 * 3
@@ -84,7 +84,7 @@ async def test_decoded_carries_the_pixels_through_shared_memory(gateways):
     assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_url_carries_the_encoded_image_through_shared_memory_and_prepares_nothing(gateways):
+async def test_url_stage_sends_the_encoded_image_through_shared_memory_without_preparing(gateways):
     client = gateways["url"]
     before = await client.metrics()
     first, again = [await client.succeed(chat(picture(84), ASK)) for _ in range(2)]
@@ -94,7 +94,7 @@ async def test_url_carries_the_encoded_image_through_shared_memory_and_prepares_
     assert page.value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_without_common_memory_small_features_travel_inline_and_large_ones_as_their_image(gateways):
+async def test_without_shared_memory_small_features_go_inline_and_large_ones_as_encoded_image(gateways):
     client = gateways["apart"]
     small = await client.succeed(chat(picture(85, 112, 112), ASK))
     assert small.copied_bytes < 1 << 20
@@ -109,7 +109,7 @@ async def test_without_common_memory_small_features_travel_inline_and_large_ones
 
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
-async def test_bad_image_is_reported_with_its_field(gateways, way):
+async def test_invalid_image_error_names_its_field(gateways, way):
     answer = await gateways[way].post(chat(ASK, image(data_url(photo(80)[:5000]))))
     assert (answer.status, answer.error["code"]) == (400, "invalid_image")
     assert answer.error["param"] == "messages[0].content[1].image_url"
@@ -117,7 +117,7 @@ async def test_bad_image_is_reported_with_its_field(gateways, way):
 
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
-async def test_nothing_is_held_when_nothing_runs(gateways, way):
+async def test_idle_server_holds_no_leases(gateways, way):
     page = await gateways[way].metrics()
     assert page.value("medialane_arena_leases") == 0
     assert sum(page.by("medialane_worker_in_flight", "worker").values()) == 0

@@ -127,7 +127,7 @@ def places(token_ids) -> list[PlaceholderRange]:
 
 
 @pytest.mark.parametrize("way", ["shm", "inline"])
-async def test_good_features_get_plain_vllms_answer(sender, right, way):
+async def test_valid_features_give_plain_vllms_output(sender, right, way):
     (ids, answer), (ids_of_two, answer_of_two) = right
     (place,) = places(ids)
     assert await sender.answer(ExpandedPrompt(ids, (sender.feature(sender.item(), place, way),))) == answer
@@ -196,7 +196,7 @@ MALFORMED = (
 
 @pytest.mark.parametrize("way", ["shm", "inline"])
 @pytest.mark.parametrize("malform", MALFORMED)
-async def test_feature_that_does_not_fit_its_prompt_is_refused(sender, right, way, malform):
+async def test_feature_not_matching_its_prompt_is_rejected(sender, right, way, malform):
     ids, answer = right[0]
     (place,) = places(ids)
     good = sender.feature(sender.item(), place, way)
@@ -236,7 +236,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("way", ["shm", "inline"])
 @pytest.mark.parametrize("name", CHANGES)
-async def test_feature_that_contradicts_itself_is_refused(sender, right, way, name):
+async def test_inconsistent_feature_is_rejected(sender, right, way, name):
     ids, answer = right[0]
     (place,) = places(ids)
     item = sender.item()
@@ -245,7 +245,7 @@ async def test_feature_that_contradicts_itself_is_refused(sender, right, way, na
     assert await sender.answer(ExpandedPrompt(ids, (sender.feature(item, place, way),))) == answer
 
 
-async def test_tensor_of_another_shape_than_the_header_says_is_refused(sender, right):
+async def test_tensor_shape_not_matching_the_header_is_rejected(sender, right):
     ids, answer = right[0]
     (place,) = places(ids)
     good = sender.feature(sender.item(), place, "shm")
@@ -268,7 +268,7 @@ async def test_tensor_of_another_shape_than_the_header_says_is_refused(sender, r
     ],
     ids=str,
 )
-async def test_descriptor_that_leads_nowhere_is_no_hand_over(sender, right, change):
+async def test_invalid_descriptor_fails_the_hand_over(sender, right, change):
     ids, answer = right[0]
     (place,) = places(ids)
     good = sender.feature(sender.item(), place, "shm")
@@ -279,7 +279,7 @@ async def test_descriptor_that_leads_nowhere_is_no_hand_over(sender, right, chan
     assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
 
 
-async def test_features_in_the_wrong_order_or_on_one_place_are_refused(sender, right):
+async def test_misordered_or_overlapping_features_are_rejected(sender, right):
     ids, answer = right[1]
     first, second = (sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids)))
     on_one = msgspec.structs.replace(second, placeholder=first.placeholder)
@@ -289,7 +289,7 @@ async def test_features_in_the_wrong_order_or_on_one_place_are_refused(sender, r
     assert await sender.answer(ExpandedPrompt(ids, (first, second))) == answer
 
 
-async def test_a_feature_too_few_or_too_many_is_refused(sender, right):
+async def test_missing_or_extra_feature_is_rejected(sender, right):
     ids, answer = right[1]
     first, second = (sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids)))
     extra = msgspec.structs.replace(second, placeholder=PlaceholderRange(len(ids) - 3, 2))
@@ -298,7 +298,7 @@ async def test_a_feature_too_few_or_too_many_is_refused(sender, right):
     assert await sender.answer(ExpandedPrompt(ids, (first, second))) == answer
 
 
-async def test_modality_that_the_model_does_not_take_is_refused(sender, right):
+async def test_unsupported_modality_is_rejected(sender, right):
     ids, answer = right[0]
     (place,) = places(ids)
     good = sender.feature(sender.item(), place, "inline")
@@ -307,7 +307,7 @@ async def test_modality_that_the_model_does_not_take_is_refused(sender, right):
     assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
 
 
-async def test_prompt_with_ids_that_the_model_does_not_have_is_refused(sender, right):
+async def test_out_of_vocabulary_token_ids_are_rejected(sender, right):
     ids, answer = right[0]
     (place,) = places(ids)
     good = sender.feature(sender.item(), place, "inline")

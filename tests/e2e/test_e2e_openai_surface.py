@@ -1,4 +1,4 @@
-"""Other features of vLLM's OpenAI app work identically: tools, logprobs, n, stop strings, structured outputs, endpoints."""
+"""Other features of vLLM's OpenAI app are identical: tools, logprobs, n, stop strings, structured outputs, endpoints."""
 
 import pytest
 from openai_http import CHAT, assert_same, chat, picture, text
@@ -65,13 +65,13 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-async def test_answer_equals_plain_vllms(ours, plain, name):
+async def test_output_equals_plain_vllm(ours, plain, name):
     path, body = SAME[name]
     assert_same((await ours.succeed(body, path)).json, (await plain.succeed(body, path)).json)
 
 
 @pytest.mark.parametrize("name", ["tools offered", "a tool forced", "logprobs", "two choices", "structured output"])
-async def test_streamed_chunks_equal_plain_vllms(ours, plain, name):
+async def test_streamed_chunks_equal_plain_vllm(ours, plain, name):
     body = {**SAME[name][1], "stream": True}
     ids = [
         [_ids(answer, index) for index in (0, 1)] for answer in [await ours.succeed(body), await plain.succeed(body)]
@@ -79,12 +79,12 @@ async def test_streamed_chunks_equal_plain_vllms(ours, plain, name):
     assert ids[0] == ids[1]
 
 
-async def test_streamed_tool_call_is_plain_vllms(ours, plain):
+async def test_streamed_tool_call_equals_plain_vllm(ours, plain):
     body = chat(*IMAGE, **FORCED, stream=True)
     assert _arguments(await ours.succeed(body)) == _arguments(await plain.succeed(body)) != ""
 
 
-async def test_stop_string_ends_the_answer_as_in_plain_vllm(ours, plain):
+async def test_stop_string_ends_the_output_as_in_plain_vllm(ours, plain):
     free = await plain.succeed(chat(*IMAGE, ignore_eos=True))
     words = free.content
     stop = words[len(words) // 2 :][:3]
@@ -96,7 +96,7 @@ async def test_stop_string_ends_the_answer_as_in_plain_vllm(ours, plain):
     assert (await ours.succeed({**body, "stream": True})).content == right.content
 
 
-async def test_response_equals_plain_vllms(ours, plain):
+async def test_response_equals_plain_vllm(ours, plain):
     content = [
         {"type": "input_text", "text": "What is in the picture?"},
         {"type": "input_image", "image_url": IMAGE[0]["image_url"]["url"], "detail": "auto"},
@@ -107,7 +107,7 @@ async def test_response_equals_plain_vllms(ours, plain):
     assert_same(answer.json["usage"], right.json["usage"])
 
 
-async def test_models_are_plain_vllms(ours, plain):
+async def test_model_list_equals_plain_vllm(ours, plain):
     models = [(await server.get("/v1/models")).json["data"] for server in (ours, plain)]
     for found in models:
         for model in found:
@@ -115,7 +115,7 @@ async def test_models_are_plain_vllms(ours, plain):
     assert_same(*models)
 
 
-async def test_tokenize_of_a_chat_with_an_image_equals_plain_vllms(ours, plain):
+async def test_tokenize_of_a_chat_with_an_image_equals_plain_vllm(ours, plain):
     body = {"messages": chat(*IMAGE)["messages"]}
     assert_same((await ours.succeed(body, "/tokenize")).json, (await plain.succeed(body, "/tokenize")).json)
 

@@ -50,7 +50,7 @@ async def ready_workers(ours) -> float:
     return (await ours.metrics()).value("medialane_worker_state", state="ready")
 
 
-async def test_killed_preparer_fails_its_request_alone_and_is_replaced(serve, ours):
+async def test_killed_preparer_fails_only_its_request_and_is_replaced(serve, ours):
     pids = serve.preparer_pids()
     assert len(pids) == 2
     restarts = (await ours.metrics()).value("medialane_preparer_restarts_total")
@@ -92,7 +92,7 @@ async def test_killed_fork_server_is_replaced(serve, ours):
     assert len(serve.preparer_pids()) == 2
 
 
-async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ours, plain, worker_addresses):
+async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(163), ASK))).ids
     whole = asyncio.create_task(ours.post(long_chat(picture(163), PROMPT)))
     await until(lambda: in_flight(ours, 1), "the first request runs")
@@ -120,7 +120,7 @@ async def test_killed_worker_fails_its_requests_at_once_and_comes_back(serve, ou
     await until(lambda: idle(ours), "nothing is held", 20)
 
 
-async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours, plain, worker_addresses):
+async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(164), ASK))).ids
     request = asyncio.create_task(ours.post(long_chat(picture(164), PROMPT)))
     await until(lambda: in_flight(ours, 1), "the request runs")
@@ -149,7 +149,7 @@ async def test_killed_engine_core_fails_its_worker_which_comes_back(serve, ours,
     assert [answer.ids for answer in answers] == [right] * 4
 
 
-async def test_killed_gateway_comes_back_and_leaves_no_arena(serve, ours, plain):
+async def test_killed_gateway_restarts_and_leaves_no_arena(serve, ours, plain):
     right = (await plain.succeed(chat(picture(165), ASK))).ids
     old, arenas = serve.gateway_pid(), serve.arenas()
     below = descendants(old)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.vllm
 BODY = chat(text("Look at"), video(90, fps=2, max_frames=4), picture(91, 320, 240))
 
 
-async def test_report_tells_frames_sizes_and_tokens(ours, plain):
+async def test_report_contains_frames_sizes_and_tokens(ours, plain):
     await ours.succeed(BODY)
     answer = await ours.succeed({**BODY, "medialane": {"report": True}})
     report = answer.json.pop("medialane")
@@ -22,7 +22,7 @@ async def test_report_tells_frames_sizes_and_tokens(ours, plain):
     assert_same(answer.json, without.json)
 
 
-async def test_an_items_own_options_are_those_of_a_request(ours, plain):
+async def test_per_item_options_are_equivalent_to_request_options(ours, plain):
     asked = chat(text("Look at"), video(92), media_io_kwargs={"video": {"num_frames": 4}})
     own = chat(text("Look at"), video(92, num_frames=4))
     right = await plain.succeed(asked)

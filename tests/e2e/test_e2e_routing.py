@@ -63,7 +63,7 @@ async def repeated(routed, *bodies) -> list[int]:
     return [cached for _, cached in answers]
 
 
-async def test_text_with_a_common_beginning(routed, seed):
+async def test_text_with_a_common_prefix(routed, seed):
     start = long_text(f"Text {seed}")
     first, second = await repeated(routed, chat(start, text("Who?")), chat(start, text("Where?")))
     assert first == 0
@@ -75,20 +75,20 @@ async def test_same_image_twice(routed, seed):
     assert (first, second > 0) == (0, True)
 
 
-async def test_different_images_share_nothing(routed, seed):
+async def test_different_images_share_no_blocks(routed, seed):
     for number in (1, 2):
         _, cached = await routed.ask(chat(picture(seed + number), text("What is it?")))
         assert cached == 0
 
 
-async def test_one_two_and_three_images_growing(routed, seed):
+async def test_prompt_growing_from_one_to_three_images(routed, seed):
     parts = [picture(seed + number) for number in (3, 4, 5)]
     cached = await repeated(routed, *(chat(*parts[:n]) for n in (1, 2, 3)))
     assert cached[0] == 0
     assert 0 < cached[1] < cached[2]
 
 
-async def test_swapped_order_shares_no_block(routed, seed):
+async def test_swapped_image_order_shares_no_block(routed, seed):
     one, other = picture(seed + 6), picture(seed + 7)
     _, first = await routed.ask(chat(one, other))
     _, swapped = await routed.ask(chat(other, one))
@@ -101,7 +101,7 @@ async def test_http_image_twice(routed, seed):
     assert (first, second > 0) == (0, True)
 
 
-async def test_same_image_by_http_and_as_data(routed, seed):
+async def test_same_image_by_http_and_inline(routed, seed):
     data = photo(seed + 9)
     async with picture_server({"a": data}) as server:
         first, second = await repeated(
@@ -110,7 +110,7 @@ async def test_same_image_by_http_and_as_data(routed, seed):
     assert (first, second > 0) == (0, True)
 
 
-async def test_image_before_text_that_differs(routed, seed):
+async def test_same_image_before_different_text(routed, seed):
     first, second = await repeated(
         routed, *(chat(picture(seed + 10), long_text(f"{topic} {seed}")) for topic in ("One", "Two"))
     )
@@ -135,14 +135,14 @@ async def test_repeated_video(routed, way):
     assert (await routed.ask(other))[1] == 0
 
 
-async def test_images_that_arrive_together_go_to_one_worker(gateways, way, seed):
+async def test_concurrent_requests_with_one_image_go_to_one_worker(gateways, way, seed):
     bodies = [chat(picture(seed + 20), text(f"Question {n}?"), medialane={"report": True}) for n in range(2)]
     answers = await asyncio.gather(*map(gateways[way].succeed, bodies))
     routings = [answer.json["medialane"]["routing"] for answer in answers]
     assert len({routing["worker"] for routing in routings}) == 1, routings
 
 
-async def test_decisions_tell_the_last_choices_and_their_reasons(gateways):
+async def test_decisions_endpoint_lists_recent_choices_with_reasons(gateways):
     client = gateways["features/shm"]
     await client.succeed(chat(picture(4000), text("What is it?")))
     answer = await client.get("/medialane/decisions?limit=1")
@@ -152,7 +152,7 @@ async def test_decisions_tell_the_last_choices_and_their_reasons(gateways):
     assert decision["reason"]
 
 
-async def test_metrics_tell_of_routing(gateways):
+async def test_metrics_cover_routing(gateways):
     client = gateways["features/shm"]
     for _ in range(2):
         await client.succeed(chat(picture(4001), text("What is it?")))

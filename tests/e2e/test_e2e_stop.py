@@ -8,7 +8,7 @@ from process_tree import descendants, is_alive
 pytestmark = pytest.mark.vllm
 
 
-async def test_sigterm_leaves_no_process_no_arena_and_no_socket(serve, ours, runtime_directory):
+async def test_sigterm_leaves_no_process_arena_or_socket(serve, ours, runtime_directory):
     await ours.succeed(chat(picture(200), text("Describe the picture.")))
     everyone = descendants(serve.pid)
     assert len(everyone) >= 2 * 2 + 1 + 1 + 2  # workers and engines, the gateway, its fork server and preparers

@@ -30,13 +30,13 @@ async def greedy_ids(server, *seeds: int, before: str = "", after: str = "Descri
         return answer["choices"][0]["token_ids"]
 
 
-async def test_answers_repeat_and_depend_on_the_image(plain_vllm):
+async def test_output_is_deterministic_and_depends_on_the_image(plain_vllm):
     answers = [await greedy_ids(plain_vllm, seed) for seed in (0, 1, 2, 3)]
     assert len({tuple(ids) for ids in answers}) == 4
     assert await greedy_ids(plain_vllm, 0) == answers[0]
 
 
-async def test_answers_depend_on_the_order_of_images_and_text(plain_vllm):
+async def test_output_depends_on_the_order_of_images_and_text(plain_vllm):
     answers = [
         await greedy_ids(plain_vllm, 0, 1),
         await greedy_ids(plain_vllm, 1, 0),

@@ -87,7 +87,7 @@ async def read_to_the_end(remote):
             pass
 
 
-async def test_killed_worker_leaves_no_process_behind(worker):
+async def test_killed_worker_leaves_no_child_process(worker):
     client = await worker.connect()
     remote = await start_long_answer(client)
     family = descendants(worker.process.pid)
@@ -100,7 +100,7 @@ async def test_killed_worker_leaves_no_process_behind(worker):
     await client.close()
 
 
-async def test_terminated_worker_ends_cleanly_with_a_request_in_flight(worker):
+async def test_sigterm_ends_the_worker_cleanly_with_a_request_in_flight(worker):
     client = await worker.connect()
     assert any(path.is_socket() for path in worker.sockets.rglob("*"))
     remote = await start_long_answer(client)

@@ -60,7 +60,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("counts", "parts"), BODIES.values(), ids=BODIES)
-async def test_answer_equals_plain_vllms(servers, counts, parts):
+async def test_output_equals_plain_vllm(servers, counts, parts):
     asked = chat(*parts)
     answer, right = await servers.ours.succeed(asked), await servers.plain.succeed(asked)
     assert answer.ids
@@ -68,7 +68,7 @@ async def test_answer_equals_plain_vllms(servers, counts, parts):
     assert_same(answer.json, right.json)
 
 
-async def test_answers_depend_on_the_media_and_repeat(servers):
+async def test_output_is_deterministic_and_depends_on_the_media(servers):
     for modality in servers.family.limits:
         asked = [chat(media, ASK) for media in DIFFERENT[modality]]
         one, other, again = [(await servers.plain.succeed(body)).ids for body in (*asked, asked[0])]
@@ -76,7 +76,7 @@ async def test_answers_depend_on_the_media_and_repeat(servers):
         assert one == again, modality
 
 
-async def test_media_known_from_before_give_the_same_answer(servers):
+async def test_cached_media_give_the_same_output(servers):
     """Features from the arena and encoder outputs from the engine's cache, in another prompt."""
     first = {modality: DIFFERENT[modality][0] for modality in servers.family.limits}
     for media in first.values():

@@ -1,4 +1,4 @@
-"""What the tiny models of all families share: a tokenizer trained during the build, random weights, small language models.
+"""What the tiny models of all families share: a tokenizer trained during the build, random weights, small models.
 
 The weights follow `medialane.vllm_bridge.tiny_model`, whose docstring says why: with the libraries' own initialisation
 a model gives every image the same output.

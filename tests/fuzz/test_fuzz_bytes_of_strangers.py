@@ -81,7 +81,7 @@ def _run(target: Target, data: bytes) -> float:
 
 
 @pytest.mark.parametrize("target", HEADER_TARGETS, ids=lambda target: target.name)
-def test_any_bytes_are_answered_or_refused_in_time(
+def test_any_bytes_are_accepted_or_rejected_in_time(
     target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
 ):
     _fuzz(target, _checked(target), _inputs(target, fuzz_seconds * _HEADER_SHARE, fuzz_seed, fuzz_input))
@@ -97,7 +97,7 @@ def _grown(inputs: Iterator[bytes], seed: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("target", LOOP_TARGETS, ids=lambda target: target.name)
-def test_large_file_holds_the_event_loop_for_milliseconds(
+def test_large_file_blocks_the_event_loop_for_milliseconds_only(
     target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
 ):
     inputs = _inputs(target, fuzz_seconds * _LOOP_SHARE, fuzz_seed, fuzz_input)
@@ -105,7 +105,7 @@ def test_large_file_holds_the_event_loop_for_milliseconds(
 
 
 @pytest.mark.parametrize("target", DECODE_TARGETS.values(), ids=lambda target: target.name)
-def test_any_file_is_decoded_or_refused_in_time_and_memory(
+def test_any_file_is_decoded_or_rejected_within_time_and_memory_limits(
     target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
 ):
     with decoding_process(target.name) as process:

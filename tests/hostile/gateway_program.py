@@ -1,8 +1,8 @@
 """The gateway that the corpus attacks, in its own process: all of `medialane gateway` with a fake worker.
 
 It differs from the product in two places. Names of `.test` resolve by the table here, which allows DNS rebinding;
-resolved addresses are validated as usual. And the preparers' processor is `breaking_processor`, which crashes on images of
-certain sizes and is vLLM's for all others.
+resolved addresses are validated as usual. And the preparers' processor is `breaking_processor`, which crashes on images
+of certain sizes and is vLLM's for all others.
 """
 
 from __future__ import annotations

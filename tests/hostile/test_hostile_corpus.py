@@ -64,37 +64,37 @@ def _attack(row: Row, gateway: GatewayProcess, world: World) -> None:
 
 
 @pytest.mark.parametrize("row", URL_ROWS, ids=_names(URL_ROWS))
-def test_hostile_url_reaches_nobody(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_url_is_never_contacted(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", ORIGIN_ROWS, ids=_names(ORIGIN_ROWS))
-def test_hostile_media_host_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_media_host_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", DATA_ROWS, ids=_names(DATA_ROWS))
-def test_hostile_body_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_body_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", IMAGE_ROWS, ids=_names(IMAGE_ROWS))
-def test_hostile_image_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_image_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", VIDEO_ROWS, ids=_names(VIDEO_ROWS))
-def test_hostile_video_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_video_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("row", AUDIO_ROWS, ids=_names(AUDIO_ROWS))
-def test_hostile_audio_is_reported_in_bounds(row: Row, gateway: GatewayProcess, world: World):
+def test_hostile_audio_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
     _attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("name", ANNOUNCED)
-def test_body_is_refused_by_its_announcement(name: str, gateway: GatewayProcess):
+def test_body_is_rejected_by_its_content_length(name: str, gateway: GatewayProcess):
     with gateway.growth() as grown:
         answer = gateway.announce(ANNOUNCED[name])
     assert (answer.status, answer.code) == (413, "body_too_large")
@@ -110,7 +110,7 @@ def test_declared_size_ends_a_fetch_before_its_body(gateway: GatewayProcess, hos
     assert hosts.num_asked["/declared-10-gb"] == asked + 1
 
 
-def test_name_that_changes_its_address_reaches_nobody(gateway: GatewayProcess, hosts: MediaHosts, world: World):
+def test_dns_rebinding_reaches_no_forbidden_address(gateway: GatewayProcess, hosts: MediaHosts, world: World):
     """Row 23: the first look-up gave the origin's address, every later one the canary's."""
     answer = gateway.ask(chat(world.model, media_part(f"http://rebinding.test:{hosts.canary_port}/")))
     assert (answer.status, answer.code) == (400, "media_url_forbidden")
@@ -129,6 +129,6 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("height", [pytest.param(h, id="62 " + why) for h, (why, _) in BREAKS.items()])
-def test_broken_decoder_fails_its_request_and_nothing_else(height: int, gateway: GatewayProcess, world: World):
+def test_crashing_decoder_fails_only_its_request(height: int, gateway: GatewayProcess, world: World):
     row = Row("62", sent(lambda: picture(height, (BREAKING_WIDTH, height))), 500, BREAKS[height][1], 12.0, 4600.0)
     _attack(row, gateway, world)

@@ -29,13 +29,13 @@ async def parts(arena, workers):
         yield parts
 
 
-async def test_every_engine_does_what_the_operator_asks(parts, workers):
+async def test_administrative_call_reaches_every_engine(parts, workers):
     assert await parts.gateway.administer(Sleep(1, "wait")) == [None, None]
     assert [worker.engine.calls for worker in workers] == [[Sleep(1, "wait")]] * 2
     assert await parts.gateway.administer(IsSleeping()) == [True, True]
 
 
-async def test_operator_is_reported_which_worker_has_not_done_it(parts, workers):
+async def test_error_names_the_workers_that_failed_the_call(parts, workers):
     workers[1].engine.die(GenerationFailed("out of memory"))
     with pytest.raises(AdminCallIncomplete) as failed:
         await parts.gateway.administer(Sleep())
@@ -46,7 +46,7 @@ async def test_operator_is_reported_which_worker_has_not_done_it(parts, workers)
         await parts.gateway.administer(Sleep())
 
 
-async def test_router_expects_nothing_of_a_cache_that_was_reset(parts):
+async def test_router_forgets_the_blocks_of_a_reset_cache(parts):
     stats = parts.gateway.routes.stats
     with open_scope():
         await parts.generate(request("r", list(range(100)), max_tokens=1), None)
@@ -75,7 +75,7 @@ def counter(worker):
     return Counter("vllm:prompt_tokens", "Tokens", ["engine"], registry=worker.registry).labels("0")
 
 
-async def test_scrape_shows_every_workers_metrics_as_they_are_now(parts, workers):
+async def test_scrape_returns_current_metrics_of_every_worker(parts, workers):
     scraper, (one, other) = Scraper(parts), map(counter, workers)
     one.inc(3)
     other.inc(5)
@@ -84,7 +84,7 @@ async def test_scrape_shows_every_workers_metrics_as_they_are_now(parts, workers
     assert [await scraper.value(worker) for worker in workers] == [4, 5]
 
 
-async def test_counter_goes_on_after_a_broken_connection(parts, workers):
+async def test_counter_continues_after_a_lost_connection(parts, workers):
     scraper = Scraper(parts)
     counted = counter(workers[0])
     counted.inc(3)
@@ -96,7 +96,7 @@ async def test_counter_goes_on_after_a_broken_connection(parts, workers):
     assert await scraper.value(workers[0]) == 4
 
 
-async def test_worker_that_is_gone_shows_no_series_and_a_new_one_its_own(parts, workers):
+async def test_series_of_a_removed_worker_disappear_and_a_new_worker_has_its_own(parts, workers):
     scraper, counted = Scraper(parts), [counter(worker) for worker in workers]
     for one in counted:
         one.inc(9)

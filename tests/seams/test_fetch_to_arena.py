@@ -1,4 +1,4 @@
-"""Bodies from an origin into the arena: one download and one copy for concurrent callers, nothing left after failures."""
+"""Bodies from an origin into the arena: one download and one copy for concurrent callers, no leaks after failures."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def first_half(body: bytes, gate: asyncio.Event):
     return write
 
 
-async def test_other_options_need_neither_download_nor_copy(arena, preparers, origin):
+async def test_different_options_need_no_new_download_or_copy(arena, preparers, origin):
     body = png()
     origin.routes["/a"] = answer(200, body, cache_control="max-age=60")
     async with source_of(arena, preparers) as source:
@@ -113,7 +113,7 @@ async def test_other_options_need_neither_download_nor_copy(arena, preparers, or
     assert len(origin.requests) == 1
 
 
-async def test_items_own_options_and_decode_options_make_features_of_their_own(arena, preparers, origin):
+async def test_item_and_decode_options_give_distinct_features(arena, preparers, origin):
     origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
     async with source_of(arena, preparers) as source:
         keys = set()
@@ -128,7 +128,7 @@ async def test_items_own_options_and_decode_options_make_features_of_their_own(a
     assert preparers.stats().num_done == 3
 
 
-async def test_content_that_is_what_it_was_is_not_downloaded_again(arena, origin):
+async def test_unchanged_content_is_not_downloaded_again(arena, origin):
     async def write(request, writer):
         again = request.headers.get("if-none-match") == '"1"'
         await (answer(304, content_length=None) if again else answer(200, png(), etag='"1"'))(request, writer)
@@ -152,7 +152,7 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
     assert len(origin.requests) == 2
 
 
-async def test_content_sent_and_fetched_is_one_entry(arena, origin):
+async def test_inline_and_fetched_content_share_one_entry(arena, origin):
     origin.routes["/a"] = answer(200, png())
     async with source_of(arena) as source:
         sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline())
@@ -163,7 +163,7 @@ async def test_content_sent_and_fetched_is_one_entry(arena, origin):
         fetched.release()
 
 
-async def test_file_does_not_pass_through_the_heap(arena, tmp_path):
+async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
     body = bmp(1500)
     (tmp_path / "a.bmp").write_bytes(body)
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
@@ -177,7 +177,7 @@ async def test_file_does_not_pass_through_the_heap(arena, tmp_path):
     assert peak < 3 * MIB
 
 
-async def test_file_that_is_no_image_leaves_nothing(arena, tmp_path):
+async def test_file_that_is_not_an_image_leaves_no_entry(arena, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"no image at all")
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         with pytest.raises(InvalidImage):
@@ -185,7 +185,7 @@ async def test_file_that_is_no_image_leaves_nothing(arena, tmp_path):
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
-async def test_large_body_does_not_pass_through_the_heap(arena, origin):
+async def test_large_body_is_not_copied_to_the_heap(arena, origin):
     body = bmp(1500)
 
     async def write(request, writer):
@@ -212,7 +212,7 @@ async def test_large_body_does_not_pass_through_the_heap(arena, origin):
     ],
     ids=["cap", "deadline", "rate"],
 )
-async def test_body_that_breaks_a_limit_leaves_nothing(arena, origin, limits, error):
+async def test_body_over_a_limit_leaves_no_entry(arena, origin, limits, error):
     body = bmp(1000)
 
     async def write(request, writer):
@@ -232,7 +232,7 @@ async def test_body_that_breaks_a_limit_leaves_nothing(arena, origin, limits, er
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
-async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
+async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
     async def cut(request, writer):
         await answer(200, png(), content_length=str(len(png()) + 1))(request, writer)
         raise ConnectionError
@@ -258,7 +258,7 @@ async def test_body_that_is_cut_or_no_image_leaves_nothing(arena, origin):
     ids=["size", "length", "index", "channels", "length of a sound"],
 )
 @pytest.mark.parametrize("sent", [True, False])
-async def test_what_a_header_tells_is_refused_before_a_worker_decodes_it(
+async def test_oversized_header_is_rejected_before_a_worker_decodes(
     arena, preparers, origin, modality, make, error, sent
 ):
     """Stage `url`: the worker receives encoded bytes, and these are rejected first."""
@@ -272,7 +272,7 @@ async def test_what_a_header_tells_is_refused_before_a_worker_decodes_it(
     assert preparers.stats().num_restarts == 0
 
 
-async def test_media_for_a_worker_are_opened_once_by_a_preparer_and_pictures_of_known_headers_never(arena, preparers):
+async def test_media_for_a_worker_are_probed_once_and_images_with_known_headers_never(arena, preparers):
     refs = [MediaRef("image", "p", data=png()), *(MediaRef("video", "p", data=clip(3)) for _ in range(3))]
     async with source_of(arena, preparers) as source:
         found = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
@@ -286,7 +286,7 @@ async def test_media_for_a_worker_are_opened_once_by_a_preparer_and_pictures_of_
         lease.release()
 
 
-async def test_feature_that_is_evicted_as_soon_as_nobody_holds_it_is_made_once(arena, preparers, monkeypatch):
+async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, monkeypatch):
     """As in an arena that is far too small: every waiter gets the result without another look-up."""
     make = preparers.prepare_item
 
@@ -306,7 +306,7 @@ async def test_feature_that_is_evicted_as_soon_as_nobody_holds_it_is_made_once(a
         assert arena.stats().num_leases == 0
 
 
-async def test_feature_that_never_fits_the_arena_is_refused_for_good_and_costs_a_preparer_once(arena, preparers):
+async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_preparation(arena, preparers):
     """32 MiB of arena: the fake's float32 makes 48 MB of these 4 megapixels."""
     ref = MediaRef("image", "messages[0].content[0].image_url", data=png(2000, 2000))
     async with source_of(arena, preparers) as source:
@@ -317,7 +317,7 @@ async def test_feature_that_never_fits_the_arena_is_refused_for_good_and_costs_a
             assert preparers.stats().num_failed == 1
 
 
-async def test_bytes_that_never_fit_the_arena_are_refused_for_good(arena, preparers):
+async def test_bytes_larger_than_the_arena_are_rejected_permanently(arena, preparers):
     data = bmp(3400)
     async with source_of(arena, preparers, max_image_bytes=64 * MIB) as source:
         source._store._config = MediaConfig(max_image_bytes=64 * MIB)
@@ -326,7 +326,7 @@ async def test_bytes_that_never_fit_the_arena_are_refused_for_good(arena, prepar
         assert refused.value.status == 413
 
 
-async def test_body_without_room_in_the_arena_is_refused_and_comes_when_there_is_some(arena, origin):
+async def test_body_is_rejected_while_the_arena_is_full_and_accepted_later(arena, origin):
     origin.routes["/a"] = answer(200, bmp(1000))
     held = arena.keep(arena.reserve(30 * MIB), None)
     async with source_of(arena) as source:
@@ -337,7 +337,7 @@ async def test_body_without_room_in_the_arena_is_refused_and_comes_when_there_is
         (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
 
 
-async def test_body_that_one_of_two_still_wants_is_received_and_one_that_nobody_wants_is_not(arena, origin):
+async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(arena, origin):
     gate, body = asyncio.Event(), bmp(600)
     origin.routes["/a"] = first_half(body, gate)
     async with source_of(arena) as source:
@@ -358,7 +358,7 @@ async def test_body_that_one_of_two_still_wants_is_received_and_one_that_nobody_
     assert len(origin.requests) == 2
 
 
-async def test_sixteen_bodies_of_one_request_arrive_side_by_side(arena, preparers, origin):
+async def test_sixteen_bodies_of_one_request_arrive_concurrently(arena, preparers, origin):
     waiting, all_there = 0, asyncio.Event()
 
     async def write(request, writer):
@@ -381,7 +381,7 @@ async def test_sixteen_bodies_of_one_request_arrive_side_by_side(arena, preparer
 @pytest.mark.parametrize(
     ("limits", "most"), [({"max_fetches_per_host": 3}, 6), ({"max_fetches": 4}, 4)], ids=["per host", "total"]
 )
-async def test_no_more_bodies_arrive_at_a_time_than_the_bounds_allow(arena, limits, most):
+async def test_concurrent_fetches_are_bounded(arena, limits, most):
     under_way = peak = 0
 
     async def write(request, writer):

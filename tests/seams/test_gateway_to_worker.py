@@ -76,7 +76,7 @@ def spy(worker, errors=()):
     return seen
 
 
-async def test_features_arrive_in_prompt_order_and_the_second_time_from_the_cache(arena, preparers, worker):
+async def test_features_arrive_in_prompt_order_and_repeats_hit_the_cache(arena, preparers, worker):
     images = [png(300, 200, 1), png(30, 30, 2), png(90, 60, 3)]
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:
@@ -96,7 +96,7 @@ async def test_features_arrive_in_prompt_order_and_the_second_time_from_the_cach
     assert [f.mm_hash for f in features] == [f.mm_hash for f in seen[1].prompt.features]
 
 
-async def test_two_requests_for_one_new_image_prepare_it_once(arena, preparers, worker):
+async def test_concurrent_requests_prepare_one_image_once(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one(number):
@@ -108,7 +108,7 @@ async def test_two_requests_for_one_new_image_prepare_it_once(arena, preparers, 
         assert preparers.stats().num_done == 1
 
 
-async def test_one_image_twice_in_a_request_is_one_entry_in_two_places(arena, preparers, worker):
+async def test_image_twice_in_a_request_is_one_entry_with_two_placeholders(arena, preparers, worker):
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
@@ -129,7 +129,7 @@ async def test_tenants_and_options_do_not_share_features_and_the_worker_knows_th
     assert [r.prompt.options for r in seen] == [b"{}", b"{}", b'{"scale":2}']
 
 
-async def test_leases_of_scope_and_worker_end_when_the_answer_is_complete(arena, preparers, worker):
+async def test_scope_and_worker_leases_end_with_the_output(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             await parts.answer(prompt(png(), png(seed=1)))
@@ -153,7 +153,7 @@ async def test_worker_keeps_its_lease_until_the_engine_has_released(arena, prepa
         assert arena.stats().num_leases == 0
 
 
-async def test_answer_that_is_dropped_unclosed_is_aborted_by_its_scope(arena, preparers, worker):
+async def test_unclosed_output_is_aborted_by_its_scope(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png()))
@@ -165,7 +165,7 @@ async def test_answer_that_is_dropped_unclosed_is_aborted_by_its_scope(arena, pr
             await anext(deltas)
 
 
-async def test_client_that_leaves_while_it_waits_aborts_at_the_worker(arena, preparers, worker):
+async def test_client_disconnect_while_waiting_aborts_at_the_worker(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one():
@@ -181,7 +181,7 @@ async def test_client_that_leaves_while_it_waits_aborts_at_the_worker(arena, pre
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
-async def test_client_that_leaves_at_any_await_leaves_no_lease_and_no_request(arena, preparers, worker, stage):
+async def test_client_disconnect_at_any_await_leaves_no_lease_or_request(arena, preparers, worker, stage):
     """Cancelled after every number of loop iterations, from new media to completion."""
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
 
@@ -202,7 +202,7 @@ async def test_client_that_leaves_at_any_await_leaves_no_lease_and_no_request(ar
         assert num_turns > 1
 
 
-async def test_media_travel_with_the_prepared_prompt_wherever_it_is_generated(arena, preparers, worker):
+async def test_media_stay_with_the_prepared_prompt(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png()))
@@ -210,7 +210,7 @@ async def test_media_travel_with_the_prepared_prompt_wherever_it_is_generated(ar
                 assert await parts.generate(request("r", prepared.token_ids), prepared)
 
 
-async def test_media_of_the_next_way_are_found_once_for_all_beams_of_a_prompt(arena, preparers, make_worker):
+async def test_fallback_media_are_found_once_for_all_beams(arena, preparers, make_worker):
     card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
     worker = await make_worker(card=card)
     seen = spy(worker)
@@ -226,7 +226,7 @@ async def test_media_of_the_next_way_are_found_once_for_all_beams_of_a_prompt(ar
     assert [(r.prompt.stage, r.prompt.token_ids) for r in seen] == [("decoded", [1, 7, beam]) for beam in range(3)]
 
 
-async def test_request_whose_bookkeeping_fails_once_it_is_sent_is_aborted(arena, preparers, worker, monkeypatch):
+async def test_bookkeeping_failure_after_sending_aborts_the_request(arena, preparers, worker, monkeypatch):
     async with Parts(arena, preparers, [worker]) as parts:
 
         def broken(*_):
@@ -241,7 +241,7 @@ async def test_request_whose_bookkeeping_fails_once_it_is_sent_is_aborted(arena,
         await eventually(lambda: parts.num_held == 0, timeout_s=2)
 
 
-async def test_client_that_leaves_while_its_image_is_prepared_leaves_no_lease(arena, preparers, worker):
+async def test_client_disconnect_during_preparation_leaves_no_lease(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one():
@@ -256,7 +256,7 @@ async def test_client_that_leaves_while_its_image_is_prepared_leaves_no_lease(ar
         await eventually(lambda: arena.stats().num_leases == 0)
 
 
-async def test_items_of_a_refused_request_keep_no_preparer_busy(arena, preparers, worker):
+async def test_items_of_a_rejected_request_free_their_preparers(arena, preparers, worker):
     """One item is rejected; the request's other items, running or queued, are no longer needed."""
     async with Parts(arena, preparers, [worker]) as parts:
         several = prompt(png()[:60], *(png(seed=n) for n in range(3)), options=b'{"sleep_s": 30}')
@@ -267,7 +267,7 @@ async def test_items_of_a_refused_request_keep_no_preparer_busy(arena, preparers
             assert await parts.answer(prompt(png(seed=5)))
 
 
-async def test_item_that_one_of_two_requests_still_wants_is_prepared_to_its_end(arena, preparers, worker):
+async def test_preparation_continues_for_a_remaining_request(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one():
@@ -281,7 +281,7 @@ async def test_item_that_one_of_two_requests_still_wants_is_prepared_to_its_end(
         assert preparers.stats().num_restarts == 0
 
 
-async def test_worker_that_dies_fails_its_requests_and_gives_back_what_it_held(arena, preparers, worker):
+async def test_dead_worker_fails_its_requests_and_releases_its_leases(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope:
             prepared = await parts.gateway.prepare(prompt(png()))
@@ -303,7 +303,7 @@ async def test_worker_that_dies_fails_its_requests_and_gives_back_what_it_held(a
             assert await parts.answer(prompt(png()))
 
 
-async def test_lost_connection_holds_leases_until_the_worker_has_registered_again(arena, preparers, make_worker):
+async def test_leases_of_a_lost_connection_are_held_until_reconnection(arena, preparers, make_worker):
     worker = await make_worker(release_s=0.3)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
@@ -322,7 +322,7 @@ async def test_lost_connection_holds_leases_until_the_worker_has_registered_agai
         assert arena.stats().num_leases == 0
 
 
-async def test_closing_the_links_hangs_up(arena, preparers, worker):
+async def test_closing_the_links_closes_the_connections(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         (link,) = parts.links.links.values()
         client = link.client
@@ -330,7 +330,7 @@ async def test_closing_the_links_hangs_up(arena, preparers, worker):
     assert link.client is None
 
 
-async def test_request_that_cannot_be_encoded_leaves_no_lease(arena, preparers, worker):
+async def test_unserialisable_request_leaves_no_lease(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png()))
@@ -340,7 +340,7 @@ async def test_request_that_cannot_be_encoded_leaves_no_lease(arena, preparers, 
         assert parts.num_held == 0
 
 
-async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(arena, preparers, worker):
+async def test_failed_hand_over_falls_back_to_the_next_transfer_path(arena, preparers, worker):
     seen = spy(worker, [HandoverFailed("the tensors are gone"), HandoverFailed("again")])
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope:
@@ -355,9 +355,7 @@ async def test_failed_hand_over_goes_on_with_the_next_way_and_the_answer_comes(a
     assert len({r.request_id for r in seen}) == 3
 
 
-async def test_request_that_the_worker_refuses_as_invalid_is_the_clients_error_and_goes_no_other_way(
-    arena, preparers, worker
-):
+async def test_invalid_request_is_a_client_error_without_fallback(arena, preparers, worker):
     seen = spy(worker, [InvalidFeature("image pixel_values: shape (60000, 6) instead of (None, 1176)")])
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope, pytest.raises(InvalidRequest, match="pixel_values") as refused:
@@ -368,7 +366,7 @@ async def test_request_that_the_worker_refuses_as_invalid_is_the_clients_error_a
     assert len(seen) == 1
 
 
-async def test_last_way_that_fails_is_a_failed_generation(arena, preparers, worker):
+async def test_failure_of_the_last_transfer_path_fails_the_generation(arena, preparers, worker):
     spy(worker, [HandoverFailed("/dev/shm/medialane-secret")] * 4)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope, pytest.raises(GenerationFailed) as failed:
@@ -377,7 +375,7 @@ async def test_last_way_that_fails_is_a_failed_generation(arena, preparers, work
         assert scope.error_code == "generation_failed"
 
 
-async def test_hand_over_that_fails_after_the_first_token_is_not_repeated(arena, preparers, worker):
+async def test_hand_over_failing_after_the_first_token_is_not_retried(arena, preparers, worker):
     generate = worker.engine.generate
     num_calls = 0
 
@@ -395,7 +393,7 @@ async def test_hand_over_that_fails_after_the_first_token_is_not_repeated(arena,
     assert num_calls == 1
 
 
-async def test_worker_without_our_shared_memory_gets_the_bytes(arena, preparers, make_worker):
+async def test_worker_without_shared_memory_gets_the_bytes(arena, preparers, make_worker):
     worker = await make_worker(attaches=False)
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:
@@ -405,7 +403,7 @@ async def test_worker_without_our_shared_memory_gets_the_bytes(arena, preparers,
         assert scope.timeline.copied_bytes > sum(len(t.data) for t in seen[0].prompt.features[0].tensors)
 
 
-async def test_worker_with_another_processor_processes_itself(arena, preparers, make_worker):
+async def test_worker_with_a_different_processor_processes_media_itself(arena, preparers, make_worker):
     card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
     worker = await make_worker(card=card)
     seen = spy(worker)
@@ -415,7 +413,7 @@ async def test_worker_with_another_processor_processes_itself(arena, preparers, 
     assert isinstance(seen[0].prompt, SourcePrompt)
 
 
-async def test_ways_that_the_operator_rules_out_are_a_clear_error(arena, preparers, make_worker):
+async def test_no_allowed_transfer_path_is_a_clear_error(arena, preparers, make_worker):
     worker = await make_worker(attaches=False)
     config = GatewayConfig(stage="features", **FAST)
     async with Parts(arena, preparers, [worker], config=config, transfer=TransferConfig(transport="shm")) as parts:
@@ -423,7 +421,7 @@ async def test_ways_that_the_operator_rules_out_are_a_clear_error(arena, prepare
             await parts.answer(prompt(png()))
 
 
-async def test_features_too_large_for_a_message_go_as_the_encoded_image(arena, preparers, make_worker):
+async def test_features_too_large_for_a_message_fall_back_to_the_encoded_image(arena, preparers, make_worker):
     worker = await make_worker(attaches=False)
     seen = spy(worker)
     limit = len(png()) + 1  # the features are float32
@@ -435,7 +433,7 @@ async def test_features_too_large_for_a_message_go_as_the_encoded_image(arena, p
     assert [type(r.prompt) for r in seen] == [SourcePrompt]
 
 
-async def test_prompt_that_was_truncated_is_never_left_to_the_worker(arena, preparers, worker):
+async def test_truncated_prompt_is_never_processed_by_the_worker(arena, preparers, worker):
     seen = spy(worker, [HandoverFailed("no")] * 2)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
@@ -445,7 +443,7 @@ async def test_prompt_that_was_truncated_is_never_left_to_the_worker(arena, prep
     assert all(isinstance(r.prompt, ExpandedPrompt) for r in seen)
 
 
-async def test_stage_url_sends_the_fetched_bytes_and_prepares_nothing(arena, preparers, worker):
+async def test_url_stage_sends_the_fetched_bytes_without_preparing(arena, preparers, worker):
     seen = spy(worker)
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage="url", **FAST)) as parts:
         parts.fetcher.contents["http://host/a.png"] = png()
@@ -464,7 +462,7 @@ def bytes_of(arena, prompt):
 
 
 @pytest.mark.parametrize("transport", ["shm", "inline"])
-async def test_stage_decoded_hands_over_pixels_known_by_the_features_key(arena, preparers, worker, transport):
+async def test_decoded_stage_sends_pixels_under_the_feature_key(arena, preparers, worker, transport):
     seen = spy(worker)
     settings = {"config": GatewayConfig(stage="decoded", **FAST), "transfer": TransferConfig(transport=transport)}
     async with Parts(arena, preparers, [worker]) as parts:
@@ -481,7 +479,7 @@ async def test_stage_decoded_hands_over_pixels_known_by_the_features_key(arena, 
     assert bytes_of(arena, seen[0].prompt) == np.asarray(PILImage.open(io.BytesIO(png()))).tobytes()
 
 
-async def test_content_that_changed_behind_its_url_is_never_known_by_the_old_hash(arena, preparers, worker):
+async def test_changed_content_of_a_url_never_has_the_old_hash(arena, preparers, worker):
     url, old, new = "http://host/a.png", png(seed=1), png(seed=2)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
@@ -496,7 +494,7 @@ async def test_content_that_changed_behind_its_url_is_never_known_by_the_old_has
             assert await parts.answer(prompt(old), "d") == expected[0]
 
 
-async def test_content_that_changed_before_the_worker_gets_it_goes_by_its_own_hash(arena, preparers, worker):
+async def test_content_changed_before_sending_uses_its_new_hash(arena, preparers, worker):
     seen = spy(worker, [HandoverFailed("no")] * 2)
     url = "http://host/a.png"
     async with Parts(arena, preparers, [worker]) as parts:
@@ -510,7 +508,7 @@ async def test_content_that_changed_before_the_worker_gets_it_goes_by_its_own_ha
     assert seen[2].prompt.media[0].mm_hash != prepared.mm_hashes[0]
 
 
-async def test_items_that_a_worker_shall_process_itself_are_found_side_by_side(arena, preparers, worker):
+async def test_items_for_worker_side_processing_are_found_concurrently(arena, preparers, worker):
     seen = spy(worker, [HandoverFailed("no")] * 2)
     images = {f"http://host/{n}.png": png(seed=n) for n in range(3)}
     async with Parts(arena, preparers, [worker]) as parts:
@@ -534,7 +532,7 @@ async def test_items_that_a_worker_shall_process_itself_are_found_side_by_side(a
     assert [bytes(arena.view.tensor(item.tensors[0])) for item in seen[2].prompt.media] == list(images.values())
 
 
-async def test_one_bad_image_of_three_fails_the_request_and_names_its_field(arena, preparers, worker):
+async def test_one_invalid_image_of_three_fails_the_request_naming_its_field(arena, preparers, worker):
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope(), pytest.raises(InvalidRequest) as failed:
@@ -547,7 +545,7 @@ async def test_one_bad_image_of_three_fails_the_request_and_names_its_field(aren
     assert len(seen) == 1
 
 
-async def test_processors_refusal_reaches_everyone_who_waits_with_his_own_field(arena, preparers, worker):
+async def test_processor_error_reaches_every_waiter_with_its_own_field(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         refused = prompt(png(), options=b'{"fault": "reject", "sleep_s": 0.05}')
         other = MediaPrompt(refused.token_ids, (ref(png(), 9),), refused.options)
@@ -561,7 +559,7 @@ async def test_processors_refusal_reaches_everyone_who_waits_with_his_own_field(
         assert found == ["messages[0].content[0].image_url", "messages[0].content[9].image_url"]
 
 
-async def test_options_that_items_do_not_share_are_refused_where_tokens_follow_from_them(arena, preparers, worker):
+async def test_differing_token_relevant_options_are_rejected(arena, preparers, worker):
     own = msgspec.structs.replace(ref(png(), 3), options=b'{"scale":2.0}')
     media = prompt(png(), png(seed=1))
     async with Parts(arena, preparers, [worker]) as parts:
@@ -573,7 +571,7 @@ async def test_options_that_items_do_not_share_are_refused_where_tokens_follow_f
     assert shared.source.options == b'{"scale":2.0}'
 
 
-async def test_preparer_killed_at_work_fails_its_request_alone(arena, preparers, worker):
+async def test_preparer_killed_during_a_job_fails_only_its_request(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one(media):
@@ -588,7 +586,7 @@ async def test_preparer_killed_at_work_fails_its_request_alone(arena, preparers,
         await eventually(lambda: parts.num_held == 0)
 
 
-async def test_images_larger_than_the_arena_are_refused(arena, preparers, worker):
+async def test_images_larger_than_the_arena_are_rejected(arena, preparers, worker):
     held = arena.keep(arena.reserve(30 << 20), None)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope(), pytest.raises(ArenaFull) as full:
@@ -600,7 +598,7 @@ async def test_images_larger_than_the_arena_are_refused(arena, preparers, worker
             assert await parts.answer(prompt(png(600, 600)))
 
 
-async def test_request_over_the_limit_is_refused_and_admitted_when_another_has_ended(arena, preparers, worker):
+async def test_request_over_the_limit_is_rejected_until_another_ends(arena, preparers, worker):
     async with Parts(arena, preparers, [worker], config=GatewayConfig(max_requests=1, **FAST)) as parts:
         with open_scope():
             await parts.gateway.prepare(prompt(png()))
@@ -611,7 +609,7 @@ async def test_request_over_the_limit_is_refused_and_admitted_when_another_has_e
             assert await parts.answer(prompt(png()))
 
 
-async def test_text_needs_neither_preparers_nor_leases(arena, preparers, worker):
+async def test_text_request_needs_no_preparers_or_leases(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope:
             assert await parts.generate(request("r", [1, 2, 3]), None)

@@ -82,7 +82,7 @@ def inline_request(arena, stored):
     return type(wanted)("r", SourcePrompt([1], (item,)), wanted.sampling_params)
 
 
-async def test_no_loop_is_held_while_a_large_tensor_travels(arena, stored):
+async def test_sending_a_large_tensor_does_not_block_the_event_loop(arena, stored):
     async with connected(arena) as (worker, client):
         found = []
 
@@ -103,7 +103,7 @@ async def test_no_loop_is_held_while_a_large_tensor_travels(arena, stored):
     assert held_s < MOST_HELD_S
 
 
-async def test_other_requests_are_answered_while_a_large_tensor_travels(arena, stored):
+async def test_other_requests_proceed_while_a_large_tensor_is_sent(arena, stored):
     async with connected(arena) as (_, client):
         order = []
         large = client.submit(inline_request(arena, stored), on_sent=lambda _: order.append("sent"))
@@ -115,7 +115,7 @@ async def test_other_requests_are_answered_while_a_large_tensor_travels(arena, s
     assert order == ["answered", "sent"]
 
 
-async def test_worker_that_is_lost_half_way_leaves_nothing_read_here(arena, stored):
+async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
     async with connected(arena) as (worker, client):
         ended = []
         remote = client.submit(inline_request(arena, stored), on_sent=ended.append)
@@ -127,7 +127,7 @@ async def test_worker_that_is_lost_half_way_leaves_nothing_read_here(arena, stor
     assert ended == ["r"]
 
 
-async def test_prompt_of_features_travels_the_same_way(arena, stored):
+async def test_expanded_and_source_prompts_with_inline_features_give_equal_outputs(arena, stored):
     async with connected(arena) as (worker, client):
         (handed,) = InlineTransport(arena.view.tensor, max_bytes=NUM_BYTES).publish((stored,))
         wanted = request("r", [1, 2], max_tokens=1)

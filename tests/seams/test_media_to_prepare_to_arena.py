@@ -1,4 +1,4 @@
-"""Encoded bytes in the arena, decoded by the media package inside a preparer, tensors read back by a read-only mapping."""
+"""Encoded bytes in the arena, decoded by the media package in a preparer, tensors read back by a read-only mapping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def put(arena: Arena, data: bytes, media_type: str) -> Lease[EncodedMedia]:
 
 
 @pytest.mark.parametrize(("file_format", "media_type"), [("JPEG", "image/jpeg"), ("PNG", "image/png")])
-async def test_tensors_in_the_arena_are_those_of_the_decoded_pixels(arena, preparers, file_format, media_type):
+async def test_arena_tensors_equal_those_of_the_decoded_pixels(arena, preparers, file_format, media_type):
     files = [encode(61 + n, 47, file_format) for n in range(6)]
     sources = [put(arena, data, media_type) for data in files]
     jobs = [preparers.prepare_item(source, b'{"scale": 0.5}', f"{n:064}") for n, source in enumerate(sources)]
@@ -51,7 +51,7 @@ async def test_tensors_in_the_arena_are_those_of_the_decoded_pixels(arena, prepa
     reader.close()
 
 
-async def test_broken_image_is_the_clients_error_and_the_next_is_prepared(arena, preparers):
+async def test_corrupt_image_is_a_client_error_and_the_next_is_prepared(arena, preparers):
     whole = encode(640, 480, "JPEG")
     with put(arena, whole[: len(whole) // 3], "image/jpeg") as broken, pytest.raises(InvalidRequest):
         await preparers.prepare_item(broken, b"{}", "a" * 64)

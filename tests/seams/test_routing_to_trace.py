@@ -16,7 +16,7 @@ def tracer():
     provider.shutdown()
 
 
-async def test_decision_and_what_came_of_it_are_attributes_of_the_requests_span(arena, preparers, worker, tracer):
+async def test_decision_and_outcome_are_attributes_of_the_request_span(arena, preparers, worker, tracer):
     async with Parts(arena, preparers, [worker]) as parts:
         with tracer.start_as_current_span("request") as span, open_scope():
             await parts.answer(prompt(png(seed=1)))

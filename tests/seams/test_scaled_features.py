@@ -65,7 +65,7 @@ async def found(source, data, options):
         return feature.mm_hash, feature.size, feature.tensors[0].spec.shape
 
 
-async def test_scaled_and_whole_images_are_never_one_entry(source_with, jpeg):
+async def test_scaled_and_full_size_images_never_share_an_entry(source_with, jpeg):
     whole, scaling = await source_with(), await source_with(jpeg_scaled_decode=True)
     size = MediaSize(width=2000, height=1200)
     one = await found(whole, jpeg, SHRINKS)
@@ -83,7 +83,7 @@ async def source_content(source, data):
         return lease.value
 
 
-async def test_images_that_are_not_scaled_are_whole_with_the_setting_too(source_with, jpeg):
+async def test_unscaled_images_are_full_size_even_with_scaling_enabled(source_with, jpeg):
     scaling = await source_with(jpeg_scaled_decode=True)
     assert (await found(scaling, jpeg, b"{}"))[2] == (1200, 2000, 3)  # the processor does not report it
     assert (await found(scaling, png(90, 60), SHRINKS))[2] == (60, 90, 3)

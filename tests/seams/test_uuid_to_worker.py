@@ -65,7 +65,7 @@ async def ask(parts, *content, salt=None, stage_options=b"{}"):
 
 
 @pytest.mark.parametrize("stage", ["auto", "decoded", "url"])
-async def test_uuid_alone_is_answered_as_its_content_was(arena, preparers, worker, seen, stage):
+async def test_uuid_without_content_gives_the_output_of_its_content(arena, preparers, worker, seen, stage):
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
         tokens, _ = await ask(parts, image(FIRST, "u"))
         assert (await ask(parts, image(uuid="u")))[0] == tokens
@@ -75,7 +75,7 @@ async def test_uuid_alone_is_answered_as_its_content_was(arena, preparers, worke
     assert first_bytes == second_bytes
 
 
-async def test_feature_of_a_uuid_alone_comes_from_the_cache(arena, preparers, worker, seen):
+async def test_uuid_without_content_hits_the_feature_cache(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         assert (await ask(parts, image(FIRST, "u")))[1] == "miss"
         assert (await ask(parts, image(uuid="u")))[1] == "hit"
@@ -92,7 +92,7 @@ async def test_feature_of_a_uuid_alone_comes_from_the_cache(arena, preparers, wo
     ],
     ids=["another", "another tenant", "another modality"],
 )
-async def test_uuid_that_means_nothing_here_is_refused_by_name(arena, preparers, worker, seen, salt, part):
+async def test_unknown_uuid_is_rejected_by_name(arena, preparers, worker, seen, salt, part):
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, image(FIRST, "u"))
         with pytest.raises(UnknownMediaUuid) as raised:
@@ -101,7 +101,7 @@ async def test_uuid_that_means_nothing_here_is_refused_by_name(arena, preparers,
     assert len(seen) == 1
 
 
-async def test_uuid_with_other_content_is_that_content_from_now_on(arena, preparers, worker, seen):
+async def test_uuid_sent_with_new_content_is_rebound(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         for part in (image(FIRST, "u"), image(SECOND, "u"), image(uuid="u"), image(FIRST), image(SECOND)):
             await ask(parts, part)
@@ -110,7 +110,7 @@ async def test_uuid_with_other_content_is_that_content_from_now_on(arena, prepar
     assert hashes == [first, second, second, first, second]
 
 
-async def test_uuid_is_part_of_no_key(arena, preparers, worker, seen):
+async def test_uuid_does_not_affect_keys(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         for part in (image(FIRST, "u"), image(FIRST, "v"), image(FIRST)):
             await ask(parts, part)
@@ -118,14 +118,14 @@ async def test_uuid_is_part_of_no_key(arena, preparers, worker, seen):
     assert preparers.stats().num_done == 1
 
 
-async def test_same_uuid_twice_in_a_request_stays_two_contents(arena, preparers, worker, seen):
+async def test_same_uuid_twice_in_a_request_keeps_both_contents(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, image(FIRST, "u"), image(SECOND, "u"))
     ((prompt, _),) = seen
     assert [(f.size.width, f.size.height) for f in prompt.features] == [(60, 40), (90, 60)]
 
 
-async def test_tenants_may_call_different_content_the_same(arena, preparers, worker, seen):
+async def test_uuids_are_scoped_to_the_tenant(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, image(FIRST, "u"), salt="a")
         await ask(parts, image(SECOND, "u"), salt="b")
@@ -135,7 +135,7 @@ async def test_tenants_may_call_different_content_the_same(arena, preparers, wor
     assert sizes == [60, 90, 60, 90]
 
 
-async def test_uuid_whose_content_is_gone_is_refused(arena, preparers, worker, seen):
+async def test_uuid_of_evicted_content_is_rejected(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, image(FIRST, "u"))
         await eventually(lambda: parts.num_held == 0)
@@ -147,7 +147,7 @@ async def test_uuid_whose_content_is_gone_is_refused(arena, preparers, worker, s
     assert len(seen) == 3
 
 
-async def test_content_that_could_not_be_used_gets_no_name(arena, preparers, worker, seen):
+async def test_unusable_content_gets_no_alias(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
         with pytest.raises(InvalidImage):
             await ask(parts, image(b"no image", "u"))
@@ -155,7 +155,7 @@ async def test_content_that_could_not_be_used_gets_no_name(arena, preparers, wor
             await ask(parts, image(uuid="u"))
 
 
-async def test_options_of_an_item_are_remembered_with_its_name(arena, preparers, worker, seen):
+async def test_item_options_are_stored_with_its_alias(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage="url", **FAST)) as parts:
         await ask(parts, image(FIRST, "u", max_pixels=1000))
         await ask(parts, image(uuid="u"))
@@ -165,7 +165,7 @@ async def test_options_of_an_item_are_remembered_with_its_name(arena, preparers,
 
 
 @pytest.mark.parametrize("stage", ["auto", "features", "decoded", "url"])
-async def test_embeddings_go_to_a_worker_as_they_came_in_every_stage(arena, preparers, worker, seen, stage):
+async def test_embeddings_are_forwarded_unchanged_in_every_stage(arena, preparers, worker, seen, stage):
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
         await ask(parts, embeds(uuid="e"))
         await ask(parts, {"type": "image_embeds", "image_embeds": None, "uuid": "e"})
@@ -179,7 +179,7 @@ async def test_embeddings_go_to_a_worker_as_they_came_in_every_stage(arena, prep
     assert preparers.stats().num_done == 0
 
 
-async def test_embeddings_and_another_modality_go_together(arena, preparers, worker, seen):
+async def test_embeddings_may_be_combined_with_another_modality(arena, preparers, worker, seen):
     sound = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64," + base64.b64encode(wav()).decode()}}
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, embeds(), sound)
@@ -188,7 +188,7 @@ async def test_embeddings_and_another_modality_go_together(arena, preparers, wor
     assert datas[1] == [wav()]
 
 
-async def test_embeddings_and_images_do_not_pass_for_each_other(arena, preparers, worker, seen):
+async def test_embeddings_and_images_are_not_interchangeable(arena, preparers, worker, seen):
     """A document of embeddings sent as an image is rejected, though the arena has it."""
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, embeds(uuid="u"))

@@ -45,12 +45,12 @@ def test_links_of_a_page_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_that_a_page_names_exist(page):
+def test_settings_named_in_a_page_exist(page):
     known = {setting.name for setting in settings()} | {"media-io-kwargs"}  # the latter is vLLM's
     assert set(_OWN_FLAG.findall(page.read_text())) <= known
 
 
-def test_error_codes_of_the_troubleshooting_page_exist():
+def test_error_codes_in_the_troubleshooting_page_exist():
     rows = re.findall(r"^\| [45]\d\d (.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     named = {code for row in rows for code in re.findall(r"`([a-z]+_[a-z_]+)`", row)}
     codes = {cls.code for cls in _classes(MedialaneError)}
@@ -58,7 +58,7 @@ def test_error_codes_of_the_troubleshooting_page_exist():
     assert named - {"mm_processor_kwargs", "media_io_kwargs"} <= codes
 
 
-def test_configuration_page_names_every_benchmark():
+def test_configuration_page_lists_every_benchmark():
     row = re.search(r"^\| `medialane bench NAME` .*$", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
     assert row is not None
     assert set(names(ROOT / "benchmarks")) <= set(re.findall(r"`(\w+)`", row[0]))

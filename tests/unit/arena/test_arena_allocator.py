@@ -20,7 +20,7 @@ def test_sizes_are_rounded_up_to_the_alignment(asked, taken):
     assert allocator.used_bytes == taken
 
 
-def test_smallest_hole_that_fits_is_taken_and_of_equals_the_lowest():
+def test_best_fit_prefers_the_lowest_of_equal_holes():
     allocator = Allocator(20 * UNIT)
     sizes = [3, 1, 2, 1, 2, 1, 10]
     offsets = [allocator.allocate(n * UNIT) for n in sizes]
@@ -34,7 +34,7 @@ def test_smallest_hole_that_fits_is_taken_and_of_equals_the_lowest():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
-def test_neighbouring_holes_become_one_in_every_order_of_freeing(order):
+def test_adjacent_holes_coalesce_in_every_order_of_freeing(order):
     allocator = Allocator(3 * UNIT)
     offsets = [allocator.allocate(UNIT) for _ in range(3)]
     assert allocator.free_bytes == 0
@@ -44,14 +44,14 @@ def test_neighbouring_holes_become_one_in_every_order_of_freeing(order):
     assert (allocator.num_holes, allocator.largest_hole_bytes) == (1, 3 * UNIT)
 
 
-def test_refused_allocation_changes_nothing():
+def test_failed_allocation_changes_nothing():
     allocator = Allocator(4 * UNIT)
     allocator.allocate(UNIT)
     assert allocator.allocate(4 * UNIT) is None
     assert (allocator.used_bytes, allocator.num_holes) == (UNIT, 1)
 
 
-def test_double_free_is_refused():
+def test_double_free_is_rejected():
     allocator = Allocator(4 * UNIT)
     offset = allocator.allocate(UNIT)
     allocator.free(offset)
@@ -61,20 +61,20 @@ def test_double_free_is_refused():
         allocator.free(UNIT)
 
 
-def test_what_is_not_allocated_cannot_be_shrunk():
+def test_unallocated_range_cannot_be_shrunk():
     with pytest.raises(ValueError, match="cannot be shrunk"):
         Allocator(4 * UNIT).shrink(UNIT, 1)
 
 
 @pytest.mark.parametrize("size", [0, -64, 65])
-def test_impossible_sizes_are_refused(size):
+def test_impossible_sizes_are_rejected(size):
     with pytest.raises(ValueError, match="multiple"):
         Allocator(size)
     with pytest.raises(ValueError, match="cannot allocate"):
         Allocator(64).allocate(min(size, 0))
 
 
-def test_extent_counts_the_holes_on_both_sides():
+def test_extent_includes_adjacent_holes():
     allocator = Allocator(8 * UNIT)
     offsets = [allocator.allocate(UNIT) for _ in range(5)]
     allocator.free(offsets[1])

@@ -64,7 +64,7 @@ def test_feature_outlives_its_request(arena, reader):
     assert (arena.stats().num_hits, arena.stats().num_misses) == (1, 1)
 
 
-def test_descriptor_of_an_evicted_feature_is_dead_before_its_bytes_are_reused(arena, reader):
+def test_descriptor_of_an_evicted_feature_is_stale_before_reuse(arena, reader):
     with write(arena, "a", 7) as lease:
         feature = lease.value
     assert arena.evict("a")
@@ -86,7 +86,7 @@ def test_leased_feature_survives_a_full_arena(arena, reader):
     held.release()
 
 
-def test_arena_full_of_leases_is_an_error_and_ends_with_them(arena):
+def test_arena_full_of_leases_rejects_until_they_end(arena):
     leases = [write(arena, f"{i}", i, 5 * MIB) for i in range(3)]
     with pytest.raises(ArenaFull) as caught:
         arena.reserve(5 * MIB)
@@ -96,7 +96,7 @@ def test_arena_full_of_leases_is_an_error_and_ends_with_them(arena):
     arena.reserve(5 * MIB).abandon()
 
 
-def test_payload_that_an_empty_arena_has_no_room_for_is_refused_for_good(arena):
+def test_payload_larger_than_the_arena_is_rejected_permanently(arena):
     held = write(arena, "held", 1)
     with pytest.raises(MediaTooLarge) as caught:
         arena.reserve(arena.max_payload_bytes + 1)
@@ -116,7 +116,7 @@ def test_second_publication_of_a_key_returns_the_first(arena, reader):
     second.release()
 
 
-def test_kept_entry_is_never_cached(arena, reader):
+def test_unkeyed_entry_is_never_cached(arena, reader):
     reservation = arena.reserve(5)
     reservation.buffer[:] = b"bytes"
     lease = arena.keep(reservation, {"what": "encoded"})
@@ -131,7 +131,7 @@ def test_kept_entry_is_never_cached(arena, reader):
     assert arena.stats().free_bytes == arena.stats().size_bytes
 
 
-def test_preparer_writes_into_the_range_it_was_given(arena, shm, reader):
+def test_preparer_writes_into_its_assigned_range(arena, shm, reader):
     preparer = ArenaView.open(arena.id, shm, writable=True)
     reservation = arena.reserve(8)
     preparer.entry(reservation.range, writable=True)[64:] = b"12345678"
@@ -140,7 +140,7 @@ def test_preparer_writes_into_the_range_it_was_given(arena, shm, reader):
     preparer.close()
 
 
-def test_range_of_an_abandoned_reservation_is_dead_at_once(arena, shm):
+def test_range_of_an_abandoned_reservation_is_stale_immediately(arena, shm):
     preparer = ArenaView.open(arena.id, shm, writable=True)
     with arena.reserve(8) as reservation:
         preparer.entry(reservation.range)
@@ -149,7 +149,7 @@ def test_range_of_an_abandoned_reservation_is_dead_at_once(arena, shm):
     preparer.close()
 
 
-def test_empty_payload_is_an_entry_too(arena, reader):
+def test_empty_payload_is_a_valid_entry(arena, reader):
     with arena.keep(arena.reserve(0), None) as lease:
         assert lease.range.nbytes == 64 == len(reader.entry(lease.range))
     with pytest.raises(ValueError, match="-1"):
@@ -170,7 +170,7 @@ def test_stats_account_for_every_byte(arena):
     assert arena.stats().free_bytes == stats.size_bytes
 
 
-def test_thousand_requests_leave_nothing_behind(arena):
+def test_thousand_requests_leak_nothing(arena):
     descriptors = len(os.listdir("/proc/self/fd"))
     for index in range(1000):
         with write(arena, f"{index % 7}", 1, 100_000 * (index % 5 + 1)) as lease, lease.duplicate():
@@ -182,7 +182,7 @@ def test_thousand_requests_leave_nothing_behind(arena):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_closed_arena_lets_holders_end_and_nobody_begin(arena, shm, reader):
+def test_closed_arena_allows_releases_but_no_new_entries(arena, shm, reader):
     lease = write(arena, "a", 7)
     reservation = arena.reserve(10)
     arena.close()
@@ -220,14 +220,14 @@ def test_encoded_bytes_and_a_feature_of_one_key_are_two_entries(arena, reader):
     assert arena.contains("a")
 
 
-def test_entry_is_described_by_what_its_kind_is_described_by(arena):
+def test_entry_has_the_metadata_of_its_kind(arena):
     feature = Feature("image", "a", b"", (), MediaSize())
     with arena.reserve(8, "encoded") as reservation, pytest.raises(TypeError, match="Feature"):
         arena.publish(reservation, "a", feature)
     assert arena.stats().num_reservations == 0
 
 
-def test_trimmed_reservation_keeps_what_was_written_and_its_old_range_is_dead(arena, reader):
+def test_trimmed_reservation_keeps_its_bytes_and_its_old_range_is_stale(arena, reader):
     reservation = arena.reserve(1000, "encoded")
     reservation.buffer[:5] = b"bytes"
     before = reservation.range
@@ -242,7 +242,7 @@ def test_trimmed_reservation_keeps_what_was_written_and_its_old_range_is_dead(ar
     assert arena.stats().free_bytes == arena.stats().size_bytes
 
 
-def test_shares_of_the_configuration_hold(shm):
+def test_configured_shares_are_enforced(shm):
     arena = Arena.create(ArenaConfig(size_bytes=16 * MIB, directory=shm, encoded_share=0.25))
     write(arena, "old", 1, 5 * MIB).release()
     for key in "abc":

@@ -18,7 +18,7 @@ def small(monkeypatch, free_bytes):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096))
 
 
-def test_small_shared_memory_is_one_clear_line_and_leaves_nothing(monkeypatch, tmp_path):
+def test_too_small_shared_memory_is_one_clear_error_and_leaves_no_file(monkeypatch, tmp_path):
     small(monkeypatch, 64 * MIB)
     with pytest.raises(StartupFailed) as caught:
         Arena.create(ArenaConfig(size_bytes=2 * GIB, directory=str(tmp_path)))
@@ -29,19 +29,19 @@ def test_small_shared_memory_is_one_clear_line_and_leaves_nothing(monkeypatch, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_system_that_is_really_too_small_is_refused():
+def test_too_small_file_system_is_rejected():
     with pytest.raises(StartupFailed, match=r"the arena needs 1048576\.0 GiB but /dev/shm has"):
         ArenaConfig(size_bytes=1 << 50).validate()
 
 
-def test_exactly_enough_is_enough(monkeypatch, tmp_path):
+def test_exactly_sufficient_space_is_accepted(monkeypatch, tmp_path):
     small(monkeypatch, 32 * MIB)
     ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
     with pytest.raises(StartupFailed):
         ArenaConfig(size_bytes=32 * MIB + 1, directory=str(tmp_path)).validate()
 
 
-def test_what_a_dead_owner_left_counts_as_free(monkeypatch, tmp_path):
+def test_space_of_a_dead_owner_counts_as_free(monkeypatch, tmp_path):
     small(monkeypatch, 30 * MIB)
     left = tmp_path / f"medialane-{'ab' * 16}.arena"
     left.write_bytes(b"medialan" + bytes(2 * MIB))
@@ -51,7 +51,7 @@ def test_what_a_dead_owner_left_counts_as_free(monkeypatch, tmp_path):
         ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
 
 
-def test_arena_below_the_minimum_is_refused():
+def test_arena_below_the_minimum_is_rejected():
     with pytest.raises(StartupFailed, match="--arena-size is 15 MiB; the minimum is 16 MiB"):
         ArenaConfig(size_bytes=15 * MIB).validate()
 
@@ -62,6 +62,6 @@ def test_missing_directory_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_share_that_is_no_fraction_is_refused_by_its_name(share):
+def test_invalid_share_is_rejected_by_name(share):
     with pytest.raises(StartupFailed, match="arena_decoded_share"):
         ArenaConfig(decoded_share=share).validate()

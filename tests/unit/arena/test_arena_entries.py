@@ -33,7 +33,7 @@ def cached(table, key, units=1, kind="processed"):
     return entry
 
 
-def test_entries_lie_behind_the_start_and_never_share_a_generation():
+def test_entries_start_after_the_header_with_unique_generations():
     table, _ = make(4)
     seen = []
     for _ in range(6):
@@ -62,7 +62,7 @@ def test_published_entry_is_found_until_it_is_evicted():
     assert (stats.num_hits, stats.num_misses, stats.num_evictions, stats.free_bytes) == (1, 1, 1, 4 * UNIT)
 
 
-def test_least_recently_used_entry_makes_room():
+def test_least_recently_used_entry_is_evicted():
     table, freed = make(3)
     a, b, c = (cached(table, key) for key in "abc")
     table.unpin(table.lookup("a")[0])
@@ -74,7 +74,7 @@ def test_least_recently_used_entry_makes_room():
     assert a.state is EntryState.PUBLISHED
 
 
-def test_freed_range_is_announced_before_it_can_be_reserved_again():
+def test_freed_range_is_announced_before_reuse():
     events = []
     table: EntryTable[str] = EntryTable(ARENA, START, UNIT, lambda r: events.append(("freed", r.generation)))
     old = cached(table, "a")
@@ -84,7 +84,7 @@ def test_freed_range_is_announced_before_it_can_be_reserved_again():
     assert events == [("freed", old.range.generation), ("reserved", new.range.generation)]
 
 
-def test_publishing_a_taken_key_keeps_the_older_entry_and_frees_the_newer():
+def test_publishing_an_existing_key_keeps_the_older_entry():
     table, freed = make(4)
     old, _ = table.publish(table.reserve(UNIT), "a", "old")
     new = table.reserve(UNIT)
@@ -93,7 +93,7 @@ def test_publishing_a_taken_key_keeps_the_older_entry_and_frees_the_newer():
     assert (old.pins, table.stats().num_leases, table.stats().num_entries) == (2, 2, 1)
 
 
-def test_kept_entry_is_freed_with_its_last_pin():
+def test_unkeyed_entry_is_freed_with_its_last_pin():
     table, freed = make(4)
     entry = table.reserve(UNIT)
     table.keep(entry)
@@ -104,7 +104,7 @@ def test_kept_entry_is_freed_with_its_last_pin():
     assert freed == [entry.range]
 
 
-def test_full_of_held_entries_is_an_error_that_evicts_nothing():
+def test_full_of_pinned_entries_raises_without_evicting():
     table, freed = make(4)
     table.reserve(UNIT)
     cached(table, "a")
@@ -118,7 +118,7 @@ def test_full_of_held_entries_is_an_error_that_evicts_nothing():
     assert table.contains("b")
 
 
-def test_what_can_never_fit_is_not_worth_a_retry():
+def test_entry_that_can_never_fit_is_not_retryable():
     table, _ = make(4)
     cached(table, "a")
     with pytest.raises(ArenaFull) as caught:
@@ -127,7 +127,7 @@ def test_what_can_never_fit_is_not_worth_a_retry():
     assert table.contains("a")
 
 
-def test_clear_spares_what_is_held():
+def test_clear_spares_pinned_entries():
     table, _ = make(6)
     cached(table, "a")
     cached(table, "b")
@@ -141,7 +141,7 @@ def test_clear_spares_what_is_held():
 
 @pytest.mark.parametrize("misuse", ["abandon", "keep"])
 @pytest.mark.parametrize("life", ["published", "abandoned"])
-def test_only_a_writing_entry_can_be_taken_over(misuse, life):
+def test_only_an_entry_being_written_can_be_taken_over(misuse, life):
     table, _ = make(4)
     entry = table.reserve(UNIT)
     if life == "published":
@@ -152,7 +152,7 @@ def test_only_a_writing_entry_can_be_taken_over(misuse, life):
         getattr(table, misuse)(entry)
 
 
-def test_entry_of_another_table_is_refused():
+def test_entry_of_another_table_is_rejected():
     table, _ = make(4)
     other, _ = make(4)
     table.reserve(UNIT)
@@ -160,7 +160,7 @@ def test_entry_of_another_table_is_refused():
         table.abandon(other.reserve(UNIT))
 
 
-def test_pins_cannot_go_below_zero_or_onto_what_is_not_published():
+def test_pins_require_a_published_entry_and_never_go_below_zero():
     table, _ = make(4)
     entry = table.reserve(UNIT)
     with pytest.raises(RuntimeError, match="writing"):
@@ -172,7 +172,7 @@ def test_pins_cannot_go_below_zero_or_onto_what_is_not_published():
         table.pin(entry)
 
 
-def test_kinds_have_keys_of_their_own():
+def test_keys_are_separate_per_kind():
     table, _ = make(4)
     entries = {kind: cached(table, "a", kind=kind) for kind in KINDS}
     for kind, entry in entries.items():
@@ -182,7 +182,7 @@ def test_kinds_have_keys_of_their_own():
     assert [table.contains("a", kind) for kind in KINDS] == [False, True, True]
 
 
-def test_kind_takes_all_the_room_that_nobody_else_wants():
+def test_kind_may_use_all_unused_space():
     table, freed = make(4, encoded=0.25)
     for key in "abcd":
         cached(table, key, kind="encoded")
@@ -190,7 +190,7 @@ def test_kind_takes_all_the_room_that_nobody_else_wants():
     assert (table.stats().encoded_bytes, table.stats().free_bytes) == (4 * UNIT, 0)
 
 
-def test_kind_over_its_share_makes_room_first_though_others_were_used_longer_ago():
+def test_kind_over_its_share_is_evicted_before_older_entries_of_others():
     table, _ = make(4, encoded=0.25)
     cached(table, "old")
     for key in "abc":
@@ -203,7 +203,7 @@ def test_kind_over_its_share_makes_room_first_though_others_were_used_longer_ago
     assert (table.contains("old"), table.contains("c", "encoded")) == (False, True)
 
 
-def test_new_entry_of_a_kind_counts_for_its_share():
+def test_new_entry_counts_towards_the_share_of_its_kind():
     table, _ = make(4, encoded=0.5)
     cached(table, "old")
     cached(table, "a", kind="encoded")
@@ -214,7 +214,7 @@ def test_new_entry_of_a_kind_counts_for_its_share():
     assert table.contains("old")
 
 
-def test_entries_of_a_kind_over_its_share_that_leave_no_hole_cost_others_theirs():
+def test_other_kinds_are_evicted_if_the_kind_over_its_share_cannot_free_a_hole():
     table, _ = make(4, encoded=0.25)
     for key, kind in (("a", "encoded"), ("x", "processed"), ("b", "encoded"), ("y", "processed")):
         cached(table, key, kind=kind)
@@ -223,7 +223,7 @@ def test_entries_of_a_kind_over_its_share_that_leave_no_hole_cost_others_theirs(
     assert not table.contains("x")
 
 
-def test_trimmed_entry_gives_its_end_back():
+def test_trimmed_entry_frees_its_tail():
     table, _ = make(4)
     entry = table.reserve(3 * UNIT, "encoded")
     table.trim(entry, UNIT + 1)

@@ -37,10 +37,10 @@ def span_for(need, pieces):
         pytest.param([(1, 1), (1, 9), (1, None), (1, 2), (1, 3)], 2, [3, 4], id="oldest span, not oldest entry"),
     ],
 )
-def test_span(pieces, need, evicted):
+def test_span_covers_the_cheapest_contiguous_entries(pieces, need, evicted):
     assert span_for(need, pieces) == evicted
 
 
-def test_large_entry_spares_what_strict_order_of_use_would_evict():
+def test_large_entry_evicts_less_than_strict_lru():
     pieces = [(1, use) for use in (10, 90, 20, 80, 30, 70, 40, 60, 50, 5, 6, 7)]
     assert span_for(3, pieces) == [9, 10, 11]

@@ -46,7 +46,7 @@ def test_size_is_rounded_down_to_pages(shm):
     made.close()
 
 
-def test_close_removes_the_file_once(file, shm):
+def test_close_removes_the_file_exactly_once(file, shm):
     descriptors = len(os.listdir("/proc/self/fd"))
     file.close()
     file.close()
@@ -54,7 +54,7 @@ def test_close_removes_the_file_once(file, shm):
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2  # the lock's and the mapping's
 
 
-def test_failed_creation_leaves_nothing(config, shm, monkeypatch):
+def test_failed_creation_leaves_no_file(config, shm, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -66,7 +66,7 @@ def test_failed_creation_leaves_nothing(config, shm, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_creation_and_reaping_side_by_side_never_lose_an_arena(config, shm):
+def test_concurrent_creation_and_reaping_never_lose_an_arena(config, shm):
     stop = threading.Event()
     removed = []
 
@@ -85,7 +85,7 @@ def test_creation_and_reaping_side_by_side_never_lose_an_arena(config, shm):
         file.close()
 
 
-def test_owner_that_lost_its_new_file_to_a_reaper_begins_again(config, shm, monkeypatch):
+def test_owner_whose_new_file_was_reaped_retries(config, shm, monkeypatch):
     real, lost = file_module._lock, []
 
     def lose_twice(descriptor):
@@ -126,7 +126,7 @@ def fork_that_waits(act):
 
 
 @pytest.mark.parametrize(("closes", "reaped"), [(True, 1), (False, 0)])
-def test_forked_child_keeps_a_dead_owner_alive_unless_it_closes(config, shm, closes, reaped):
+def test_forked_child_holds_the_owner_lock_unless_it_closes_it(config, shm, closes, reaped):
     made = ArenaFile.create(config)
     child = fork_that_waits(made.close if closes else lambda: None)
     assert made.path.exists(), "a child never removes its parent's file"
@@ -143,7 +143,7 @@ def resident(path):
     return path.stat().st_blocks * 512
 
 
-def test_prefault_makes_all_pages_and_changes_no_byte(file):
+def test_prefault_allocates_all_pages_and_changes_no_byte(file):
     memory = file.view.memory
     memory[5 * MIB : 5 * MIB + 5] = b"hello"
     before = bytes(memory[:4096])
@@ -154,7 +154,7 @@ def test_prefault_makes_all_pages_and_changes_no_byte(file):
     assert bytes(memory[:4096]) == before
 
 
-def test_prefault_stops_between_pieces(file, monkeypatch):
+def test_prefault_can_stop_between_chunks(file, monkeypatch):
     stop = threading.Event()
     monkeypatch.setattr(file_module, "PREFAULT_BYTES", 4 * MIB)
     real = file_module._madvise
@@ -184,7 +184,7 @@ def test_kernel_without_populate_allocates_instead(file, monkeypatch):
     assert bytes(file.view.memory[5 * MIB : 5 * MIB + 5]) == b"hello"
 
 
-def test_shared_memory_that_filled_up_meanwhile_is_a_clear_error(file, monkeypatch):
+def test_shared_memory_filled_by_others_is_a_clear_error(file, monkeypatch):
     refuse_with(monkeypatch, errno.EFAULT)
     with pytest.raises(StartupFailed, match="docker run --shm-size"):
         file.prefault(threading.Event())
@@ -201,7 +201,7 @@ def test_kernel_without_populate_reports_a_full_file_system(file, monkeypatch):
         file.prefault(threading.Event())
 
 
-def test_prefault_in_a_thread_leaves_the_interpreter_free(shm, monkeypatch):
+def test_prefault_in_a_thread_releases_the_gil(shm, monkeypatch):
     monkeypatch.setattr(file_module, "PREFAULT_BYTES", 256 * MIB)  # one call: only the lock can let others run
     made = ArenaFile.create(ArenaConfig(size_bytes=256 * MIB, directory=shm))
     thread = threading.Thread(target=made.prefault, args=(threading.Event(),))
@@ -215,7 +215,7 @@ def test_prefault_in_a_thread_leaves_the_interpreter_free(shm, monkeypatch):
     assert turns > 5
 
 
-def test_mapping_survives_the_end_of_the_file(file, shm):
+def test_mapping_survives_removal_of_the_file(file, shm):
     view = ArenaView.open(file.view.id, shm)
     file.view.memory[8192:8197] = b"hello"
     file.close()

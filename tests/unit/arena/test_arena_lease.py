@@ -38,7 +38,7 @@ def leased(table, reservation):
     return Lease(table, entry, "value")
 
 
-def test_buffer_is_the_payload_and_ends_with_the_reservation(reservation):
+def test_buffer_is_the_payload_and_is_released_with_the_reservation(reservation):
     buffer = reservation.buffer
     assert (buffer.nbytes, buffer.readonly) == (10, False)
     reservation.abandon()
@@ -46,20 +46,20 @@ def test_buffer_is_the_payload_and_ends_with_the_reservation(reservation):
         reservation.buffer  # noqa: B018 - the access is what is tested
 
 
-def test_reservation_is_abandoned_any_number_of_times_and_frees_once(table, reservation):
+def test_abandoning_a_reservation_is_idempotent(table, reservation):
     reservation.abandon()
     reservation.abandon()
     assert table.stats().num_reservations == 0
     assert table.stats().free_bytes == table.stats().size_bytes
 
 
-def test_block_abandons_what_nobody_took_over(table, reservation):
+def test_with_block_abandons_an_unpublished_reservation(table, reservation):
     with pytest.raises(KeyError), reservation:
         raise KeyError
     assert table.stats().num_reservations == 0
 
 
-def test_block_leaves_alone_what_was_taken_over(table, reservation):
+def test_with_block_leaves_a_taken_over_reservation_alone(table, reservation):
     with reservation:
         lease = leased(table, reservation)
     assert table.stats().num_leases == 1
@@ -90,7 +90,7 @@ def test_second_release_is_an_error_and_frees_nothing(table, reservation):
     other.release()
 
 
-def test_duplicate_holds_the_entry_on_its_own(table, reservation):
+def test_duplicate_lease_pins_the_entry_independently(table, reservation):
     first = leased(table, reservation)
     second = first.duplicate()
     assert (second.value, second.range) == (first.value, first.range)
@@ -102,7 +102,7 @@ def test_duplicate_holds_the_entry_on_its_own(table, reservation):
         second.duplicate()
 
 
-def test_lease_ends_with_its_block_even_on_an_error(table, reservation):
+def test_lease_ends_with_its_with_block_even_on_error(table, reservation):
     lease = leased(table, reservation)
     with pytest.raises(KeyError), lease:
         raise KeyError
@@ -124,7 +124,7 @@ def test_dropped_reservation_warns_and_keeps_its_range(table, file):
     assert table.stats().num_reservations == 1
 
 
-def test_what_ended_is_dropped_without_a_word(table, reservation):
+def test_ended_lease_is_dropped_without_warning(table, reservation):
     lease = leased(table, reservation)
     lease.release()
     with warnings.catch_warnings():

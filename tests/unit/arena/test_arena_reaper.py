@@ -55,7 +55,7 @@ def test_file_of_a_killed_owner_is_reaped_and_a_readers_mapping_stays_valid(shm)
     view.close()
 
 
-def test_file_of_a_living_owner_stays(shm):
+def test_file_of_a_live_owner_stays(shm):
     with running_owner(shm) as (process, ready):
         assert reap(shm) == []
         assert reclaimable_bytes(shm) == 0
@@ -65,7 +65,7 @@ def test_file_of_a_living_owner_stays(shm):
         assert len(reap(shm)) == 1
 
 
-def test_only_the_dead_ones_of_several_are_reaped(shm, config):
+def test_only_files_of_dead_owners_are_reaped(shm, config):
     living = ArenaFile.create(config)
     with running_owner(shm) as (process, ready):
         kill(process)
@@ -82,7 +82,7 @@ def test_unfinished_file_is_reaped(shm, content):
     assert not path.exists()
 
 
-def test_unfinished_file_whose_owner_lives_stays(shm):
+def test_unfinished_file_of_a_live_owner_stays(shm):
     path = Path(shm, f"medialane-{'ab' * 16}.arena.tmp")
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -115,7 +115,7 @@ OURS_BY_NAME = f"medialane-{'ab' * 16}.arena"
     ],
     ids=["name", "short id", "upper case", "suffix", "prefix", "content", "folder", "fifo", "socket", "link"],
 )
-def test_what_is_not_ours_stays(tmp_path, monkeypatch, name, make):
+def test_foreign_files_stay(tmp_path, monkeypatch, name, make):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "target").write_bytes(b"medialan")
     make(tmp_path / name)

@@ -81,7 +81,7 @@ def test_views_are_read_only_unless_asked(file, view, entry, shm):
     ],
     ids=str,
 )
-def test_range_that_names_no_entry_fails(view, entry, change):
+def test_range_without_an_entry_fails(view, entry, change):
     with pytest.raises(HandoverFailed, match="no such entry"):
         view.entry(msgspec.structs.replace(entry, **change))
 
@@ -94,13 +94,13 @@ def test_freed_entry_fails(file, view, entry):
         view.tensor(descriptor)
 
 
-def test_tensor_cannot_overlap_its_entrys_header(view, entry):
+def test_tensor_cannot_overlap_the_entry_header(view, entry):
     with pytest.raises(HandoverFailed, match="header"):
         view.tensor(TensorDescriptor(TensorSpec("uint8", (8,)), entry, 0))
 
 
 @pytest.mark.parametrize("arena", ["", "../../etc/passwd", "AB" * 16, "ab" * 17])
-def test_id_from_the_wire_is_never_a_path(shm, arena):
+def test_received_id_is_never_a_path(shm, arena):
     with pytest.raises(HandoverFailed, match="32 hex digits"):
         ArenaView.open(arena, shm)
 
@@ -110,7 +110,7 @@ def test_unknown_arena_fails(shm):
         ArenaView.open("ab" * 16, shm)
 
 
-def test_link_in_place_of_the_file_fails(file, shm):
+def test_symlink_instead_of_the_file_fails(file, shm):
     link = Path(shm, f"medialane-{'cd' * 16}.arena")
     link.symlink_to(file.path)
     with pytest.raises(HandoverFailed, match="cannot be opened"):
@@ -118,7 +118,7 @@ def test_link_in_place_of_the_file_fails(file, shm):
     link.unlink()
 
 
-def test_file_whose_header_names_another_arena_fails(file, shm):
+def test_file_with_the_header_of_another_arena_fails(file, shm):
     other = Path(shm, f"medialane-{'cd' * 16}.arena")
     os.link(file.path, other)
     with pytest.raises(HandoverFailed, match="another arena"):
@@ -132,7 +132,7 @@ def test_truncated_file_fails(file, shm):
         ArenaView.open(file.view.id, shm)
 
 
-def test_close_leaves_live_views_readable_and_ends_the_rest(file, view, entry, shm):
+def test_close_keeps_live_views_readable_and_forbids_new_ones(file, view, entry, shm):
     held = np.frombuffer(view.entry(entry), np.uint8)
     before = held.tobytes()
     view.close()

@@ -15,7 +15,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("address", [*MALFORMED, "tcp://worker:0"])
-def test_worker_that_no_gateway_can_reach_ends_the_start(address, capsys):
+def test_worker_unreachable_from_gateways_fails_the_start(address, capsys):
     assert main(["gateway", "m", "--worker", "unix:/run/w.sock", "--worker", address]) == 2
     error = capsys.readouterr().err
     assert error.startswith("medialane: error: --worker: worker address ")
@@ -24,19 +24,19 @@ def test_worker_that_no_gateway_can_reach_ends_the_start(address, capsys):
 
 @pytest.mark.parametrize("address", MALFORMED)
 @pytest.mark.parametrize("engine", ["vllm", "simulated"])
-def test_worker_that_cannot_listen_there_ends_the_start(address, engine, capsys):
+def test_unusable_listen_address_fails_the_start(address, engine, capsys):
     assert main(["worker", "m", "--engine", engine, "--listen", address]) == 2
     assert "worker address " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "gateway"])
 @pytest.mark.parametrize("host", ["a..b", "", "::1::", "300.0.0.1", "http://h"])
-def test_host_that_is_none_is_refused_by_name(command, host, capsys):
+def test_invalid_host_is_rejected_by_name(command, host, capsys):
     words = [command, "m", "--host", host] + (["--worker", "unix:/w.sock"] if command == "gateway" else [])
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("medialane: error: --host: ")
 
 
-def test_media_domain_that_is_no_host_is_refused_by_name(capsys):
+def test_invalid_media_domain_is_rejected_by_name(capsys):
     assert main(["serve", "m", "--allow-media-domain", "https://example.org"]) == 2
     assert "--allow-media-domain: 'https://example.org' is not a host name" in capsys.readouterr().err

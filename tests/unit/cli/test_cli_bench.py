@@ -42,7 +42,7 @@ def run(folder, name, file=None, quick=False):
     return bench.run_benchmarks(folder, name, json=file, quick=quick)
 
 
-def test_reached_bars_are_success_and_the_table_is_shown(folder, capsys):
+def test_met_targets_succeed_and_print_the_table(folder, capsys):
     write(folder, "fast", 3.0)
     assert run(folder, "fast") == 0
     shown = capsys.readouterr().out
@@ -51,13 +51,13 @@ def test_reached_bars_are_success_and_the_table_is_shown(folder, capsys):
     assert "ok   fast speed: 3 (at least 2)" in shown
 
 
-def test_missed_bar_is_a_failure(folder, capsys):
+def test_missed_target_is_a_failure(folder, capsys):
     write(folder, "slow", 1.5)
     assert run(folder, "slow") == 1
     assert "MISS slow speed: 1.5 (at least 2)" in capsys.readouterr().out
 
 
-def test_all_runs_every_benchmark_and_one_missed_bar_fails(folder, capsys):
+def test_all_runs_every_benchmark_and_one_missed_target_fails(folder, capsys):
     write(folder, "fast", 3.0)
     write(folder, "slow", 1.5)
     assert run(folder, "all") == 1
@@ -65,7 +65,7 @@ def test_all_runs_every_benchmark_and_one_missed_bar_fails(folder, capsys):
     assert "slow speed" in shown
 
 
-def test_soak_runs_by_its_name_only(folder, capsys):
+def test_soak_runs_only_if_named(folder, capsys):
     write(folder, "fast", 3.0)
     write(folder, "soak", 3.0)
     assert run(folder, "all") == 0
@@ -74,12 +74,12 @@ def test_soak_runs_by_its_name_only(folder, capsys):
     assert "soak speed" in capsys.readouterr().out
 
 
-def test_quick_reaches_the_benchmark(folder):
+def test_quick_flag_is_passed_to_the_benchmark(folder):
     write(folder, "fast", 3.0)
     assert run(folder, "fast", quick=True) == 1
 
 
-def test_number_of_requests_reaches_the_benchmark(folder):
+def test_number_of_requests_is_passed_to_the_benchmark(folder):
     text = BENCHMARK.format(name="many", value=3.0).replace("options.quick", "options.num_requests == 7")
     (folder / "bench_many.py").write_text(text)
     assert bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=7) == 1
@@ -88,7 +88,7 @@ def test_number_of_requests_reaches_the_benchmark(folder):
         bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=0)
 
 
-def test_json_says_what_was_measured_on_what(folder, tmp_path):
+def test_json_describes_measurement_and_machine(folder, tmp_path):
     write(folder, "fast", 3.0)
     write(folder, "slow", 1.5)
     file = tmp_path / "figures.json"
@@ -107,7 +107,7 @@ def test_json_says_what_was_measured_on_what(folder, tmp_path):
     ]
 
 
-def test_figures_of_what_ran_before_a_failure_are_kept(folder, tmp_path):
+def test_results_before_a_failure_are_kept(folder, tmp_path):
     write(folder, "fast", 3.0)
     (folder / "bench_wrong.py").write_text("ABOUT = ''\ndef run(options): raise RuntimeError('no')\n")
     file = tmp_path / "figures.json"
@@ -116,26 +116,26 @@ def test_figures_of_what_ran_before_a_failure_are_kept(folder, tmp_path):
     assert set(json.loads(file.read_text())["results"]) == {"fast"}
 
 
-def test_unknown_name_is_reported_the_known_ones(folder):
+def test_unknown_name_error_lists_the_known_names(folder):
     write(folder, "fast", 3.0)
     with pytest.raises(StartupFailed, match="no benchmark 'faster'; there are fast and all"):
         run(folder, "faster")
 
 
-def test_installation_without_checkout_is_one_clear_line(tmp_path):
+def test_installation_without_checkout_is_one_clear_error(tmp_path):
     with pytest.raises(StartupFailed, match="from a checkout") as failed:
         run(tmp_path / "none", "fast")
     assert "\n" not in failed.value.message
 
 
-def test_json_into_a_folder_that_is_not_there_fails_before_anything_runs(folder, tmp_path, capsys):
+def test_json_path_in_a_missing_folder_fails_before_running(folder, tmp_path, capsys):
     write(folder, "fast", 3.0)
     with pytest.raises(StartupFailed, match="there is no folder"):
         run(folder, "fast", tmp_path / "none" / "figures.json")
     assert not capsys.readouterr().out
 
 
-def test_arguments_are_those_of_the_benchmarks_of_this_checkout(folder, monkeypatch):
+def test_arguments_match_the_benchmarks_of_this_checkout(folder, monkeypatch):
     write(folder, "fast", 3.0)
     monkeypatch.setattr(bench, "FOLDER", folder)
     monkeypatch.setattr(bench, "enter_environ", lambda *_, **__: None)
@@ -146,5 +146,5 @@ def test_arguments_are_those_of_the_benchmarks_of_this_checkout(folder, monkeypa
     assert bench.run(parser.parse_args(["fast", "--quick"])) == 1
 
 
-def test_this_checkout_has_the_benchmarks_of_the_readme():
+def test_checkout_has_the_benchmarks_named_in_the_readme():
     assert {"handover", "prepare", "loop"} <= set(bench.names(bench.FOLDER))

@@ -17,7 +17,7 @@ def light(monkeypatch):
 
 
 @pytest.mark.usefixtures("light")
-def test_every_check_has_a_verdict_and_whoever_fails_an_advice(capsys):
+def test_every_check_has_a_verdict_and_failures_have_advice(capsys):
     assert main(["doctor", "--json", "--port", "0", "--arena-size", "16MiB"]) == 1
     findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
     expected = {"python", "vllm", "torch", "torchvision", "devices", "shared memory", "kernel", "open files", "port"}
@@ -33,7 +33,7 @@ def test_findings_are_shown_as_a_table(capsys):
     assert "torchvision" in capsys.readouterr().out
 
 
-def test_broken_build_that_ends_python_is_a_finding(monkeypatch):
+def test_build_that_crashes_python_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_IMPORTS", "import os; os.abort()")
     monkeypatch.setattr(doctor, "_KINDS", "import os; os.abort()")
     (finding,) = doctor._imports()
@@ -46,7 +46,7 @@ def test_private_seams_of_vllm_are_counted(light):
     assert finding.text == "vLLM 0.32.0: 64 private seams, all found"
 
 
-def test_broken_seam_of_vllm_fails_with_its_name_and_what_to_do(monkeypatch):
+def test_broken_vllm_seam_fails_with_its_name_and_advice(monkeypatch):
     broken = """
 import dataclasses
 from medialane.vllm_bridge.seams import probe as module, table
@@ -71,7 +71,7 @@ def test_kinds_of_media_are_reported():
     assert finding.text.startswith("image (jpeg png ")
 
 
-def test_kind_of_media_that_is_off_is_a_warning_with_its_fix(monkeypatch):
+def test_unavailable_media_kind_is_a_warning_with_its_fix(monkeypatch):
     blocked = "import sys; sys.modules['av'] = None\n"
     monkeypatch.setattr(doctor, "_KINDS", blocked + doctor._KINDS)
     finding = doctor._media()
@@ -81,18 +81,18 @@ def test_kind_of_media_that_is_off_is_a_warning_with_its_fix(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", [[], ["use the network (seccomp is not available)"]])
-def test_what_preparers_are_not_confined_by_is_a_warning(monkeypatch, missing):
+def test_missing_preparer_confinement_is_a_warning(monkeypatch, missing):
     monkeypatch.setattr(doctor, "_SANDBOX", f"import json; print(json.dumps({missing!r}))")
     finding = doctor._sandbox()
     assert finding.verdict == ("warn" if missing else "ok")
     assert all(part in finding.text for part in missing)
 
 
-def test_sandbox_is_tried_in_a_process_of_its_own():
+def test_sandbox_is_tested_in_a_separate_process():
     assert all(isinstance(missing, str) for missing in doctor._probe(doctor._SANDBOX))
 
 
-def test_arena_that_does_not_fit_fails_with_how_to_enlarge_it():
+def test_too_small_shared_memory_fails_with_advice_to_enlarge_it():
     finding = doctor._shared_memory(load_config({"arena-size": "900TiB"}, environ={}))
     assert finding.verdict == "fail"
     assert "--shm-size" in finding.advice

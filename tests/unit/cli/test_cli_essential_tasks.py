@@ -20,7 +20,7 @@ async def is_cancelled():
 
 
 @pytest.mark.parametrize("work", [returns, raises, is_cancelled])
-async def test_task_that_ends_stops_the_process_and_is_named(work, caplog):
+async def test_ended_task_stops_the_process_and_is_named(work, caplog):
     stop = asyncio.Event()
     async with EssentialTasks(stop) as tasks, asyncio.timeout(5):
         tasks.start(asyncio.Event().wait(), "another")
@@ -32,7 +32,7 @@ async def test_task_that_ends_stops_the_process_and_is_named(work, caplog):
     assert ("a bug" in caplog.text) == (work is raises)
 
 
-async def test_stop_ends_every_task_and_is_no_failure(caplog):
+async def test_stop_cancels_every_task_without_failure(caplog):
     stop, ended = asyncio.Event(), asyncio.Event()
 
     async def run():
@@ -50,7 +50,7 @@ async def test_stop_ends_every_task_and_is_no_failure(caplog):
     assert not caplog.records
 
 
-async def test_failure_while_stopping_is_logged(caplog):
+async def test_failure_during_stop_is_logged(caplog):
     async def run():
         try:
             await asyncio.Event().wait()
@@ -64,14 +64,14 @@ async def test_failure_while_stopping_is_logged(caplog):
     assert "worker links failed while it was stopped" in caplog.text
 
 
-async def test_work_that_ends_before_the_stop_gives_its_result():
+async def test_work_finished_before_the_stop_returns_its_result():
     async def work():
         return 7
 
     assert await unless_set(asyncio.Event(), work()) == 7
 
 
-async def test_work_that_fails_before_the_stop_raises():
+async def test_work_failing_before_the_stop_raises():
     with pytest.raises(RuntimeError, match="a bug"):
         await unless_set(asyncio.Event(), raises())
 
@@ -91,7 +91,7 @@ async def test_stop_cancels_the_work_and_waits_for_its_end():
     assert unwound == [True]
 
 
-async def test_failure_of_work_that_is_being_cancelled_is_raised():
+async def test_failure_during_cancellation_is_raised():
     stop = asyncio.Event()
 
     async def work():

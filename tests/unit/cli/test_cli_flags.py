@@ -15,26 +15,26 @@ def parser(argv=(), *, common=("workers",)):
     return made
 
 
-def test_every_setting_of_the_configuration_is_a_flag_of_serve_or_of_simulated_workers():
+def test_every_setting_is_a_flag_of_serve_or_simulated_workers():
     flags = parser().format_help() + parser(["--help-all"]).format_help()
     assert {s.section for s in settings() if s.flag not in flags} <= {"simulated"}
     assert {"worker", "simulated"} <= set(WORKER_ROOMS)
 
 
-def test_help_shows_the_common_settings_and_all_of_them_when_asked():
+def test_help_shows_common_settings_and_all_on_request():
     assert "--workers" in parser().format_help()
     assert "--rpc-heartbeat-interval" not in parser().format_help()
     assert "--rpc-heartbeat-interval" in parser(["--help-all"]).format_help()
 
 
-def test_help_tells_defaults_with_their_units():
+def test_help_shows_defaults_with_units():
     text = " ".join(parser(["--help-all"]).format_help().split())
     assert "(default 2GiB)" in text
     assert "(default 1800 s)" in text
     assert "--arena-size SIZE" in text
 
 
-def test_only_what_is_given_is_passed_on():
+def test_only_given_flags_are_passed_on():
     args = parser().parse_args(["--workers", "3", "--single-gpu", "--arena-size=64MiB"])
     assert given_settings(args) == {"workers": "3", "single-gpu": True, "arena-size": "64MiB"}
     config = load_config(given_settings(args), environ={})
@@ -43,7 +43,7 @@ def test_only_what_is_given_is_passed_on():
     assert config.arena.size_bytes == 64 << 20
 
 
-def test_choice_that_does_not_exist_is_refused(capsys):
+def test_invalid_choice_is_rejected(capsys):
     with pytest.raises(SystemExit):
         parser().parse_args(["--stage", "pixels"])
     assert "choose from" in capsys.readouterr().err

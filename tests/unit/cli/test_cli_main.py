@@ -41,7 +41,7 @@ def install(monkeypatch):
     return put
 
 
-def test_help_loads_nothing_heavy_and_is_quick():
+def test_help_imports_nothing_heavy_and_is_fast():
     script = (
         "import sys, json\n"
         "from medialane.cli.main import main\n"
@@ -75,7 +75,7 @@ def test_no_command_shows_help_and_unknown_command_is_an_error(capsys):
     assert "sevre" in capsys.readouterr().err
 
 
-def test_what_follows_the_dashes_is_for_vllm(install):
+def test_arguments_after_the_double_dash_are_for_vllm(install):
     command = install(FakeCommand())
     assert main(["serve", "m", "--workers", "2", "--", "--max-model-len", "8", "--", "x"]) == 5
     assert command.args.model == "m"
@@ -83,7 +83,7 @@ def test_what_follows_the_dashes_is_for_vllm(install):
     assert command.args.vllm_args == ["--max-model-len", "8", "--", "x"]
 
 
-def test_flag_of_vllm_in_the_wrong_place_is_reported_where_it_goes(install, capsys):
+def test_misplaced_vllm_flag_error_says_where_it_belongs(install, capsys):
     install(FakeCommand())
     with pytest.raises(SystemExit) as ended:
         main(["serve", "m", "--max-model-len", "8"])
@@ -92,27 +92,27 @@ def test_flag_of_vllm_in_the_wrong_place_is_reported_where_it_goes(install, caps
     assert "after a lone `--`" in err
 
 
-def test_command_without_vllm_flags_refuses_them(install, capsys):
+def test_command_without_vllm_flags_rejects_them(install, capsys):
     install(FakeCommand())
     with pytest.raises(SystemExit):
         main(["doctor", "m", "--", "--enforce-eager"])
     assert "takes no vLLM flags" in capsys.readouterr().err
 
 
-def test_flags_are_not_guessed_from_their_beginnings(install):
+def test_abbreviated_flags_are_rejected(install):
     install(FakeCommand())
     with pytest.raises(SystemExit):
         main(["serve", "m", "--work", "2"])
 
 
-def test_failed_start_is_one_line_that_the_supervisor_finds(install, capsys):
+def test_failed_start_is_one_line_for_the_supervisor(install, capsys):
     install(FakeCommand(StartupFailed("port 8000 is taken")))
     assert main(["serve", "m"]) == 2
     assert capsys.readouterr().err == "medialane: error: port 8000 is taken\n"
     assert ERROR_PREFIX == REPORTED_ERROR
 
 
-def test_interrupt_ends_with_the_shell_s_status(install):
+def test_interrupt_exits_with_the_shell_status(install):
     install(FakeCommand(KeyboardInterrupt()))
     assert main(["serve", "m"]) == 130
 

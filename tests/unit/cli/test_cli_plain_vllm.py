@@ -63,7 +63,7 @@ async def gone(process_id: int) -> bool:
     return not is_alive(process_id)
 
 
-async def test_ready_server_is_yielded_and_no_process_of_it_is_left(serve):
+async def test_ready_server_is_yielded_and_leaves_no_process(serve):
     async with serve(SERVER, flags=["--enforce-eager"]) as server:
         assert server.base_url.startswith("http://127.0.0.1:")
         assert "'--model', 'model'" in server.log.read_text()
@@ -90,13 +90,13 @@ async def test_cancellation_leaves_no_process(serve, tmp_path):
     assert await gone(child)
 
 
-async def test_early_end_says_why(serve):
+async def test_early_exit_reports_its_reason(serve):
     with pytest.raises(StartupFailed, match="no such model"):
         async with serve("raise SystemExit('no such model')"):
             pass
 
 
-async def test_server_that_is_never_ready_fails_at_the_deadline_and_is_killed(serve, tmp_path):
+async def test_server_that_never_becomes_ready_times_out_and_is_killed(serve, tmp_path):
     source = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN)\n"
         "print('child', os.getpid(), flush=True); time.sleep(60)"

@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_start_is_refused_before_anything_is_loaded(name, monkeypatch, capsys):
+def test_start_is_rejected_before_anything_is_loaded(name, monkeypatch, capsys):
     module, flags = COMMANDS[name]
     broken = dataclasses.replace(GROUPS[0], seams=(Seam("no_such_module:name", "read"),), processes=BOTH)
     monkeypatch.setattr(probe, "GROUPS", (broken,))

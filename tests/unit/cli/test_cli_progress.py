@@ -12,7 +12,7 @@ def make(*, terminal, verbose=False):
     return Progress(["worker 0", "gateway"], verbose=verbose, console=console), stream
 
 
-def test_plain_output_tells_each_event_once():
+def test_plain_output_has_each_event_once():
     progress, stream = make(terminal=False)
     progress.starting("worker 0")
     progress.printed("worker 0", ["loading [weights]"])
@@ -26,7 +26,7 @@ def test_plain_output_tells_each_event_once():
     ]
 
 
-def test_terminal_shows_what_a_part_does_right_now():
+def test_terminal_shows_the_current_status_of_a_process():
     progress, stream = make(terminal=True)
     progress.starting("worker 0")
     progress.printed("worker 0", ["", "Loading weights [1/2]"])
@@ -38,7 +38,7 @@ def test_terminal_shows_what_a_part_does_right_now():
     assert "restarting in 1 s" in stream.getvalue()
 
 
-def test_verbose_output_has_every_line_with_its_part():
+def test_verbose_output_prefixes_every_line_with_its_process():
     progress, stream = make(terminal=False, verbose=True)
     progress.printed("gateway", ["one [red]", "two"])
     assert stream.getvalue().splitlines() == ["[gateway] one [red]", "[gateway] two"]
@@ -54,5 +54,5 @@ def test_verbose_output_has_every_line_with_its_part():
         ("x" * 100, "x" * 87 + "..."),
     ],
 )
-def test_status_is_what_a_log_line_says(line, said):
+def test_status_is_taken_from_the_log_line(line, said):
     assert brief(line) == said

@@ -10,7 +10,7 @@ def test_equal_arguments_give_equal_bytes():
     assert sample_jpeg(3, 320, 240) == sample_jpeg(3, 320, 240)
 
 
-def test_seeds_and_sizes_give_different_pictures():
+def test_different_seeds_and_sizes_give_different_images():
     pictures = {sample_jpeg(seed, width, 240) for seed in range(4) for width in (320, 321)}
     assert len(pictures) == 8
 
@@ -23,5 +23,5 @@ def test_size_of_a_photo(seed):
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (7, 300), (300, 7)])
-def test_odd_sizes_are_painted_whole(width, height):
+def test_odd_sizes_are_filled_completely(width, height):
     assert sample_pixels(0, width, height).shape == (height, width, 3)

@@ -99,7 +99,7 @@ def test_second_signal_does_not_wait(serve):
     assert time.monotonic() - started < 4
 
 
-def test_signal_during_the_start_ends_it(serve):
+def test_signal_during_the_start_aborts_it(serve):
     served = serve("time.sleep(60)", "--port", "0")
     served.wait_for("worker 0: starting")
     served.send(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_signal_during_the_start_ends_it(serve):
     assert "Ctrl-C stops it" not in text
 
 
-def test_failed_start_ends_with_the_reason_and_keeps_the_log(serve):
+def test_failed_start_reports_the_reason_and_keeps_the_log(serve):
     served = serve("raise ValueError('no such quantisation')", "--port", "0")
     status, text = served.end()
     assert status == 2
@@ -117,7 +117,7 @@ def test_failed_start_ends_with_the_reason_and_keeps_the_log(serve):
     assert "no such quantisation" in (folder / "worker-0.log").read_text()
 
 
-def test_taken_port_is_reported_before_anything_starts(serve):
+def test_port_in_use_is_reported_before_anything_starts(serve):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -128,12 +128,12 @@ def test_taken_port_is_reported_before_anything_starts(serve):
     assert text.count("\n") == 1
 
 
-def test_logs_are_shown_when_asked(serve):
+def test_logs_are_shown_on_request(serve):
     served = serve(IDLE, "--port", "0", "--verbose")
     served.wait_for("[worker 0] hello")
 
 
-def test_announcement_has_what_the_flags_ask_of_a_client():
+def test_announcement_reflects_the_flags_relevant_to_clients():
     text = announce(load_config({"workers": "2"}, environ={}), "m", ["--api-key", "k", "--served-model-name", "vision"])
     assert "2 workers at http://127.0.0.1:8000/v1" in text
     assert "Authorization: Bearer" in text

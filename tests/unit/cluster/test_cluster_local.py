@@ -30,7 +30,7 @@ def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, **flags):
     )
 
 
-def test_taken_port_is_one_clear_line():
+def test_port_in_use_is_one_clear_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -40,7 +40,7 @@ def test_taken_port_is_one_clear_line():
     local.check_port("127.0.0.1", port)
 
 
-def test_address_of_another_machine_cannot_be_listened_on():
+def test_address_of_another_machine_is_rejected():
     with pytest.raises(StartupFailed, match=r"cannot listen on 192\.0\.2\.1 port 8000: "):
         local.check_port("192.0.2.1", 8000)
 
@@ -57,13 +57,13 @@ def test_model_and_flags_are_checked_before_anything_starts(model):
         local.check(config(port="0"), model, ["--max-model-len"], {})
 
 
-def test_url_is_one_that_this_machine_reaches():
+def test_url_is_reachable_from_this_machine():
     assert local.base_url(config(host="0.0.0.0", port="80"), []) == "http://127.0.0.1:80"
     assert local.base_url(config(host="::", port="80"), []) == "http://[::1]:80"
     assert local.base_url(config(), ["--ssl-keyfile", "k"]) == "https://127.0.0.1:8000"
 
 
-def test_parts_are_the_workers_and_a_gateway_that_knows_them(tmp_path):
+def test_processes_are_the_workers_and_a_gateway_with_their_addresses(tmp_path):
     first, second, gateway = make_parts(tmp_path, workers="2", vllm_args=["--max-model-len", "8"])
     assert (first.name, second.name, gateway.name) == ("worker 0", "worker 1", "gateway")
     assert first.argv[2:5] == ("medialane", "worker", "org/model")
@@ -74,7 +74,7 @@ def test_parts_are_the_workers_and_a_gateway_that_knows_them(tmp_path):
     assert gateway.ready.url == "http://127.0.0.1:8000/health"
 
 
-def test_parts_load_the_configuration_that_serve_had(tmp_path):
+def test_processes_load_the_configuration_of_serve(tmp_path):
     worker, gateway = make_parts(tmp_path, workers="1", stage="url", rpc_token="secret")
     for part in (worker, gateway):
         loaded = load_config(environ=part.environ)
@@ -85,32 +85,32 @@ def test_parts_load_the_configuration_that_serve_had(tmp_path):
     assert "OMP_NUM_THREADS" not in gateway.environ
 
 
-def test_threads_are_set_for_workers_alone(tmp_path):
+def test_thread_count_is_set_only_for_workers(tmp_path):
     worker, _, gateway = make_parts(tmp_path, workers="2")
     assert worker.environ["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in gateway.environ
 
 
-def test_workers_on_one_gpu_start_one_after_another(tmp_path):
+def test_workers_on_one_gpu_start_sequentially(tmp_path):
     first, second, _ = make_parts(tmp_path, workers="2", single_gpu=True, hardware=Hardware(("0", "1"), 8))
     assert (first.after, second.after) == (None, "worker 0")
     assert second.argv[-2:] == ("--gpu-memory-utilization", "0.46")
     assert second.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_workers_on_gpus_of_their_own_start_together(tmp_path):
+def test_workers_on_separate_gpus_start_concurrently(tmp_path):
     parts = make_parts(tmp_path, workers="2", hardware=Hardware(("0", "1"), 8))
     assert [p.after for p in parts] == [None, None, None]
     assert [p.environ.get("CUDA_VISIBLE_DEVICES") for p in parts] == ["0", "1", None]
     assert "VLLM_CPU_KVCACHE_SPACE" not in parts[0].environ
 
 
-def test_served_name_is_the_one_that_requests_use():
+def test_served_name_is_the_one_used_by_requests():
     assert local.served_name("m", []) == "m"
     assert local.served_name("m", ["--served-model-name", "vision"]) == "vision"
 
 
-def test_runtime_folder_of_the_user_is_preferred_unless_too_long_for_sockets(tmp_path):
+def test_user_runtime_folder_is_preferred_unless_too_long_for_sockets(tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         assert str(local.parent_directory({"XDG_RUNTIME_DIR": short})) == short
     deep = tmp_path / ("d" * 90)
@@ -119,7 +119,7 @@ def test_runtime_folder_of_the_user_is_preferred_unless_too_long_for_sockets(tmp
     assert local.parent_directory({"TMPDIR": "relative"}).is_absolute()
 
 
-def test_run_folder_is_made_there_and_goes():
+def test_run_folder_is_created_there_and_removed():
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         folder = local.run_folder({"XDG_RUNTIME_DIR": short})
         assert folder.path.name.startswith("medialane-run-")

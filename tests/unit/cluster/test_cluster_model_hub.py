@@ -53,12 +53,12 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
-def test_model_that_the_hub_has_passes(hub, name):
+def test_existing_hub_model_passes(hub, name):
     hub.statuses[f"/org/model/resolve/main/{name}"] = 200
     find_on_hub("org/model")
 
 
-def test_revision_is_the_one_that_vllm_is_given(hub):
+def test_revision_is_the_one_passed_to_vllm(hub):
     hub.statuses["/org/model/resolve/v2/config.json"] = 200
     find_on_hub("org/model", "v2")
     assert hub.asked == ["/org/model/resolve/v2/config.json"]
@@ -71,7 +71,7 @@ def refusal(hub, model="org/model"):
     return refused.value.message
 
 
-def test_model_that_the_hub_has_not_is_named(hub):
+def test_missing_hub_model_is_named(hub):
     assert "does not have it" in refusal(hub)
 
 
@@ -83,7 +83,7 @@ def test_model_that_the_hub_has_not_is_named(hub):
         (503, {}, "returned status 503"),
     ],
 )
-def test_hub_that_refuses_is_named_with_its_reason(hub, status, headers, said):
+def test_hub_rejection_is_reported_with_its_reason(hub, status, headers, said):
     hub.headers = headers
     for name in ("config.json", "params.json"):
         hub.statuses[f"/org/model/resolve/main/{name}"] = status
@@ -92,7 +92,7 @@ def test_hub_that_refuses_is_named_with_its_reason(hub, status, headers, said):
     assert constants.ENDPOINT in message
 
 
-def test_hub_that_does_not_answer_is_given_up_in_time(hub):
+def test_unresponsive_hub_times_out(hub):
     hub.delay_s = 3.0
     started = time.monotonic()
     message = refusal(hub)
@@ -100,7 +100,7 @@ def test_hub_that_does_not_answer_is_given_up_in_time(hub):
     assert time.monotonic() - started < 2.5
 
 
-def test_hub_that_nobody_runs_is_named(hub, monkeypatch):
+def test_unreachable_hub_is_named(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert "cannot be reached" in refusal(hub)
 
@@ -110,13 +110,13 @@ def test_busy_hub_is_left_to_vllms_retries(hub):
     find_on_hub("org/model")
 
 
-def test_offline_machine_asks_nobody(hub, monkeypatch):
+def test_offline_mode_makes_no_request(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in refusal(hub)
     assert hub.asked == []
 
 
-def test_model_in_the_cache_asks_nobody(hub, tmp_path):
+def test_cached_model_makes_no_request(hub, tmp_path):
     repository = tmp_path / "models--org--model"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")

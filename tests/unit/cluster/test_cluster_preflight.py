@@ -22,7 +22,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("words", GOOD, ids=" ".join)
-def test_flags_that_vllm_takes_pass(words):
+def test_flags_accepted_by_vllm_pass(words):
     check_flags(words)
 
 
@@ -47,19 +47,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_flag_that_vllm_would_refuse_is_named(message):
+def test_flag_rejected_by_vllm_is_named(message):
     with pytest.raises(StartupFailed) as refused:
         check_flags(BAD[message])
     assert message in refused.value.message
 
 
-def test_another_vllm_judges_its_flags_itself(monkeypatch):
+def test_flags_of_an_untested_vllm_are_left_to_it(monkeypatch):
     monkeypatch.setattr(preflight, "installed_version", lambda _name: "0.99.0")
     check_flags(["--new-in-the-next-version"])
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "/models/x.gguf"])
-def test_what_vllm_finds_by_itself_passes(name):
+def test_model_resolved_by_vllm_passes(name):
     check_model(name, [], {})
 
 
@@ -68,13 +68,13 @@ def test_what_vllm_finds_by_itself_passes(name):
     [(["--hf-config-path", "x"], {}), ([], {"VLLM_USE_MODELSCOPE": "True"})],
     ids=["path", "scope"],
 )
-def test_model_of_another_hub_is_not_looked_for(words, environ, monkeypatch):
+def test_model_of_another_hub_is_not_checked(words, environ, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", None)
     check_model("org/model", words, environ)
 
 
 @pytest.mark.parametrize("name", ["/absent/model", "./model", "a/b/c", "../x", "--model"])
-def test_path_without_a_model_is_refused(name):
+def test_path_without_a_model_is_rejected(name):
     with pytest.raises(StartupFailed, match="is neither"):
         check_model(name, [], {})
 
@@ -87,7 +87,7 @@ def test_folder_without_a_configuration_is_no_model(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["serve", "gateway", "worker"])
-def test_every_command_says_it_without_loading_vllm(command, tmp_path):
+def test_every_command_reports_it_without_importing_vllm(command, tmp_path):
     """In CPU seconds: the machine may be busy. Importing vLLM's parser takes 10."""
     import resource
     import subprocess

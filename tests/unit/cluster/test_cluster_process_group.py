@@ -31,7 +31,7 @@ def group(tmp_path):
     leader.wait()
 
 
-def test_killed_users_leave_their_shared_memory_to_the_tracker(group):
+def test_shared_memory_of_killed_processes_is_left_to_the_tracker(group):
     leader, memory, child = group
     assert {leader.pid, child} < set(members(leader.pid))
     assert memory.exists()
@@ -41,7 +41,7 @@ def test_killed_users_leave_their_shared_memory_to_the_tracker(group):
     assert not is_running(child)
 
 
-def test_guard_ends_the_groups_that_it_was_not_told_to_forget(group, tmp_path):
+def test_guard_kills_only_registered_process_groups(group, tmp_path):
     leader, memory, child = group
     other = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
     words = f"+{leader.pid}\n+{other.pid}\n-{other.pid}\n"
@@ -56,6 +56,6 @@ def test_guard_ends_the_groups_that_it_was_not_told_to_forget(group, tmp_path):
         other.wait()
 
 
-def test_group_of_nobody_may_be_signalled():
+def test_signalling_an_empty_process_group_is_allowed():
     send(2**22 - 1, signal.SIGTERM)
     assert members(2**22 - 1) == []

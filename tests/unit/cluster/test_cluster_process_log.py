@@ -19,7 +19,7 @@ def write(log: ProcessLog, text: str, *, read: bool = True) -> None:
         log.read()
 
 
-def test_lines_come_once_and_only_when_complete(log):
+def test_lines_are_delivered_once_and_only_when_complete(log):
     write(log, "one\ntw", read=False)
     assert log.read() == ["one"]
     assert log.read() == []
@@ -27,17 +27,17 @@ def test_lines_come_once_and_only_when_complete(log):
     assert log.read() == ["two"]
 
 
-def test_log_of_a_part_that_never_wrote_is_empty(log):
+def test_log_of_a_silent_process_is_empty(log):
     assert log.read() == []
     assert log.last_line == ""
 
 
-def test_colours_and_rewritten_progress_bars_are_taken_out(log):
+def test_colours_and_rewritten_progress_bars_are_removed(log):
     write(log, "\x1b[31mred\x1b[0m\n 1%\r 50%\r100%\n", read=False)
     assert log.read() == ["red", "100%"]
 
 
-def test_file_is_cut_when_it_is_too_long_and_its_newer_half_kept(log):
+def test_too_long_file_is_truncated_to_its_newer_half(log):
     writer = log.open()
     for i in range(60):
         os.write(writer, f"line {i:014}\n".encode())
@@ -50,7 +50,7 @@ def test_file_is_cut_when_it_is_too_long_and_its_newer_half_kept(log):
     assert log.path.read_text() == "after\n"
 
 
-def test_first_exception_is_the_cause_and_not_its_consequence(log):
+def test_first_exception_is_reported_as_the_cause(log):
     write(
         log,
         "INFO loading\n"
@@ -60,7 +60,7 @@ def test_first_exception_is_the_cause_and_not_its_consequence(log):
     assert log.first_exception() == "ValueError: max_num_batched_tokens is too small"
 
 
-def test_report_of_a_silent_part_says_how_it_ended(log):
+def test_report_of_a_silent_process_has_its_exit_status(log):
     assert failure_report("worker 0", "killed by SIGKILL", log) == "worker 0 did not start: killed by SIGKILL"
 
 
@@ -73,7 +73,7 @@ def test_report_shows_the_end_of_the_log_and_where_it_is(log):
     assert len(lines) == 15
 
 
-def test_tail_of_a_new_life_does_not_show_the_old_one(log):
+def test_tail_after_a_restart_omits_the_previous_run(log):
     write(log, "ValueError: of the first life\n")
     os.close(log.open())
     assert log.first_exception() is None

@@ -15,7 +15,7 @@ from medialane.core.errors import StartupFailed
 IDLE = "ready(); time.sleep(60)"
 
 
-async def test_start_returns_when_every_part_is_ready_and_stop_leaves_none(tmp_path):
+async def test_start_returns_when_every_process_is_ready_and_stop_leaves_none(tmp_path):
     seen = Recorder()
     parts = [script_part(tmp_path, f"worker {i}", "time.sleep(0.3); " + IDLE) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
@@ -26,7 +26,7 @@ async def test_start_returns_when_every_part_is_ready_and_stop_leaves_none(tmp_p
     assert supervisor.pids == {}
 
 
-async def test_part_that_ends_before_all_are_ready_fails_the_start_with_its_reason(tmp_path):
+async def test_process_exiting_before_readiness_fails_the_start_with_its_reason(tmp_path):
     seen = Recorder()
     other = script_part(tmp_path, "gateway", IDLE)
     bad = script_part(tmp_path, "worker 0", "print('loading'); raise ValueError('no such model')")
@@ -40,7 +40,7 @@ async def test_part_that_ends_before_all_are_ready_fails_the_start_with_its_reas
     assert supervisor.pids == {}
 
 
-async def test_own_error_of_a_part_is_all_that_is_shown(tmp_path):
+async def test_error_line_of_a_process_is_shown_alone(tmp_path):
     bad = script_part(tmp_path, "worker 0", "print('x' * 500); print('medialane: error: --port is taken'); sys.exit(2)")
     with pytest.raises(StartupFailed) as failed:
         async with running(make_supervisor(tmp_path, Recorder(), [bad])):
@@ -48,14 +48,14 @@ async def test_own_error_of_a_part_is_all_that_is_shown(tmp_path):
     assert failed.value.message == "worker 0: --port is taken"
 
 
-async def test_part_that_is_not_ready_in_time_fails_the_start(tmp_path):
+async def test_readiness_timeout_fails_the_start(tmp_path):
     slow = script_part(tmp_path, "worker 0", "time.sleep(60)")
     with pytest.raises(StartupFailed, match=r"not ready after 0\.5 s"):
         async with running(make_supervisor(tmp_path, Recorder(), [slow], start_timeout_s=0.5)):
             pytest.fail("it is not ready")
 
 
-async def test_command_that_does_not_exist_fails_the_start(tmp_path):
+async def test_missing_command_fails_the_start(tmp_path):
     part = script_part(tmp_path, "worker 0", "")
     part = type(part)("worker 0", ("/nonexistent/command",), {}, part.ready)
     with pytest.raises(StartupFailed, match="cannot be started: No such file"):
@@ -63,7 +63,7 @@ async def test_command_that_does_not_exist_fails_the_start(tmp_path):
             pytest.fail("it is not ready")
 
 
-async def test_part_that_dies_later_is_restarted_and_the_others_go_on(tmp_path):
+async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
     seen = Recorder()
     parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
@@ -75,7 +75,7 @@ async def test_part_that_dies_later_is_restarted_and_the_others_go_on(tmp_path):
         assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
 
 
-async def test_part_that_keeps_dying_is_restarted_after_growing_pauses(tmp_path):
+async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     seen = Recorder()
     part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(3)")
     async with running(make_supervisor(tmp_path, seen, [part])):
@@ -84,7 +84,7 @@ async def test_part_that_keeps_dying_is_restarted_after_growing_pauses(tmp_path)
     assert ("ended", "worker 0", "exit status 3") in seen.events
 
 
-async def test_what_a_part_started_is_gone_before_the_part_is_started_again(tmp_path):
+async def test_child_processes_are_gone_before_a_restart(tmp_path):
     note = tmp_path / "child"
     part = script_part(tmp_path, "worker 0", f"open({str(note)!r}, 'w').write(str(child())); {IDLE}")
     seen = Recorder()
@@ -96,7 +96,7 @@ async def test_what_a_part_started_is_gone_before_the_part_is_started_again(tmp_
         assert not is_running(grandchild)
 
 
-async def test_part_that_ignores_sigterm_is_killed_after_its_time(tmp_path):
+async def test_process_ignoring_sigterm_is_killed_after_its_grace_period(tmp_path):
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IDLE
     part = script_part(tmp_path, "worker 0", script, stop_timeout_s=0.5)
     supervisor = make_supervisor(tmp_path, Recorder(), [part])
@@ -108,7 +108,7 @@ async def test_part_that_ignores_sigterm_is_killed_after_its_time(tmp_path):
     assert not is_running(pid)
 
 
-async def test_kill_does_not_wait_for_a_part_that_stops_slowly(tmp_path):
+async def test_kill_does_not_wait_for_a_slowly_stopping_process(tmp_path):
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IDLE
     supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", script, stop_timeout_s=30.0)])
     await supervisor.start()
@@ -133,7 +133,7 @@ signal.signal(signal.SIGTERM, end)
     assert order.read_text().split() == ["gateway.ready", "worker.ready"]
 
 
-async def test_part_waits_for_the_one_that_it_comes_after(tmp_path):
+async def test_process_waits_for_its_predecessor(tmp_path):
     seen = Recorder()
     first = script_part(tmp_path, "worker 0", "time.sleep(0.4); " + IDLE)
     second = script_part(tmp_path, "worker 1", IDLE, after="worker 0")
@@ -142,7 +142,7 @@ async def test_part_waits_for_the_one_that_it_comes_after(tmp_path):
     assert seen.events.index(("ready", "worker 0")) < seen.events.index(("starting", "worker 1"))
 
 
-async def test_stop_while_starting_ends_what_runs(tmp_path):
+async def test_stop_during_the_start_stops_running_processes(tmp_path):
     supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", "time.sleep(60)")])
     starting = asyncio.create_task(supervisor.start())
     await eventually(lambda: supervisor.pids)
@@ -181,7 +181,7 @@ asyncio.run(main())
 """
 
 
-def test_kill_9_of_the_supervisor_leaves_no_process_even_if_parts_ignore_sigterm(tmp_path):
+def test_sigkill_of_the_supervisor_leaves_no_process_even_if_sigterm_is_ignored(tmp_path):
     here = str(Path(__file__).parent)
     supervisor = subprocess.Popen([sys.executable, "-c", STUBBORN, here, str(tmp_path)])
     try:
@@ -222,7 +222,7 @@ class Breaking(Recorder):
         self._break("printed", part)
 
 
-async def test_supervision_of_one_part_that_fails_starts_again_and_the_others_go_on(tmp_path, caplog):
+async def test_failed_supervision_of_one_process_restarts_and_others_continue(tmp_path, caplog):
     seen = Breaking("ended")
     parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
@@ -233,7 +233,7 @@ async def test_supervision_of_one_part_that_fails_starts_again_and_the_others_go
         assert "worker 0: supervision failed" in caplog.text
 
 
-async def test_log_that_cannot_be_shown_ends_nothing_and_is_reported_once(tmp_path, caplog):
+async def test_failure_to_show_a_log_is_reported_once_and_ends_nothing(tmp_path, caplog):
     seen = Breaking("printed")
     script = "ready()\nfor _ in range(600): print('hello', flush=True); time.sleep(0.1)"
     parts = [script_part(tmp_path, f"worker {i}", script) for i in range(2)]
@@ -243,14 +243,14 @@ async def test_log_that_cannot_be_shown_ends_nothing_and_is_reported_once(tmp_pa
     assert caplog.text.count("its log cannot be read") == 1
 
 
-async def test_part_is_not_ended_because_nobody_could_be_told_that_it_is_ready(tmp_path):
+async def test_failing_readiness_observer_does_not_stop_the_process(tmp_path):
     part = script_part(tmp_path, "worker 0", IDLE)
     async with running(make_supervisor(tmp_path, Breaking("ready"), [part])) as supervisor:
         await asyncio.sleep(0.3)
         assert is_running(supervisor.pids["worker 0"])
 
 
-async def test_start_that_cannot_be_supervised_fails_instead_of_waiting(tmp_path):
+async def test_start_fails_if_supervision_fails(tmp_path):
     parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
     supervisor = make_supervisor(tmp_path, Breaking("starting"), parts)
     with pytest.raises(StartupFailed, match="worker 0 cannot be supervised: BrokenPipeError"):
@@ -259,7 +259,7 @@ async def test_start_that_cannot_be_supervised_fails_instead_of_waiting(tmp_path
     assert supervisor.pids == {}
 
 
-async def test_readiness_that_cannot_be_found_out_fails_the_start(tmp_path):
+async def test_failing_readiness_check_fails_the_start(tmp_path):
     class Unreadable:
         def reset(self):
             pass
@@ -274,7 +274,7 @@ async def test_readiness_that_cannot_be_found_out_fails_the_start(tmp_path):
             pytest.fail("nobody knows whether it is ready")
 
 
-async def test_end_of_supervision_itself_is_seen_by_whoever_waits(tmp_path):
+async def test_end_of_supervision_is_reported_to_waiters(tmp_path):
     supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "worker 0", IDLE)])
     async with running(supervisor):
         waiting = asyncio.create_task(supervisor.wait())

@@ -15,11 +15,11 @@ from medialane.core.errors import StartupFailed
         (["--other", "8"], None),
     ],
 )
-def test_value_is_found_in_every_spelling(args, value):
+def test_value_is_found_in_every_flag_syntax(args, value):
     assert flag_value(args, "--max-model-len") == value
 
 
-def test_flag_without_a_value_is_there():
+def test_flag_without_a_value_is_detected():
     assert has_flag(["--enforce_eager"], "--enforce-eager")
     assert not has_flag(["--enforce-eager-not"], "--enforce-eager")
 
@@ -38,6 +38,6 @@ def test_gpus_of_a_worker_are_counted(args, number):
     assert gpus_per_worker(args) == number
 
 
-def test_size_that_is_no_number_is_refused_by_its_flag():
+def test_non_numeric_size_is_rejected_by_flag():
     with pytest.raises(StartupFailed, match="--tensor-parallel-size two"):
         gpus_per_worker(["-tp", "two"])

@@ -34,7 +34,7 @@ def test_another_process_loads_an_equal_configuration():
     assert as_environ(Config()) == {}
 
 
-def test_child_inherits_the_configuration_and_not_our_variables():
+def test_child_inherits_the_configuration_but_not_our_variables():
     config = load({"workers": "2", "arena-directory": "/tmp"})
     environ = {"HOME": "/root", "MEDIALANE_WORKERS": "9", "MEDIALANE_PORT": "1"}
     found = child_environ(config, "name", [], on_gpu=False, environ=environ)
@@ -44,7 +44,7 @@ def test_child_inherits_the_configuration_and_not_our_variables():
     assert load(environ=found) == config
 
 
-def test_what_the_user_set_for_vllm_stays():
+def test_vllm_variables_set_by_the_user_are_kept():
     environ = {"VLLM_CPU_KVCACHE_SPACE": "40", "HF_HUB_OFFLINE": "0"}
     found = child_environ(Config(), "/", [], on_gpu=False, environ=environ)
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "40"
@@ -52,19 +52,19 @@ def test_what_the_user_set_for_vllm_stays():
     assert found["VLLM_NO_USAGE_STATS"] == "1"
 
 
-def test_hub_is_left_alone_only_for_a_local_model(tmp_path):
+def test_hub_is_disabled_only_for_a_local_model(tmp_path):
     assert "HF_HUB_OFFLINE" not in vllm_defaults("org/name", [], on_gpu=True, num_workers=1)
     assert vllm_defaults(str(tmp_path), [], on_gpu=True, num_workers=1)["HF_HUB_OFFLINE"] == "1"
 
 
-def test_size_of_the_kv_cache_is_left_to_the_flag_that_gives_it():
+def test_kv_cache_flag_takes_precedence_over_the_variable():
     assert int(vllm_defaults("m", [], on_gpu=False, num_workers=2)["VLLM_CPU_KVCACHE_SPACE"]) >= 1
     flags = ["--kv_cache_memory_bytes=1G"]
     assert "VLLM_CPU_KVCACHE_SPACE" not in vllm_defaults("m", flags, on_gpu=False, num_workers=2)
     assert "VLLM_CPU_KVCACHE_SPACE" not in vllm_defaults("m", [], on_gpu=True, num_workers=2)
 
 
-def test_process_environment_is_entered_once_and_overrides_nobody(monkeypatch):
+def test_process_environment_is_applied_once_without_overriding(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", ARENA_DIR):
         monkeypatch.delenv(name, raising=False)

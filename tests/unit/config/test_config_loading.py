@@ -20,7 +20,7 @@ def file(tmp_path):
     return write
 
 
-def test_nothing_given_is_the_defaults():
+def test_defaults_apply_without_settings():
     assert load() == Config()
 
 
@@ -33,7 +33,7 @@ def test_flag_wins_over_environment_over_file_over_default(file):
     assert config.server.host == Config().server.host
 
 
-def test_sizes_are_read_with_their_units():
+def test_sizes_are_parsed_with_units():
     assert load({"arena-size": "3GiB"}).arena.size_bytes == 3 * GIB
     assert load(environ={"MEDIALANE_ARENA_SIZE": "64MiB"}).arena.size_bytes == 64 * MIB
 
@@ -50,18 +50,18 @@ def test_sizes_are_read_with_their_units():
         ("1kb", 1000),
     ],
 )
-def test_size_in_every_spelling(text, num_bytes):
+def test_size_formats(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2 parsecs", "1e9", "2GiBB"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_size_is_rejected(text):
     with pytest.raises(ValueError, match="must be a size"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 3 * MIB, 5 * GIB, 7 << 40])
-def test_formatted_size_reads_back(num_bytes):
+def test_formatted_size_round_trips(num_bytes):
     assert parse_size(format_size(num_bytes)) == num_bytes
 
 
@@ -80,7 +80,7 @@ def test_formatted_size_reads_back(num_bytes):
         ({"workres": "2"}, {}, r"unknown setting --workres; did you mean workers\?"),
     ],
 )
-def test_wrong_value_or_name_is_reported_by_where_it_came_from(flags, environ, message):
+def test_invalid_value_or_name_error_names_its_source(flags, environ, message):
     with pytest.raises(StartupFailed, match=message):
         load(flags, environ=environ)
 
@@ -96,7 +96,7 @@ def test_unknown_setting_of_the_file_is_named(file):
         load(file=file('arena-sise = "2GiB"'))
 
 
-def test_file_that_is_absent_or_no_toml_is_named(file, tmp_path):
+def test_missing_or_invalid_toml_file_is_named(file, tmp_path):
     with pytest.raises(StartupFailed, match=r"absent.toml: No such file"):
         load(file=str(tmp_path / "absent.toml"))
     with pytest.raises(StartupFailed, match="is not TOML"):

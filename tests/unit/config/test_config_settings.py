@@ -11,12 +11,12 @@ def load(flags, *, sections):
     return load_config(flags, environ={}, sections=sections)
 
 
-def test_every_field_has_a_written_name_and_every_name_a_field():
+def test_fields_and_setting_names_correspond():
     fields = {room.name: [field.name for field in structs.fields(room.type)] for room in structs.fields(Config)}
     assert {room: list(names) for room, names in NAMES.items()} == fields
 
 
-def test_flag_variable_and_line_of_the_file_are_one_name():
+def test_flag_variable_and_file_key_share_one_name():
     arena = next(s for s in settings() if s.field == "size_bytes")
     assert (arena.name, arena.flag, arena.variable) == ("arena-size", "--arena-size", "MEDIALANE_ARENA_SIZE")
 
@@ -27,20 +27,20 @@ def test_flags_of_the_command_line_have_their_documented_names():
     assert {"--single-gpu", "--log-level", "--rpc-token", "--allow-media-network"} <= names
 
 
-def test_every_setting_has_a_name_of_its_own_and_a_description():
+def test_every_setting_has_a_unique_name_and_a_description():
     found = settings()
     assert len({s.name for s in found}) == len(found)
     assert [s.name for s in found if not s.description] == []
 
 
-def test_room_complains_in_the_spelling_of_the_command_line():
+def test_validation_error_uses_the_flag_name():
     with pytest.raises(StartupFailed, match="--workers must be at least 1"):
         load({"workers": "0"}, sections=("cluster",))
     with pytest.raises(StartupFailed, match="--restart-initial must be positive and at most --restart-max"):
         load({"restart-initial": "0"}, sections=("cluster",))
 
 
-def test_rooms_that_a_command_does_not_use_are_not_validated():
+def test_sections_not_used_by_a_command_are_not_validated():
     assert load({"workers": "0"}, sections=("server",)).cluster.num_workers == 0
 
 

@@ -1,7 +1,7 @@
 from medialane.core.backoff import Backoff
 
 
-def test_pauses_double_up_to_the_cap_and_start_over_after_a_reset():
+def test_delays_double_up_to_the_cap_and_reset():
     backoff = Backoff(initial_s=1, max_s=5)
     assert [backoff.next() for _ in range(5)] == [1, 2, 4, 5, 5]
     backoff.reset()

@@ -68,12 +68,12 @@ def ids_of(prompt):
     return prompt_block_ids(block_size=BLOCK, **prompt).tolist()
 
 
-#: Of the prompt in `test_ids_are_the_same_in_every_process_and_release`.
+#: Of the prompt in `test_ids_are_stable_across_processes_and_releases`.
 GOLDEN = [8287694774240211956, 1644671015439971455, 9297942061887163148]
 
 
 @given(prompts(), st.lists(st.integers(0, 20), max_size=4))
-def test_ids_of_a_prompt_are_those_of_its_stored_events(prompt, cuts):
+def test_ids_of_a_prompt_equal_those_of_its_events(prompt, cuts):
     found = []
     for token_ids, keys in events(prompt, cuts):
         parent = found[-1] if found else None
@@ -90,7 +90,7 @@ def test_ids_of_a_prompt_are_those_of_its_stored_events(prompt, cuts):
     other={"token_ids": [0] * BLOCK, "media": [], "lora": "adapter", "cache_salt": None},
 )
 @given(prompts(), prompts())
-def test_ids_are_equal_as_far_as_what_they_cover_is(one, other):
+def test_ids_are_equal_for_equal_prefixes(one, other):
     def covered(prompt):
         blocks = range(len(prompt["token_ids"]) // BLOCK)
         # An engine's keys alone do not tell a salt from an adapter of that name.
@@ -109,7 +109,7 @@ def fmix(value):
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(0, 2**64 - 1))
-def test_chain_of_any_length_is_that_of_the_recipe(contents, start):
+def test_chain_of_any_length_equals_the_reference(contents, start):
     """Few blocks go another way than many; ids may be any, as those of parents are."""
     expected, state = [], start
     for content in contents:
@@ -146,26 +146,26 @@ BASE = {"token_ids": list(range(32)), "media": [MediaSpan("m", 5, 11)], "lora": 
     ],
     ids=str,
 )
-def test_a_change_shows_from_its_block_on(change, first):
+def test_change_affects_its_block_and_all_later_ones(change, first):
     ids, changed = ids_of(BASE), ids_of({**BASE, **change})
     assert [a == b for a, b in zip(ids, changed, strict=True)] == [True] * first + [False] * (8 - first)
 
 
-def test_block_that_begins_where_an_item_ends_is_as_without_it():
+def test_block_starting_where_an_item_ends_excludes_it():
     """Half-open ranges: the item of the base ends where block 4 begins."""
     ids = ids_of(BASE)
     rest = stored_block_ids(range(16, 32), block_size=BLOCK, extra_keys=None, lora_name=None, parent=ids[3])
     assert rest.tolist() == ids[4:]
 
 
-def test_lora_salt_and_size_cannot_pose_as_each_other():
+def test_lora_salt_and_block_size_cannot_be_confused():
     ways = [{"lora": "x"}, {"cache_salt": "x"}, {"lora": "x", "cache_salt": "x"}, {}]
     first = {ids_of({**BASE, **way})[0] for way in ways}
     assert len(first) == 4
     assert prompt_block_ids([0] * 8, block_size=8)[0] not in prompt_block_ids([0] * 8, block_size=4)
 
 
-def test_lora_with_the_name_of_the_salt_is_reported_from_it_in_events():
+def test_lora_named_like_the_salt_is_distinguished_in_events():
     def first(keys, lora):
         return stored_block_ids([1] * BLOCK, block_size=BLOCK, extra_keys=[keys], lora_name=lora, parent=None)[0]
 
@@ -174,11 +174,11 @@ def test_lora_with_the_name_of_the_salt_is_reported_from_it_in_events():
     assert first(["x"], None) == prompt_block_ids([1] * BLOCK, block_size=BLOCK, cache_salt="x")[0]
 
 
-def test_empty_lora_and_salt_are_none():
+def test_empty_lora_and_salt_equal_none():
     assert ids_of({**BASE, "lora": "", "cache_salt": ""}) == ids_of(BASE)
 
 
-def test_embeddings_instead_of_tokens_count():
+def test_embeddings_replacing_tokens_affect_the_id():
     ids = {
         int(stored_block_ids([0] * BLOCK, block_size=BLOCK, extra_keys=[keys], lora_name=None, parent=None)[0])
         for keys in (None, [b"one"], [b"two"])
@@ -186,21 +186,21 @@ def test_embeddings_instead_of_tokens_count():
     assert len(ids) == 3
 
 
-def test_ids_do_not_depend_on_how_tokens_come_or_in_which_order_media_do():
+def test_ids_do_not_depend_on_token_container_or_media_order():
     media = [MediaSpan("a", 1, 5), MediaSpan("b", 6, 3), MediaSpan("a", 11, 9)]
     expected = ids_of({**BASE, "media": media})
     for token_ids in (np.arange(32, dtype=np.uint32), np.arange(32), tuple(range(32)), range(32)):
         assert ids_of({**BASE, "token_ids": token_ids, "media": media[::-1]}) == expected
 
 
-def test_ids_are_the_same_in_every_process_and_release():
+def test_ids_are_stable_across_processes_and_releases():
     """Gateway and worker compute them apart: these were written down when the recipe was made."""
     media = [MediaSpan("f" * 64, 3, 6)]
     found = prompt_block_ids(range(12), block_size=4, media=media, lora="l", cache_salt="s").tolist()
     assert found == GOLDEN
 
 
-def test_overlapping_items_are_hidden_as_the_engine_hides_them():
+def test_overlapping_items_are_hashed_as_in_the_engine():
     """An item that goes on past the block hides those after it; from the last item's end on, nothing counts."""
     outer, inner = MediaSpan("a", 0, 32), MediaSpan("b", 9, 2)
     ids = ids_of({**BASE, "media": [outer, inner]})
@@ -208,7 +208,7 @@ def test_overlapping_items_are_hidden_as_the_engine_hides_them():
     assert ids == ids_of({**BASE, "media": [MediaSpan("a", 0, 12)]})
 
 
-def test_no_full_block_has_no_ids():
+def test_prompt_without_a_full_block_has_no_ids():
     assert len(prompt_block_ids([], block_size=16)) == 0
     assert len(prompt_block_ids([1] * 15, block_size=16, media=[MediaSpan("a", 3, 5)])) == 0
 
@@ -219,7 +219,7 @@ def test_item_beyond_the_full_blocks_adds_nothing():
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 32])
-def test_token_that_is_none_raises(wrong):
+def test_invalid_token_raises(wrong):
     with pytest.raises(OverflowError):
         prompt_block_ids([wrong] * 16, block_size=16)
 
@@ -244,7 +244,7 @@ def test_conversion_keeps_every_token():
     ],
     ids=str,
 )
-def test_event_that_is_not_understood_raises(token_ids, keys, parent):
+def test_unsupported_event_raises(token_ids, keys, parent):
     with pytest.raises(ValueError, match="a stored event"):
         stored_block_ids(token_ids, block_size=4, extra_keys=keys, lora_name=None, parent=parent)
 
@@ -254,7 +254,7 @@ def test_equal_blocks_of_a_long_prompt_have_different_ids():
     assert len(np.unique(ids)) == 1 << 16
 
 
-def test_each_bit_of_an_id_is_set_in_half_of_them():
+def test_each_bit_is_set_in_half_of_the_ids():
     ids = np.concatenate([prompt_block_ids([n, *range(127)], block_size=16) for n in range(1000)])
     bits = np.unpackbits(ids.view(np.uint8)).reshape(-1, 64).mean(axis=0)
     assert np.all(abs(bits - 0.5) < 0.03)

@@ -39,7 +39,7 @@ def run(folder):
     return total, hits
 
 
-def test_machine_code_is_kept_until_any_native_file_of_its_room_changes(tmp_path):
+def test_machine_code_is_cached_until_a_native_file_of_its_package_changes(tmp_path):
     write(tmp_path, factor=10)
     assert run(tmp_path) == (31, 0)
     assert run(tmp_path) == (31, 1)
@@ -47,7 +47,7 @@ def test_machine_code_is_kept_until_any_native_file_of_its_room_changes(tmp_path
     assert run(tmp_path) == (61, 0)  # numba alone would go on with what the other file said before
 
 
-def test_functions_are_compiled_anew_where_nothing_can_be_written(tmp_path):
+def test_functions_are_recompiled_if_the_cache_is_not_writable(tmp_path):
     write(tmp_path, factor=10)
     program = (
         "import sys, tempfile\n"

@@ -17,7 +17,7 @@ CLASSES = [cls for cls in tree() if cls.__module__ == errors.__name__]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_error_survives_the_trip_to_another_process(cls):
+def test_error_round_trips_between_processes(cls):
     error = cls("what happened", param="messages[0].content[1]", retry_after_s=3)
     report = msgspec.msgpack.decode(msgspec.msgpack.encode(to_report(error)), type=ErrorReport)
     found = from_report(report)
@@ -43,18 +43,18 @@ def test_kind_and_status_agree(cls):
 
 
 @pytest.mark.parametrize("cls", tree(Unavailable), ids=lambda cls: cls.__name__)
-def test_overload_says_when_to_come_again(cls):
+def test_overload_has_retry_after(cls):
     assert cls.status == 503
     assert cls("busy").retry_after_s == 1
     assert cls("never", retry_after_s=None).retry_after_s is None
 
 
-def test_error_is_placed_in_the_request_without_losing_anything():
+def test_adding_the_request_field_preserves_the_error():
     found = errors.ArenaFull("full", retry_after_s=9).at("messages[2]")
     assert type(found) is errors.ArenaFull
     assert (found.message, found.param, found.retry_after_s) == ("full", "messages[2]", 9)
 
 
-def test_tree_drawn_on_top_names_every_class():
+def test_hierarchy_in_the_docstring_names_every_class():
     drawn = set(re.findall(r"[A-Z][A-Za-z0-9]+", errors.__doc__))
     assert {cls.__name__ for cls in CLASSES} <= drawn

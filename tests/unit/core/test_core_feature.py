@@ -15,19 +15,19 @@ def test_placeholders_are_half_open():
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 3), (0, 0), (0, -1)])
-def test_placeholder_that_is_empty_or_before_the_prompt_is_refused(offset, length):
+def test_empty_or_negative_placeholder_is_rejected(offset, length):
     with pytest.raises(ValueError, match="placeholder"):
         PlaceholderRange(offset, length)
 
 
-def test_only_marked_tokens_take_an_embedding():
+def test_only_masked_tokens_take_an_embedding():
     assert PlaceholderRange(0, 4).num_embeds == 4
     assert PlaceholderRange(0, 4, b"\1\0\0\1").num_embeds == 2
     with pytest.raises(ValueError, match="is_embed"):
         PlaceholderRange(0, 4, b"\1")
 
 
-def test_feature_counts_its_tensors_bytes_and_prints_none():
+def test_feature_counts_tensor_bytes_and_its_repr_omits_them():
     tensors = tuple(TensorDescriptor(TensorSpec("float32", (n,)), RANGE, 64 * n) for n in (1, 2))
     feature = Feature("image", "ab" * 32, b"secret header", tensors, MediaSize(width=1, height=1))
     assert feature.nbytes == 12

@@ -34,7 +34,7 @@ async def started(flights, work, number, key="key"):
     return tasks
 
 
-async def test_one_run_serves_all_who_ask_meanwhile():
+async def test_one_run_serves_all_concurrent_callers():
     flights, work = SingleFlight(), Work()
     tasks = await started(flights, work, 5)
     assert len(flights) == 1
@@ -44,7 +44,7 @@ async def test_one_run_serves_all_who_ask_meanwhile():
     assert len(flights) == 0
 
 
-async def test_different_keys_fly_apart():
+async def test_different_keys_run_separately():
     flights, work = SingleFlight(), Work()
     tasks = [*await started(flights, work, 1, "a"), *await started(flights, work, 1, "b")]
     assert work.num_runs == 2
@@ -52,7 +52,7 @@ async def test_different_keys_fly_apart():
     await asyncio.gather(*tasks)
 
 
-async def test_nothing_is_remembered():
+async def test_results_are_not_cached():
     flights, work = SingleFlight(), Work()
     work.go.set()
     await flights.do("key", work)
@@ -68,7 +68,7 @@ async def test_error_reaches_every_caller():
     assert all(error is work.result for error in found)
 
 
-async def test_cancelled_caller_leaves_the_flight_to_the_others():
+async def test_cancelled_caller_does_not_stop_the_flight_for_others():
     flights, work = SingleFlight(), Work()
     first, second = await started(flights, work, 2)
     first.cancel()
@@ -79,7 +79,7 @@ async def test_cancelled_caller_leaves_the_flight_to_the_others():
     assert work.num_cancelled == 0
 
 
-async def test_last_caller_that_leaves_ends_the_flight():
+async def test_last_cancelled_caller_ends_the_flight():
     flights, work = SingleFlight(), Work()
     tasks = await started(flights, work, 2)
     for task in tasks:
@@ -100,7 +100,7 @@ async def test_caller_after_an_ended_flight_gets_a_new_one():
     assert await flights.do("key", again) == "again"
 
 
-async def test_error_that_nobody_waits_for_is_not_reported_as_lost(caplog):
+async def test_error_without_waiters_is_not_reported_as_unretrieved(caplog):
     flights = SingleFlight()
 
     async def failing():
@@ -140,7 +140,7 @@ def flights_of_rooms():
     return SingleFlight(share=Room.share, release=Room.release)
 
 
-async def test_each_caller_owns_a_share_of_the_result_and_the_flight_keeps_none():
+async def test_each_caller_owns_a_share_and_the_flight_keeps_none():
     flights, room = flights_of_rooms(), Room()
     work = Work(room)
     tasks = await started(flights, work, 3)
@@ -150,7 +150,7 @@ async def test_each_caller_owns_a_share_of_the_result_and_the_flight_keeps_none(
 
 
 @pytest.mark.parametrize("num_turns", range(4))
-async def test_caller_that_is_cancelled_as_the_flight_lands_leaves_no_share(num_turns):
+async def test_caller_cancelled_at_completion_leaks_no_share(num_turns):
     flights, sections, go = flights_of_rooms(), [], asyncio.Event()
 
     async def work():
@@ -169,7 +169,7 @@ async def test_caller_that_is_cancelled_as_the_flight_lands_leaves_no_share(num_
     assert len(flights) == 0
 
 
-async def test_result_that_comes_though_every_caller_has_left_is_released():
+async def test_result_without_callers_is_released():
     flights, room = flights_of_rooms(), Room()
 
     async def stubborn():
@@ -186,7 +186,7 @@ async def test_result_that_comes_though_every_caller_has_left_is_released():
     assert room.num_held == 0
 
 
-async def test_caller_after_a_flight_that_nobody_waited_for_begins_its_own():
+async def test_caller_after_an_abandoned_flight_starts_a_new_one():
     flights, work = flights_of_rooms(), Work(Room())
     (task,) = await started(flights, work, 1)
     work.go.set()

@@ -16,7 +16,7 @@ def test_content_hash_is_blake3_in_hex():
     assert content_hash(bytearray(b"abc")) == content_hash(memoryview(b"abc")) == content_hash(b"abc")
 
 
-def test_every_part_of_a_feature_key_counts():
+def test_every_component_affects_the_feature_key():
     changed = [BASE, {**BASE, "processor": "q"}, {**BASE, "content": "d"}, {**BASE, "salt": "s"}]
     changed += [{**BASE, "options": b'{"a":1}'}, {**BASE, "io": b'{"a":1}'}]
     keys = [feature_key(**parts) for parts in changed]
@@ -26,7 +26,7 @@ def test_every_part_of_a_feature_key_counts():
 
 
 @given(st.lists(st.text("ab{}", max_size=4), min_size=5, max_size=5, unique=True))
-def test_parts_of_a_feature_key_cannot_pose_as_each_other(parts):
+def test_feature_key_components_cannot_be_confused(parts):
     keys = {
         feature_key(processor=a, content=b, io=c.encode(), options=d.encode(), salt=e)
         for a, b, c, d, e in itertools.permutations(parts)
@@ -44,16 +44,16 @@ def test_parts_of_a_feature_key_cannot_pose_as_each_other(parts):
         (b'{"size":{"x":1}}', b'{"size":{"y":2}}', b'{"size":{"y":2}}'),
     ],
 )
-def test_items_own_options_win_key_by_key(request_, item, merged):
+def test_item_options_override_key_by_key(request_, item, merged):
     assert merged_options(request_, item) == merged
 
 
-def test_options_are_equal_whatever_the_order_of_their_keys():
+def test_options_do_not_depend_on_key_order():
     assert canonical_options({"b": 1, "a": {"d": 2, "c": 3}}) == canonical_options({"a": {"c": 3, "d": 2}, "b": 1})
     assert canonical_options({"a": [1, 2]}) != canonical_options({"a": [2, 1]})
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1})
 
 
-def test_option_that_json_does_not_have_raises():
+def test_non_json_option_raises():
     with pytest.raises(TypeError):
         canonical_options({"a": object()})

@@ -16,7 +16,7 @@ from medialane.core.host import ascii_host
         ("a" * 63, "a" * 63),
     ],
 )
-def test_host_is_as_resolvers_take_it(host, found):
+def test_host_is_normalised_for_resolvers(host, found):
     assert ascii_host(host) == found
 
 
@@ -28,6 +28,6 @@ def test_host_is_as_resolvers_take_it(host, found):
         "256.0.0.1", "1.2", "1.2.3.4.", "7", ":::", "::1%", "::1%a b", "[::1]", "host:80",
     ],
 )  # fmt: skip
-def test_what_no_resolver_takes_is_a_value_error(host):
+def test_unresolvable_host_syntax_is_a_value_error(host):
     with pytest.raises(ValueError, match="is not a host name or IP address"):
         ascii_host(host)

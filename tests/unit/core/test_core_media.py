@@ -12,15 +12,15 @@ def test_reference_has_either_a_url_or_data(both_or_none):
         MediaRef("image", "p", **both_or_none)
 
 
-def test_reference_prints_how_many_bytes_it_has_and_not_which():
+def test_repr_of_a_reference_shows_only_the_byte_count():
     assert "6 bytes" in repr(MediaRef("image", "p", data=b"secret"))
 
 
-def test_image_has_width_and_height_of_its_pixels():
+def test_image_size_follows_its_pixels():
     assert Image(np.zeros((2, 3, 3), np.uint8)).size == MediaSize(width=3, height=2)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 3), "uint8"), ((2, 3, 4), "uint8"), ((2, 3, 3), "float32")])
-def test_pixels_of_another_form_are_refused(shape, dtype):
+def test_invalid_pixel_shape_is_rejected(shape, dtype):
     with pytest.raises(ValueError, match="pixels"):
         Image(np.zeros(shape, dtype))

@@ -16,7 +16,7 @@ def create(parent):
     return OwnedFolder.create(parent, PREFIX)
 
 
-def test_folder_is_private_and_gone_after_close(tmp_path):
+def test_folder_is_private_and_removed_by_close(tmp_path):
     folder = create(tmp_path)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     (folder.path / "worker-0.log").write_text("hello")
@@ -25,14 +25,14 @@ def test_folder_is_private_and_gone_after_close(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_of_a_living_owner_is_left_alone(tmp_path):
+def test_folder_of_a_live_owner_is_left_alone(tmp_path):
     folder = create(tmp_path)
     assert reap_folders(tmp_path, PREFIX) == []
     assert folder.path.is_dir()
     folder.close()
 
 
-def test_folder_of_a_killed_owner_is_removed_by_the_next_one(tmp_path):
+def test_folder_of_a_killed_owner_is_removed_by_the_next(tmp_path):
     script = (
         "import os, pathlib, signal, sys; from medialane.core.owner_lock import OwnedFolder;"
         "f = OwnedFolder.create(pathlib.Path(sys.argv[1]), sys.argv[2]); os.kill(os.getpid(), signal.SIGKILL)"
@@ -72,12 +72,12 @@ def test_folders_and_links_of_others_are_left_alone(tmp_path, monkeypatch):
     assert target.is_dir()
 
 
-def test_parent_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_parent_folder_is_named(tmp_path):
     with pytest.raises(StartupFailed, match="absent"):
         create(tmp_path / "absent")
 
 
-def test_lock_is_taken_by_one_holder_only(tmp_path):
+def test_lock_has_a_single_holder(tmp_path):
     path = tmp_path / "file"
     path.touch()
     with path.open() as held, path.open() as other:
@@ -89,7 +89,7 @@ def test_lock_is_taken_by_one_holder_only(tmp_path):
         assert found is not None
 
 
-def test_file_that_was_replaced_since_it_was_opened_is_not_taken_for_abandoned(tmp_path, monkeypatch):
+def test_file_replaced_after_the_open_is_not_considered_abandoned(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.touch()
     lock = fcntl.flock

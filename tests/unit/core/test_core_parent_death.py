@@ -48,7 +48,7 @@ def test_child_ends_when_its_parent_is_killed():
     assert ended
 
 
-def test_parent_that_has_ended_already_is_noticed():
+def test_already_dead_parent_is_detected():
     assert run(ORPHAN) == ["True", "False"]
 
 

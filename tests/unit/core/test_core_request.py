@@ -21,7 +21,7 @@ def through_the_wire(value):
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
 
 
-def test_both_kinds_of_prompts_stay_what_they_are():
+def test_both_prompt_types_round_trip():
     tensor = InlineTensor(TensorSpec("uint8", (3,)), b"abc")
     feature = MediaPayload("image", "a" * 64, b"h", (tensor,), MediaSize(2, 1), PlaceholderRange(1, 2, b"\1\0"))
     for prompt in (
@@ -32,19 +32,19 @@ def test_both_kinds_of_prompts_stay_what_they_are():
         assert through_the_wire(request) == request
 
 
-def test_outputs_stay_what_they_are():
+def test_outputs_round_trip():
     logprobs = [None, [TokenLogprob(1, -0.5, 1, "a"), TokenLogprob(2, float("-inf"), None, None)]]
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1], logprobs=logprobs, stop_reason="x")], finished=True)
     assert through_the_wire(delta) == delta
 
 
-def test_prompts_print_no_media():
+def test_repr_of_prompts_omits_media():
     secret = InlineTensor(TensorSpec("uint8", (6,)), b"secret")
     assert "secret" not in repr(SourcePrompt([1], (MediaPayload("image", "b" * 64, b"", (secret,)),)))
     assert repr(ExpandedPrompt([1, 2])) == "ExpandedPrompt(2 tokens, 0 features)"
 
 
-def test_merged_deltas_say_what_they_said_one_by_one():
+def test_merged_deltas_equal_their_sequence():
     first = OutputDelta(
         "r",
         [CompletionDelta(0, "a ", [1], -0.5, [[TokenLogprob(1, -0.5, 1, "a ")]])],

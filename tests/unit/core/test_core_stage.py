@@ -8,20 +8,20 @@ from medialane.core.request import SourcePrompt
 from medialane.core.stage import BEST_STAGE, STAGES, StageChoice, StageName, TransportName, prepared_stage
 
 
-def test_every_name_has_its_row_and_every_row_its_name():
+def test_stage_names_and_table_rows_correspond():
     assert list(STAGES) == [stage.name for stage in STAGES.values()] == list(get_args(StageName))
     assert get_args(StageChoice) == ("auto", *get_args(StageName))
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=str)
-def test_row_leads_on_to_rows_that_leave_more_to_the_worker(stage):
+def test_fallbacks_of_a_stage_leave_more_to_the_worker(stage):
     """So there is an end to what `auto` tries."""
     assert {*stage.transports, *stage.last_resort} <= set(get_args(TransportName))
     for name in (stage.instead, stage.fallback):
         assert name is None or len(STAGES[name].worker_steps) > len(stage.worker_steps)
 
 
-def test_auto_ends_with_a_stage_that_any_worker_can_be_given():
+def test_auto_ends_with_a_stage_that_every_worker_supports():
     stage = STAGES[BEST_STAGE]
     while stage.instead is not None:
         stage = STAGES[stage.instead]
@@ -32,11 +32,11 @@ def test_auto_ends_with_a_stage_that_any_worker_can_be_given():
     ("choice", "is_processed", "is_decoded"),
     [("auto", True, True), ("features", True, True), ("decoded", False, True), ("url", False, False)],
 )
-def test_what_the_gateway_does_follows_from_what_is_left_to_the_worker(choice, is_processed, is_decoded):
+def test_gateway_does_what_the_stage_does_not_leave_to_the_worker(choice, is_processed, is_decoded):
     stage = prepared_stage(choice)
     assert (stage.is_processed, stage.is_decoded) == (is_processed, is_decoded)
 
 
-def test_prompt_of_a_processed_stage_is_never_one_that_the_worker_expands():
+def test_prompt_of_a_processed_stage_is_never_expanded_by_the_worker():
     with pytest.raises(ValueError, match="features"):
         SourcePrompt([1], (), stage="features")

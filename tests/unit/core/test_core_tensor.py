@@ -21,28 +21,28 @@ def test_bytes_follow_from_dtype_and_shape(dtype, shape, nbytes):
     assert TensorSpec(dtype, shape).nbytes == nbytes
 
 
-def test_negative_dimension_is_refused():
+def test_negative_dimension_is_rejected():
     with pytest.raises(ValueError, match="negative"):
         TensorSpec("uint8", (2, -1))
 
 
 @pytest.mark.parametrize("offset", [-ALIGNMENT, 1, RANGE.nbytes, 128])
-def test_descriptor_outside_its_entry_or_unaligned_is_refused(offset):
+def test_out_of_bounds_or_unaligned_descriptor_is_rejected(offset):
     with pytest.raises(ValueError, match="is not inside"):
         TensorDescriptor(TensorSpec("uint8", (100,)), RANGE, offset)
 
 
-def test_descriptor_may_fill_its_entry_to_the_last_byte():
+def test_descriptor_may_extend_to_the_end_of_its_entry():
     assert TensorDescriptor(TensorSpec("uint8", (128,)), RANGE, 64).offset == 64
 
 
-def test_inline_bytes_must_fit_their_shape():
+def test_inline_bytes_must_match_their_shape():
     assert "4 bytes" in repr(InlineTensor(TensorSpec("uint8", (4,)), b"abcd"))
     with pytest.raises(ValueError, match="3 bytes"):
         InlineTensor(TensorSpec("uint8", (4,)), b"abc")
 
 
-def test_what_comes_from_another_process_is_checked_as_well():
+def test_decoded_messages_are_validated():
     encoded = msgspec.msgpack.encode({"type": "inline", "spec": {"dtype": "uint8", "shape": [4]}, "data": b"abc"})
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encoded, type=TensorDescriptor | InlineTensor)

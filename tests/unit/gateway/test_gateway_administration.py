@@ -59,14 +59,14 @@ class Workers:
         return [link.client.calls for link in self.links if link.client is not None]
 
 
-async def test_every_worker_is_asked_and_answers_in_order():
+async def test_every_worker_is_called_and_results_are_in_order():
     workers = Workers(True, False, True)
     assert await workers.do(ResetPrefixCache()) == [True, False, True]
     assert workers.calls == [[ResetPrefixCache()]] * 3
 
 
 @pytest.mark.parametrize("failure", [GenerationFailed("out of memory"), WorkerLost("gone"), LOST])
-async def test_error_says_which_workers_have_not_done_it(failure):
+async def test_error_names_the_failed_workers(failure):
     workers = Workers(None, failure, None)
     with pytest.raises(
         AdminCallIncomplete, match=r"2 of 3 workers executed the call; failed: unix:/w1 \(.+\)"
@@ -77,7 +77,7 @@ async def test_error_says_which_workers_have_not_done_it(failure):
     assert all(calls == [Sleep()] for calls in workers.calls)  # one that fails keeps nobody else from it
 
 
-async def test_what_all_refuse_alike_is_the_clients_error():
+async def test_equal_rejection_by_all_workers_is_a_client_error():
     refusal = InvalidRequest("no such profile")
     with pytest.raises(InvalidRequest, match="no such profile"):
         await Workers(refusal, InvalidRequest("no such profile")).do(Sleep())
@@ -85,21 +85,21 @@ async def test_what_all_refuse_alike_is_the_clients_error():
         await Workers(refusal, None).do(Sleep())
 
 
-async def test_error_about_many_workers_stays_short():
+async def test_error_for_many_workers_stays_short():
     workers = Workers(*[GenerationFailed("failed")] * (MAX_NAMED + 5))
     with pytest.raises(AdminCallIncomplete, match=f"unix:/w{MAX_NAMED - 1} .* and 5 more") as failed:
         await workers.do(Sleep())
     assert f"w{MAX_NAMED} " not in failed.value.message
 
 
-async def test_adapter_is_loaded_where_a_worker_is_ready():
+async def test_adapter_is_loaded_on_ready_workers():
     workers = Workers(True, LOST)
     assert await workers.do(AddLora(b"x")) == [True]
     with pytest.raises(NoWorkerReady):
         await Workers(LOST, LOST).do(AddLora(b"x"))
 
 
-async def test_adapter_that_one_worker_cannot_load_is_no_success():
+async def test_adapter_failing_on_one_worker_is_a_failure():
     with pytest.raises(AdminCallIncomplete, match="No adapter found"):
         await Workers(True, GenerationFailed("No adapter found for /a")).do(AddLora(b"x"))
 
@@ -109,7 +109,7 @@ KEEPS = [ResetPrefixCache(), Sleep(0), PauseGeneration("keep"), PauseGeneration(
 
 
 @pytest.mark.parametrize(("call", "empties"), [*((c, True) for c in EMPTIES), *((c, False) for c in KEEPS)])
-async def test_emptied_encoder_caches_are_forgotten_where_it_was_done(call, empties):
+async def test_encoder_cache_state_is_cleared_for_workers_that_reset(call, empties):
     workers = Workers(True, GenerationFailed("failed"))
     with pytest.raises(AdminCallIncomplete):
         await workers.do(call)

@@ -6,7 +6,7 @@ from medialane.core.errors import PreparersBusy
 from medialane.gateway.admission import Admission
 
 
-def test_one_more_is_refused_until_a_place_is_given_back():
+def test_request_over_the_limit_is_rejected_until_a_slot_is_released():
     admission = Admission(2)
     first, second = admission.enter(), admission.enter()
     with pytest.raises(PreparersBusy) as refused:
@@ -20,7 +20,7 @@ def test_one_more_is_refused_until_a_place_is_given_back():
     assert admission.num_in_flight == 0
 
 
-def test_place_is_given_back_once():
+def test_slot_is_released_once():
     admission = Admission(1)
     place = admission.enter()
     place.release()

@@ -28,11 +28,11 @@ def alias(uuid="u", kind="image", **options):
     return Alias(uuid, kind, **options)
 
 
-def test_name_that_nobody_gave_is_unknown(aliases):
+def test_undefined_alias_is_unknown(aliases):
     assert aliases.find("", alias()) is None
 
 
-def test_name_means_the_content_that_came_with_it_last(aliases):
+def test_alias_refers_to_its_latest_content(aliases):
     aliases.bind("", alias(), "first")
     assert aliases.find("", alias()) == AliasTarget("first", b"{}", b"{}")
     aliases.bind("", alias(), "second")
@@ -41,26 +41,26 @@ def test_name_means_the_content_that_came_with_it_last(aliases):
 
 
 @pytest.mark.parametrize(("salt", "other"), [("tenant", alias()), ("", alias(kind="image_embeds")), ("", alias("v"))])
-def test_name_of_another_tenant_or_kind_is_another_name(aliases, salt, other):
+def test_aliases_are_scoped_by_tenant_and_modality(aliases, salt, other):
     aliases.bind("", alias(), "content")
     assert aliases.find(salt, other) is None
     aliases.bind(salt, other, "other")
     assert (aliases.find("", alias()).content, aliases.find(salt, other).content) == ("content", "other")
 
 
-def test_salt_and_name_do_not_run_into_each_other(aliases):
+def test_salt_and_alias_cannot_be_confused(aliases):
     aliases.bind("ab", alias("c"), "content")
     assert aliases.find("a", alias("bc")) is None
 
 
-def test_options_said_with_the_name_are_remembered_until_others_are_said(aliases):
+def test_alias_keeps_its_options_until_replaced(aliases):
     aliases.bind("", alias(io=b'{"fps":2}', options=b'{"max_pixels":9}'), "content")
     assert aliases.find("", alias()) == AliasTarget("content", b'{"fps":2}', b'{"max_pixels":9}')
     assert aliases.find("", alias(io=b'{"fps":4}')) == AliasTarget("content", b'{"fps":4}', b'{"max_pixels":9}')
     assert aliases.find("", alias()).io == b'{"fps":2}'
 
 
-def test_name_is_forgotten_when_it_is_not_used_for_a_while(aliases, clock):
+def test_unused_alias_expires(aliases, clock):
     aliases.bind("", alias(), "content")
     clock.now = 9
     assert aliases.find("", alias()) is not None
@@ -71,7 +71,7 @@ def test_name_is_forgotten_when_it_is_not_used_for_a_while(aliases, clock):
     assert len(aliases) == 0
 
 
-def test_least_recently_used_name_is_forgotten_first(aliases):
+def test_least_recently_used_alias_is_evicted_first(aliases):
     for name in "abc":
         aliases.bind("", alias(name), name)
     aliases.find("", alias("a"))
@@ -79,13 +79,13 @@ def test_least_recently_used_name_is_forgotten_first(aliases):
     assert [aliases.find("", alias(name)) is not None for name in "abcd"] == [True, False, True, True]
 
 
-def test_no_names_are_remembered_where_none_may_be():
+def test_zero_capacity_stores_no_aliases():
     aliases = Aliases(max_aliases=0, ttl_s=10)
     aliases.bind("", alias(), "content")
     assert aliases.find("", alias()) is None
 
 
-def test_names_of_any_length_take_the_same_memory(aliases):
+def test_alias_length_does_not_affect_memory(aliases):
     aliases.bind("", alias("x" * 1_000_000), "content")
     assert [len(key) for key in aliases._targets] == [32]
     assert aliases.find("", alias("x" * 1_000_000)).content == "content"

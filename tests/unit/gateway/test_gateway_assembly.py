@@ -49,7 +49,7 @@ def image(side):
     return Feature("image", "ab" * 32, b"", (), MediaSize(width=side, height=side))
 
 
-async def test_short_prompt_is_expanded_on_the_loop(assembly, recorder):
+async def test_short_prompt_is_expanded_on_the_event_loop(assembly, recorder):
     await assembly.assemble(prompt(), (image(1000),))
     assert recorder.threads == [threading.main_thread()]
 
@@ -71,7 +71,7 @@ async def test_prompt_with_processor_options_is_expanded_in_the_thread(assembly,
     assert recorder.threads != [threading.main_thread()]
 
 
-async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(assembly, recorder):
+async def test_short_prompt_waits_while_the_thread_owns_the_assembler(assembly, recorder):
     long = asyncio.create_task(assembly.assemble(prompt(MAX_TOKENS_ON_LOOP + 1), ()))
     await asyncio.to_thread(recorder.called.wait, 5)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
@@ -84,7 +84,7 @@ async def test_short_prompt_waits_for_the_thread_while_that_has_the_assembler(as
     assert recorder.threads[-1] is threading.main_thread()
 
 
-async def test_caller_that_leaves_does_not_give_the_assembler_away(assembly, recorder):
+async def test_cancelled_caller_does_not_release_the_assembler_early(assembly, recorder):
     long = asyncio.create_task(assembly.assemble(prompt(MAX_TOKENS_ON_LOOP + 1), ()))
     await asyncio.to_thread(recorder.called.wait, 5)
     long.cancel()

@@ -31,18 +31,18 @@ def fairness():
 
 
 @pytest.mark.parametrize("declared", [0, 10, 300_000, 3_000_000])
-async def test_body_is_read_whole_whatever_length_was_declared(fairness, declared):
+async def test_body_is_read_completely_whatever_its_content_length(fairness, declared):
     pieces = [bytes([n]) * 100_000 for n in range(30)]
     body = Body(Buffers(), declared)
     assert await body.read(sender(*pieces), fairness)
     assert body.buffer[: body.size] == b"".join(pieces)
 
 
-async def test_client_that_leaves_is_reported(fairness):
+async def test_client_disconnect_is_reported(fairness):
     assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), fairness)
 
 
-async def test_body_of_declared_length_is_never_moved(fairness):
+async def test_body_of_declared_length_is_never_reallocated(fairness):
     buffers = Buffers()
     body = Body(buffers, 1_000_000)
     first = body.buffer
@@ -50,7 +50,7 @@ async def test_body_of_declared_length_is_never_moved(fairness):
     assert body.buffer is first
 
 
-def test_buffer_is_used_again():
+def test_buffer_is_reused():
     buffers = Buffers()
     first = buffers.take(1_000_000)
     buffers.release(first)
@@ -58,7 +58,7 @@ def test_buffer_is_used_again():
     assert buffers.take(900_000) is not first
 
 
-def test_buffer_that_somebody_still_views_is_not_used_again():
+def test_buffer_with_live_views_is_not_reused():
     buffers = Buffers()
     first = buffers.take(1_000_000)
     view = memoryview(first)[10:20]
@@ -75,7 +75,7 @@ def test_idle_buffers_are_bounded():
     assert [buffer.closed for buffer in taken] == [False, False, True, True, True]
 
 
-def test_no_memory_is_an_overload(monkeypatch):
+def test_out_of_memory_is_an_overload(monkeypatch):
     def fail(*_):
         raise OSError(12, "Cannot allocate memory")
 
@@ -84,7 +84,7 @@ def test_no_memory_is_an_overload(monkeypatch):
         Buffers().take(1000)
 
 
-def test_budget_is_common_and_given_back_once():
+def test_budget_is_shared_and_released_once():
     budget = Budget(100)
     first, second = BudgetCharge(budget), BudgetCharge(budget)
     first.set(60)
@@ -99,14 +99,14 @@ def test_budget_is_common_and_given_back_once():
     assert budget.num_bytes == 0
 
 
-async def test_more_than_the_limit_is_refused():
+async def test_body_over_the_limit_is_rejected():
     receive = BoundedReceive(sender(b"a" * 60, b"a" * 60), 100, BudgetCharge(Budget(1000)), CONFIG)
     await receive()
     with pytest.raises(BodyTooLarge):
         await receive()
 
 
-async def test_slow_client_is_given_up_by_the_rate_of_what_it_sent():
+async def test_slow_client_times_out_by_its_data_rate():
     config = GatewayConfig(min_body_rate_bytes_per_s=1000, min_body_rate_grace_s=0.05)
     messages = [{"type": "http.request", "body": b"a" * 100, "more_body": True}] * 3
 
@@ -124,7 +124,7 @@ async def test_slow_client_is_given_up_by_the_rate_of_what_it_sent():
     assert asyncio.get_running_loop().time() - started > 0.2  # 300 bytes may take 0.35 s
 
 
-async def test_time_that_we_take_is_not_the_clients():
+async def test_server_side_time_does_not_count_against_the_client():
     config = GatewayConfig(body_timeout_s=0.1)
     incoming = BoundedReceive(sender(*[b"a"] * 4), 100, BudgetCharge(Budget(100)), config)
     for _ in range(4):
@@ -132,7 +132,7 @@ async def test_time_that_we_take_is_not_the_clients():
         await asyncio.sleep(0.05)
 
 
-async def test_waiting_for_the_client_to_leave_has_no_deadline():
+async def test_waiting_for_a_disconnect_has_no_timeout():
     left = asyncio.Event()
 
     async def receive():

@@ -26,6 +26,6 @@ def test_defaults_are_valid():
         ("min_body_rate_bytes_per_s", {"min_body_rate_bytes_per_s": -1}),
     ],
 )
-def test_impossible_setting_is_named(name, settings):
+def test_invalid_setting_is_named(name, settings):
     with pytest.raises(StartupFailed, match=name):
         GatewayConfig(**settings).validate()

@@ -66,7 +66,7 @@ def test_received_body_is_found_by_its_content(arena, store, declared):
         assert lease.range.nbytes == 64 + len(BMP), "what was too much was given back"
 
 
-def test_body_takes_memory_for_what_has_arrived_rather_than_for_what_is_promised(arena, store):
+def test_body_reserves_memory_for_received_not_declared_bytes(arena, store):
     body = store.open("image", "", 8 * MIB)
     body.expect(5 * MIB)
     assert arena.stats().num_reservations == 0
@@ -81,7 +81,7 @@ def test_body_takes_memory_for_what_has_arrived_rather_than_for_what_is_promised
     assert arena.stats().writing_bytes == 0
 
 
-def test_body_longer_than_declared_is_received_all_the_same(store):
+def test_body_longer_than_declared_is_received(store):
     body = store.open("image", "", 8 * MIB)
     body.expect(100)
     body.write(BMP)
@@ -89,7 +89,7 @@ def test_body_longer_than_declared_is_received_all_the_same(store):
     store.lookup(image(), content_hash(BMP)).release()
 
 
-def test_body_of_unknown_length_never_takes_more_than_it_may(arena, store):
+def test_body_of_unknown_length_is_bounded(arena, store):
     body = store.open("image", "", 100_000)
     body.write(bytes(STEPS[0]))
     body.write(bytes(1))
@@ -97,7 +97,7 @@ def test_body_of_unknown_length_never_takes_more_than_it_may(arena, store):
     body.abandon()
 
 
-def test_body_that_finds_no_room_leaves_what_it_has_to_be_abandoned(arena, store):
+def test_body_without_space_can_be_abandoned(arena, store):
     held = arena.keep(arena.reserve(14 * MIB), None)
     body = store.open("image", "", 8 * MIB)
     body.write(bytes(MIB))
@@ -107,7 +107,7 @@ def test_body_that_finds_no_room_leaves_what_it_has_to_be_abandoned(arena, store
     held.release()
 
 
-def test_content_that_is_no_image_is_not_kept(arena, store):
+def test_non_image_content_is_not_stored(arena, store):
     body = receive(store, b"no image at all")
     with pytest.raises(InvalidImage):
         body.finish(content_hash(b"no image at all"))
@@ -116,28 +116,28 @@ def test_content_that_is_no_image_is_not_kept(arena, store):
     assert arena.stats().num_entries == 0
 
 
-async def test_refused_bytes_of_a_request_leave_nothing(arena):
+async def test_rejected_bytes_leave_no_entry(arena):
     store = EncodedStore(arena, MediaConfig(max_image_bytes=100))
     with pytest.raises(MediaTooLarge):
         await store.put(image(), content_hash(BMP), BMP)
     assert arena.stats().num_entries == 0
 
 
-async def test_content_that_came_twice_is_one_entry(arena, store):
+async def test_duplicate_content_is_one_entry(arena, store):
     receive(store, BMP).finish(content_hash(BMP))
     receive(store, BMP, declared=False).finish(content_hash(BMP))
     (await store.put(image(), content_hash(BMP), BMP)).release()
     assert arena.stats().num_entries == 1
 
 
-def test_tenants_have_entries_of_their_own(store):
+def test_entries_are_separate_per_tenant(store):
     receive(store, BMP, salt="one").finish(content_hash(BMP))
     assert store.lookup(image(), content_hash(BMP)) is None
     assert store.lookup(image("two"), content_hash(BMP)) is None
     store.lookup(image("one"), content_hash(BMP)).release()
 
 
-async def test_entry_is_looked_at_again_for_another_modality(arena, store):
+async def test_entry_is_probed_again_for_another_modality(arena, store):
     (await store.put(image(), content_hash(BMP), BMP)).release()
     sound = MediaRef("audio", "p", url="http://host/")
     with pytest.raises(UnsupportedMediaType):
@@ -147,7 +147,7 @@ async def test_entry_is_looked_at_again_for_another_modality(arena, store):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 200_000), max_size=12), st.integers(0, 600_000))
-def test_any_pieces_and_any_promise_of_a_length_give_the_bytes(sizes, promised):
+def test_any_chunks_and_content_length_give_the_bytes(sizes, promised):
     data = BMP[:100] + b"".join(bytes([n % 256]) * size for n, size in enumerate(sizes))
     arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
     try:
@@ -168,7 +168,7 @@ def test_any_pieces_and_any_promise_of_a_length_give_the_bytes(sizes, promised):
         arena.close()
 
 
-async def test_cancelled_copy_leaves_nothing(arena, store):
+async def test_cancelled_copy_leaves_no_entry(arena, store):
     data = BMP + bytes(4 << 20)
     task = asyncio.create_task(store.put(image(), content_hash(data), data))
     await asyncio.sleep(0)
@@ -179,7 +179,7 @@ async def test_cancelled_copy_leaves_nothing(arena, store):
     assert (arena.stats().num_entries, arena.stats().num_leases) == (0, 0)
 
 
-async def test_others_run_while_large_bytes_are_copied(store):
+async def test_other_tasks_run_while_large_bytes_are_copied(store):
     data = BMP + bytes(4 << 20)
     task = asyncio.create_task(store.put(image(), content_hash(data), data))
     fairness = 0

@@ -56,7 +56,7 @@ def openai(error):
 
 
 @pytest.mark.parametrize("status", [400, 500, 501])
-async def test_status_code_and_retry_after_are_the_errors_own(status):
+async def test_status_code_and_retry_after_come_from_the_error(status):
     answer = Answer()
     answer.request.fail(BUSY)
     await answer.whole(status, b'{"error": "what the app made of it"}')
@@ -74,7 +74,7 @@ ANTHROPIC_TYPES = {
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
 @pytest.mark.parametrize("error", ANTHROPIC_TYPES)
-async def test_error_has_anthropics_form_at_its_endpoints(path, error):
+async def test_error_has_anthropics_format_at_its_endpoints(path, error):
     answer = Answer(path)
     answer.request.fail(error("wrong", param="messages[0].content[1]"))
     await answer.whole(500, b"{}")
@@ -88,14 +88,14 @@ async def test_error_has_anthropics_form_at_its_endpoints(path, error):
     }
 
 
-async def test_endpoint_is_found_behind_a_root_path():
+async def test_endpoint_is_recognised_below_a_root_path():
     answer = Answer("/vllm/v1/messages", root_path="/vllm/")
     answer.request.fail(BUSY)
     await answer.whole(500, b"{}")
     assert answer.json["type"] == "error"
 
 
-async def test_coheres_endpoint_has_its_form():
+async def test_error_has_coheres_format_at_its_endpoint():
     answer = Answer("/cohere/v2/chat")
     answer.request.fail(BUSY)
     await answer.whole(500, b"{}")
@@ -103,20 +103,20 @@ async def test_coheres_endpoint_has_its_form():
 
 
 @pytest.mark.parametrize("status", [200, 400])
-async def test_answer_of_a_request_that_has_not_failed_is_untouched(status):
+async def test_successful_response_is_unchanged(status):
     answer = Answer()
     await answer.whole(status, b'{"error": "the app\'s own"}')
     assert (answer.status, answer.body) == (status, b'{"error": "the app\'s own"}')
 
 
-async def test_what_a_worker_refused_is_worded_by_the_app():
+async def test_worker_rejection_is_formatted_by_the_app():
     answer = Answer()
     answer.request.fail(PromptRejected("too long"), app_responds=True)
     await answer.whole(400, b'{"error": "as vLLM has it"}')
     assert answer.body == b'{"error": "as vLLM has it"}'
 
 
-async def test_stream_that_fails_before_its_first_event_has_the_errors_status():
+async def test_stream_failing_before_its_first_event_has_the_error_status():
     answer = Answer()
     await answer.start(headers=STREAM)
     assert answer.sent == []
@@ -127,7 +127,7 @@ async def test_stream_that_fails_before_its_first_event_has_the_errors_status():
     assert len(answer.sent) == 2
 
 
-async def test_answer_that_is_no_stream_begins_at_once():
+async def test_non_streaming_response_starts_immediately():
     answer = Answer()
     await answer.start(headers=[(b"content-type", b"application/json")])
     assert answer.status == 200
@@ -150,7 +150,7 @@ async def test_answer_that_is_no_stream_begins_at_once():
         ),
     ],
 )
-async def test_error_event_of_a_stream_is_replaced_and_nothing_else(path, theirs, own):
+async def test_only_the_error_event_of_a_stream_is_replaced(path, theirs, own):
     answer = Answer(path)
     await answer.start(headers=STREAM)
     first = b'data: {"choices": [{"delta": {"content": "error"}}]}\n\n'
@@ -162,7 +162,7 @@ async def test_error_event_of_a_stream_is_replaced_and_nothing_else(path, theirs
     assert answer.body == first + first + own + b"\n\ndata: [DONE]\n\n"
 
 
-async def test_stream_that_the_app_breaks_off_ends_with_the_error():
+async def test_stream_aborted_by_the_app_ends_with_the_error():
     """vLLM's responses do so: it cannot read its own error as one of their events."""
     answer = Answer(RESPONSES)
     await answer.start(headers=STREAM)
@@ -182,14 +182,14 @@ async def test_stream_that_the_app_breaks_off_ends_with_the_error():
     assert not answer.sent[-1].get("more_body", False)
 
 
-async def test_app_that_breaks_off_before_it_answers_is_answered_for():
+async def test_app_failing_before_its_response_gets_an_error_response():
     answer = Answer()
     answer.request.fail(BUSY)
     assert await answer.sender.fail_stream(ValueError("broken"))
     assert (answer.status, answer.json) == (503, openai(BUSY))
 
 
-async def test_exception_that_no_error_of_ours_has_caused_is_not_answered_for():
+async def test_unrelated_exception_propagates():
     answer = Answer()
     assert not await answer.sender.fail_stream(ValueError("a bug"))
     await answer.start(headers=[(b"content-length", b"9")])

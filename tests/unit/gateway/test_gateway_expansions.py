@@ -38,11 +38,11 @@ def learned(*prompts):
     return found
 
 
-def test_prompt_of_text_is_known_as_it_is():
+def test_text_prompt_is_known_unchanged():
     assert Expansions().expand([1, 2, 3], ()) == ([1, 2, 3], (), True)
 
 
-def test_prompt_with_items_that_were_answered_is_known_whole():
+def test_prompt_with_learned_items_is_fully_known():
     source, expanded, spans, items = source_and_expanded([9, "b", 8, "a", 7])
     assert learned([1, "a", 2], [3, "b"]).expand(source, items) == (expanded, spans, True)
 
@@ -53,7 +53,7 @@ def test_prompt_is_known_up_to_its_first_new_item():
     assert found == ([9, *TOKENS["a"], 8], spans[:1], False)
 
 
-def test_nothing_is_known_before_a_placeholder_was_seen():
+def test_expansion_is_unknown_before_a_placeholder_was_seen():
     source, _, _, items = source_and_expanded([9, "a", 8])
     assert Expansions().expand(source, items) == ([], (), False)
     assert not learned([1, "v", 2]).expand(source, items).is_whole
@@ -81,13 +81,13 @@ def test_placeholder_of_several_tokens_is_learned():
         ([1, 2], [1, 900, 900, 2]),  # no placeholder at all
     ],
 )
-def test_prompt_that_a_model_rewrites_is_not_learned(source, expanded):
+def test_prompt_rewritten_by_a_model_is_not_learned(source, expanded):
     found = Expansions()
     assert not found.learn(source, expanded, [MediaSpan("x", 1, 2, "image", 2)])
     assert len(found) == 0
 
 
-def test_memory_is_bounded_and_forgets_what_was_not_used():
+def test_memory_is_bounded_and_evicts_unused_entries():
     found = Expansions(max_tokens=12)
     source, expanded, spans, _ = source_and_expanded(["a", 1, "b"])
     assert found.learn(source, expanded, spans)
@@ -98,14 +98,14 @@ def test_memory_is_bounded_and_forgets_what_was_not_used():
 
 
 @given(st.lists(st.one_of(st.integers(0, 20), st.sampled_from(["a", "b", "v"])), min_size=1, max_size=30))
-def test_what_was_learned_from_a_prompt_expands_that_prompt(parts):
+def test_learned_expansion_reproduces_its_prompt(parts):
     source, expanded, spans, items = source_and_expanded(parts)
     found = learned(["a", 1], ["b", 2], ["v", 3])
     assert found.expand(source, items) == (expanded, spans, True)
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "v"])), min_size=1, max_size=30))
-def test_any_prompt_with_single_placeholders_is_learned_or_refused_without_harm(parts):
+def test_any_prompt_with_single_placeholders_is_learned_or_ignored(parts):
     source, expanded, spans, items = source_and_expanded(parts)
     found = Expansions()
     if found.learn(source, expanded, spans):
@@ -134,7 +134,7 @@ def test_long_placeholder_is_searched_in_linear_time():
     assert time.thread_time() - started < 0.05
 
 
-def test_token_that_is_no_code_point_is_not_learned():
+def test_token_beyond_unicode_is_not_learned():
     found = Expansions()
     assert not found.learn([1, 2**31, 2], [1, 900, 2], [MediaSpan("x", 1, 1, "image", 1)])
     assert not found.expand([2**31], [Item("x", "image")]).is_whole

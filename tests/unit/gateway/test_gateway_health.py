@@ -12,7 +12,7 @@ def workers(total, ready, failing=0):
     return SimpleNamespace(links=dict.fromkeys(range(total)), num_ready=ready, num_failing=failing)
 
 
-def test_all_well_is_vllms_own_answer():
+def test_healthy_response_equals_vllms():
     assert health_of(workers(2, 2)).response() == (200, b"")
 
 
@@ -25,14 +25,14 @@ def test_missing_worker_is_reported_while_others_serve():
     assert told["problems"][1].startswith("1 of 3 workers refuse")
 
 
-def test_problem_of_another_part_is_reported():
+def test_problem_of_another_process_is_reported():
     status, body = health_of(workers(1, 1), ["media preparation is restarting", None]).response()
     assert status == 200
     assert msgspec.json.decode(body) == {"status": "degraded", "problems": ["media preparation is restarting"]}
 
 
 @pytest.mark.parametrize("total", [0, 2])
-def test_no_worker_is_unavailable(total):
+def test_no_worker_returns_unavailable(total):
     status, body = health_of(workers(total, 0)).response()
     assert status == 503
     assert msgspec.json.decode(body)["status"] == "unavailable"

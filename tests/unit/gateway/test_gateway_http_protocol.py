@@ -115,7 +115,7 @@ async def send_until_refused(writer, piece, total):
     return sent
 
 
-async def test_request_passes():
+async def test_request_is_forwarded():
     async with serving() as (port, _), connection(port) as (reader, writer):
         for _ in range(3):
             writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 7\r\n\r\n[1,2,3]")
@@ -133,7 +133,7 @@ async def test_request_passes():
     ],
     ids=["a value", "lines", "a name", "a path", "long lines"],
 )
-async def test_endless_header_is_refused(start, piece):
+async def test_endless_header_is_rejected(start, piece):
     async with serving(max_header_bytes=20_000) as (port, app), connection(port) as (reader, writer):
         writer.write(start)
         sending = asyncio.create_task(send_until_refused(writer, piece, 50_000_000))
@@ -145,7 +145,7 @@ async def test_endless_header_is_refused(start, piece):
 
 
 @pytest.mark.parametrize(("num_headers", "status"), [(300, 200), (301, 431)])
-async def test_number_of_header_lines_is_the_one_that_was_set(num_headers, status):
+async def test_header_count_limit_follows_the_setting(num_headers, status):
     async with serving(max_headers=300) as (port, _), connection(port) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n" + b"x: a\r\n" * num_headers + b"\r\n")
         assert (await status_and_body(reader))[0] == status
@@ -182,7 +182,7 @@ async def test_open_websockets_count_as_connections():
         assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
 
 
-async def test_header_within_the_bound_passes_however_long_its_body_is():
+async def test_header_within_the_limit_passes_with_any_body_length():
     async with serving(max_header_bytes=2000) as (port, _), connection(port) as (reader, writer):
         body = b" " * 3_000_000
         writer.write(b"POST / HTTP/1.1\r\nx: " + b"a" * 1900 + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
@@ -190,7 +190,7 @@ async def test_header_within_the_bound_passes_however_long_its_body_is():
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk extension"])
-async def test_endless_framing_of_a_body_ends_the_connection(endless):
+async def test_endless_chunk_framing_closes_the_connection(endless):
     async with serving(max_header_bytes=20_000) as (port, _), connection(port) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n" + endless)
         sending = asyncio.create_task(send_until_refused(writer, b"a" * 10_000, 1 << 40))
@@ -199,7 +199,7 @@ async def test_endless_framing_of_a_body_ends_the_connection(endless):
             await sending
 
 
-async def test_body_in_pieces_of_a_byte_ends_the_connection():
+async def test_one_byte_chunks_close_the_connection():
     """One read of 256 KiB holds 40,000 of them."""
     async with serving() as (port, _), connection(port) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -209,14 +209,14 @@ async def test_body_in_pieces_of_a_byte_ends_the_connection():
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-async def test_body_in_chunks_passes(size):
+async def test_chunked_body_passes(size):
     async with serving() as (port, _), connection(port) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
         writer.write((b"%x\r\n" % size + b" " * size + b"\r\n") * (1_000_000 // size) + b"0\r\n\r\n")
         assert (await status_and_body(reader))[:2] == (200, b"1000000")
 
 
-async def test_slow_header_is_answered_408():
+async def test_slow_header_gets_408():
     async with serving(header_timeout_s=0.2) as (port, app), connection(port) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nx")
         status, body, _ = await status_and_body(reader)
@@ -225,12 +225,12 @@ async def test_slow_header_is_answered_408():
         assert app.num_calls == 0
 
 
-async def test_connection_that_is_never_used_is_closed_without_an_answer():
+async def test_unused_connection_is_closed_without_a_response():
     async with serving(header_timeout_s=0.1) as (port, _), connection(port) as (reader, _):
         assert await is_closed(reader)
 
 
-async def test_body_behind_another_request_has_the_time_of_a_body():
+async def test_pipelined_body_has_the_body_timeout():
     async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
         writer.write(REQUEST + b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n[")
         assert (await status_and_body(reader))[0] == 200
@@ -239,7 +239,7 @@ async def test_body_behind_another_request_has_the_time_of_a_body():
         assert (await status_and_body(reader))[:2] == (200, b"2")
 
 
-async def test_second_header_of_a_connection_has_a_deadline_too():
+async def test_second_header_of_a_connection_has_a_timeout():
     async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
         writer.write(REQUEST)
         assert (await status_and_body(reader))[0] == 200
@@ -247,7 +247,7 @@ async def test_second_header_of_a_connection_has_a_deadline_too():
         assert (await status_and_body(reader))[0] == 408
 
 
-async def test_answer_may_take_longer_than_a_header():
+async def test_response_may_take_longer_than_the_header_timeout():
     async with serving(header_timeout_s=0.1) as (port, app), connection(port) as (reader, writer):
         app.gate.clear()
         writer.write(REQUEST)
@@ -256,7 +256,7 @@ async def test_answer_may_take_longer_than_a_header():
         assert (await status_and_body(reader))[0] == 200
 
 
-async def test_rest_of_a_body_is_not_read_for_ever():
+async def test_remaining_body_is_not_read_forever():
     async with serving(header_timeout_s=0.3) as (port, _), connection(port) as (reader, writer):
         writer.write(b"GET /unread HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
         assert (await status_and_body(reader))[0] == 200
@@ -267,7 +267,7 @@ async def test_rest_of_a_body_is_not_read_for_ever():
 
 
 @pytest.mark.parametrize("limits", [{"min_body_rate_grace_s": 0.2}, {"body_timeout_s": 0.2}])
-async def test_slow_body_is_answered_408(limits):
+async def test_slow_body_gets_408(limits):
     async with serving(**limits) as (port, app), connection(port) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
         status, body, _ = await status_and_body(reader)
@@ -292,7 +292,7 @@ async def test_connections_are_bounded():
             assert (await status_and_body(reader))[0] == 200
 
 
-async def test_requests_behind_an_unanswered_one_are_bounded():
+async def test_pipelined_requests_are_bounded():
     async with serving() as (port, app), connection(port) as (reader, writer):
         app.gate.clear()
         writer.write(REQUEST * 3000)
@@ -300,7 +300,7 @@ async def test_requests_behind_an_unanswered_one_are_bounded():
         assert app.num_calls <= 1
 
 
-async def test_bodies_have_a_common_budget():
+async def test_bodies_share_one_budget():
     async with (
         serving(max_bodies_bytes=1_000_000) as (port, app),
         connection(port) as (first, to_first),
@@ -321,13 +321,13 @@ async def test_bodies_have_a_common_budget():
         assert (await status_and_body(second))[0] == 200
 
 
-def test_limit_of_open_files_bounds_connections_and_is_logged(monkeypatch, caplog):
+def test_open_file_limit_bounds_connections_and_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     assert module._connections(4096) == 512
     assert "1024" in caplog.text
 
 
-def test_limit_of_open_files_is_raised_where_it_may_be(monkeypatch):
+def test_open_file_limit_is_raised_if_permitted(monkeypatch):
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 65536))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
@@ -335,7 +335,7 @@ def test_limit_of_open_files_is_raised_where_it_may_be(monkeypatch):
     assert raised == [(4608, 65536)]
 
 
-async def test_hitting_a_bound_is_logged_and_not_each_time(monkeypatch, caplog):
+async def test_hitting_a_limit_is_logged_with_rate_limiting(monkeypatch, caplog):
     monkeypatch.setattr(module, "_warn", RateLimitedWarning(logging.getLogger("medialane.gateway.http_protocol")))
     async with serving(max_connections=1) as (port, _), connection(port):
         for _ in range(5):

@@ -62,7 +62,7 @@ def test_url_is_kept_for_fetching():
     assert (ref.url, ref.data, ref.salt) == (HTTP, None, "")
 
 
-def test_references_are_numbered_in_the_order_of_the_prompt():
+def test_references_are_numbered_in_prompt_order():
     found = extracted(chat(image(PNG), image(HTTP), {"type": "text", "text": PNG}, image(SMALL)))
     assert [ref.url or ref.data for ref in found.refs] == [PIXELS, HTTP, b"GIF89a"]
     urls = [
@@ -71,7 +71,7 @@ def test_references_are_numbered_in_the_order_of_the_prompt():
     assert urls == ["medialane:0", "medialane:1", "medialane:2"]
 
 
-def test_reference_is_numbered_as_its_place_says_though_fields_stand_in_another_order():
+def test_reference_numbers_do_not_depend_on_field_order():
     part = {"video_url": HTTP, "image_url": PNG}
     found = extracted(chat(part))
     assert json.loads(found.body)["messages"][0]["content"] == [
@@ -118,7 +118,7 @@ def anthropic(**source) -> dict:
     return {"type": "image", "source": source}
 
 
-def test_anthropic_images_are_lifted_wherever_they_stand():
+def test_anthropic_images_are_extracted_at_every_position():
     base64 = b64encode(PIXELS).decode()
     inline = anthropic(type="base64", media_type="image/webp", data=base64)
     linked = anthropic(type="url", url=HTTP, data="ignored")
@@ -156,7 +156,7 @@ def test_anthropic_images_are_lifted_wherever_they_stand():
     ],
     ids=str,
 )
-def test_part_that_is_no_media_of_ours_is_left_alone(part):
+def test_unknown_content_part_is_unchanged(part):
     body = json.dumps(chat(part)).encode()
     found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
@@ -179,7 +179,7 @@ FRAMES = ",".join(b64encode(PIXELS + bytes([n])).decode() for n in range(3))
 @pytest.mark.parametrize("frames", [FRAMES, "QUJD,QUJD", "QUJD"])
 @pytest.mark.parametrize("header", ["data:video/jpeg;base64", "DATA:Video/JPEG;fps=1;Base64"])
 @pytest.mark.parametrize("escape", [False, True])
-def test_frames_in_base64_are_kept_as_they_came(frames, header, escape):
+def test_base64_frames_are_kept_unchanged(frames, header, escape):
     url = f"{header},{frames}"
     body = json.dumps(chat({"type": "video_url", "video_url": {"url": "URL"}}))
     found = extract(body.replace("URL", url.replace("/", "\\/") if escape else url).encode(), CONFIG)
@@ -200,13 +200,13 @@ def test_frames_in_base64_are_kept_as_they_came(frames, header, escape):
     ],
     ids=lambda value: value[:9] if isinstance(value, str) else value.__name__,
 )
-def test_frames_that_are_not_base64_are_refused(payload, error):
+def test_frames_that_are_not_base64_are_rejected(payload, error):
     with pytest.raises(error) as raised:
         extracted(chat({"type": "video_url", "video_url": f"data:video/jpeg;base64,{payload}"}))
     assert raised.value.param == "messages[0].content[0].video_url"
 
 
-def test_image_that_calls_itself_a_video_is_base64():
+def test_video_data_url_with_image_type_is_base64():
     with pytest.raises(InvalidBase64):
         extracted(chat(image("data:video/jpeg;base64,QUJD,QUJD")))
 
@@ -223,13 +223,13 @@ def test_image_that_calls_itself_a_video_is_base64():
         ('{"x":{"medialane":3},"medialane":{"report":true}}', '{"x":{"medialane":3}}'),
     ],
 )
-def test_what_is_asked_of_us_is_taken_out(body, left):
+def test_medialane_fields_are_removed(body, left):
     found = extract(body.encode(), CONFIG)
     assert found.body.decode().replace(" ", "") == left.replace(" ", "")
     assert found.report == ("true" in body)
 
 
-def test_report_is_asked_for_beside_media():
+def test_report_may_be_requested_with_media():
     body = {"medialane": {"report": True}, **chat(image(PNG)), "z": PNG}
     found = extracted(body)
     assert json.loads(found.body) == {**chat(image("medialane:0")), "z": PNG}
@@ -238,7 +238,7 @@ def test_report_is_asked_for_beside_media():
 
 
 @pytest.mark.parametrize("own", [{}, {"report": False}])
-def test_report_is_not_asked_for(own):
+def test_report_is_not_requested_by_default(own):
     found = extracted({"medialane": own, **chat(image(PNG))})
     assert not found.report
     assert "medialane" not in json.loads(found.body)
@@ -258,21 +258,21 @@ def test_report_is_not_asked_for(own):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_we_do_not_know_is_refused_by_name(own, param):
+def test_unknown_medialane_field_is_rejected_by_name(own, param):
     with pytest.raises(InvalidRequest) as raised:
         extracted({"medialane": own, **chat(image(PNG))})
     assert raised.value.param == param
 
 
 @pytest.mark.parametrize("value", [None, "", {"url": None}, {"url": ""}, {}, 7, ["x"], {"url": 3}, {"url": {"a": 1}}])
-def test_part_without_a_url_is_left_alone(value):
+def test_part_without_a_url_is_unchanged(value):
     body = json.dumps(chat({"type": "image_url", "image_url": value})).encode()
     found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
 
 
 @pytest.mark.parametrize("value", [7, ["x"], {"url": 3}, {"url": {"a": 1}}, True])
-def test_part_with_a_uuid_and_what_is_no_url_is_left_alone(value):
+def test_part_with_a_uuid_and_an_invalid_url_is_unchanged(value):
     body = json.dumps(chat({"type": "image_url", "image_url": value, "uuid": "known"})).encode()
     found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
@@ -293,7 +293,7 @@ def test_part_with_a_uuid_and_what_is_no_url_is_left_alone(value):
         ("audio_embeds", None, "audio_embeds"),
     ],
 )
-def test_item_of_a_uuid_alone_has_its_reference_there(name, value, kind):
+def test_item_with_only_a_uuid_gets_a_reference_as_its_uuid(name, value, kind):
     body = chat({"type": name, "uuid": "k\u00fcnown", name: value}, image(HTTP)) | {"cache_salt": "tenant"}
     found = extracted(body)
     ref = found.refs[0]
@@ -306,7 +306,7 @@ def test_item_of_a_uuid_alone_has_its_reference_there(name, value, kind):
     )
 
 
-def test_uuid_beside_content_is_its_alias_and_stays():
+def test_uuid_with_content_is_an_alias_and_is_kept():
     part = {"type": "video_url", "video_url": {"url": HTTP, "fps": 2}, "uuid": "u"}
     found = extracted(chat(part))
     (ref,) = found.refs
@@ -315,7 +315,7 @@ def test_uuid_beside_content_is_its_alias_and_stays():
 
 
 @pytest.mark.parametrize("uuid", [None, 7, ["u"], {"u": 1}])
-def test_uuid_that_is_no_string_is_none(uuid):
+def test_non_string_uuid_is_ignored(uuid):
     found = extracted(chat({"type": "image_url", "image_url": {"url": PNG}, "uuid": uuid}))
     assert found.refs[0].alias is None
     body = json.dumps(chat({"type": "image_url", "image_url": None, "uuid": uuid})).encode()
@@ -335,7 +335,7 @@ def embeds(shape=(2, 3)) -> str:
     [embeds(), {f"{n}": embeds((n, 600)) for n in (1, 2)} | {"grid": [1, 2, 3]}],
     ids=["one tensor", "named ones"],
 )
-def test_embeddings_are_lifted_and_their_reference_is_their_uuid(value, kind, uuid):
+def test_embeddings_are_extracted_and_their_reference_is_their_uuid(value, kind, uuid):
     name = f"{kind}_embeds"
     part = {"type": name, name: value} | uuid
     found = extracted(chat(image(PNG), part, image(HTTP)))
@@ -350,7 +350,7 @@ def test_embeddings_are_lifted_and_their_reference_is_their_uuid(value, kind, uu
     assert lifted_part == {"type": name, name: None, "uuid": "medialane:1"}
 
 
-def test_embeddings_that_are_none_are_named():
+def test_invalid_embeddings_field_is_named():
     with pytest.raises(InvalidEmbeds) as raised:
         extracted(chat({"type": "image_embeds", "image_embeds": {"image_embeds": embeds(), "image_grid_thw": 3}}))
     assert raised.value.param == "messages[0].content[0].image_embeds.image_grid_thw"
@@ -380,12 +380,12 @@ def test_embeddings_that_are_none_are_named():
     ],
     ids=lambda body: repr(body[:40]),
 )
-def test_body_of_another_form_passes_untouched(body):
+def test_body_of_unknown_structure_is_unchanged(body):
     assert extract(body, CONFIG).body == body
     assert extract(bytearray(body), CONFIG) == extract(body, CONFIG)
 
 
-def test_escapes_are_understood():
+def test_escapes_are_decoded():
     escaped = PNG.replace("/", "\\/").replace("+", "\\u002b").replace("d", "\\u0064", 1)
     body = json.dumps(chat(image("URL"))).replace("URL", escaped).replace("image_url", "image\\u005furl").encode()
     found = extract(body, CONFIG)
@@ -393,24 +393,24 @@ def test_escapes_are_understood():
     assert json.loads(found.body) == chat(image("medialane:0"))
 
 
-def test_escapes_before_a_payload_do_not_matter():
+def test_escapes_before_a_payload_do_not_shift_it():
     body = json.dumps(chat(image("URL"))).replace("URL", PNG.replace("image/png", "image\\/png")).encode()
     assert extract(body, CONFIG).refs[0].media_type == "image/png"
 
 
-def test_payload_outside_of_media_passes_untouched():
+def test_payload_outside_media_is_unchanged():
     text = f"look at {PNG} and\n;base64,{'B' * 3000}"
     body = json.dumps(chat({"type": "text", "text": text}, image(HTTP)), ensure_ascii=False)
     found = extract(body.encode(), CONFIG)
     assert json.loads(found.body) == chat({"type": "text", "text": text}, image("medialane:0"))
 
 
-def test_every_other_byte_passes_as_it_came():
+def test_all_other_bytes_are_unchanged():
     body = f'{{ "messages" :\n[ {{"content": [ {{"image_url" : {{"url":"{PNG}" , "x":1.50}} }} ] }} ],"é": "\\u00e9" }}'
     assert extract(body.encode(), CONFIG).body == body.replace(PNG, "medialane:0").encode()
 
 
-def test_last_of_equal_keys_counts():
+def test_last_duplicate_key_wins():
     body = f'{{"messages":[{{"content":[{{"image_url":"{SMALL}","image_url":"{PNG}"}}]}}]}}'.encode()
     found = extract(body, CONFIG)
     assert json.loads(found.body)["messages"][0]["content"] == [{"image_url": "medialane:0"}]
@@ -427,28 +427,28 @@ def test_last_of_equal_keys_counts():
         b'{"image_embeds":{"\xff":"QUJD"}}',
     ],
 )
-def test_names_that_are_no_text_are_no_json_and_pass_untouched(part):
+def test_non_text_names_are_invalid_json_and_unchanged(part):
     body = b'{"messages":[{"content":[%b]}]}' % part
     found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
     assert found.parse_error is not None
 
 
-def test_embeddings_that_are_no_text_are_refused_by_name():
+def test_non_text_embeddings_are_rejected_by_name():
     with pytest.raises(InvalidMediaUrl) as raised:
         extract(b'{"messages":[{"content":[{"image_embeds":"\\n\xff"}]}]}', CONFIG)
     assert raised.value.param == "messages[0].content[0].image_embeds"
 
 
 @pytest.mark.parametrize("num_fields", [0, 9, 9000])
-def test_embeddings_of_more_fields_than_a_family_has_are_refused(num_fields):
+def test_embeddings_with_too_many_fields_are_rejected(num_fields):
     with pytest.raises(InvalidEmbeds) as raised:
         extracted(chat({"type": "image_embeds", "image_embeds": {f"f{n}": "" for n in range(num_fields)}}))
     assert raised.value.param == "messages[0].content[0].image_embeds"
 
 
 @pytest.mark.parametrize("salt", [None, 5, ["x"], {}])
-def test_salt_that_is_no_string_is_left_to_the_application(salt):
+def test_non_string_salt_is_left_to_the_application(salt):
     found = extracted(chat(image(PNG), cache_salt=salt))
     assert found.cache_salt is None
     assert found.refs[0].salt == ""
@@ -491,7 +491,7 @@ ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("escaped", [False, True])
-def test_media_are_found_in_every_encoding_that_python_parses(encoding, escaped):
+def test_media_are_found_in_every_encoding_python_parses(encoding, escaped):
     document = chat({"type": "text", "text": "\u4e2d\ud800 \U0001f600"}, image(PNG), image(HTTP))
     found = extract(encoded(json.dumps(document, ensure_ascii=escaped), encoding), CONFIG)
     assert [ref.data or ref.url for ref in found.refs] == [PIXELS, HTTP]
@@ -499,14 +499,14 @@ def test_media_are_found_in_every_encoding_that_python_parses(encoding, escaped)
     assert json.loads(found.body) == wanted
 
 
-def test_encoded_body_longer_than_a_piece_is_converted_whole():
+def test_encoded_body_longer_than_a_chunk_is_converted_completely():
     document = chat({"type": "text", "text": "\U0001f600" * 700_000}, image(PNG))
     found = extract(encoded(json.dumps(document, ensure_ascii=False), "utf-16"), CONFIG)
     assert json.loads(found.body)["messages"][0]["content"][0] == document["messages"][0]["content"][0]
     assert found.refs[0].data == PIXELS
 
 
-def test_body_that_breaks_its_encoding_is_the_applications_to_judge():
+def test_body_with_encoding_errors_is_left_to_the_application():
     body = encoded("{}", "utf-16") + b"\xd8"
     assert extract(body, CONFIG).body == body
 
@@ -523,7 +523,7 @@ LENIENT = [
 
 @pytest.mark.parametrize(("name", "value"), LENIENT)
 @pytest.mark.parametrize("before", [True, False])
-def test_what_python_parses_beyond_json_is_taken_beside_media(name, value, before):
+def test_non_standard_json_of_python_is_accepted_with_media(name, value, before):
     text = json.dumps(chat(image(PNG), {"type": "text", "text": PNG}))
     text = f'{{"{name}": {value}, {text[1:]}' if before else f'{text[:-1]}, "{name}": {value}}}'
     body = encoded(text, "utf-8")
@@ -532,7 +532,7 @@ def test_what_python_parses_beyond_json_is_taken_beside_media(name, value, befor
     assert found.body == body.replace(PNG.encode(), b"medialane:0", 1)
 
 
-def test_text_of_a_part_with_a_lone_surrogate_stays_as_it_came():
+def test_text_with_a_lone_surrogate_is_unchanged():
     body = json.dumps(chat({"type": "text", "text": "\ud83d NaN \ude00"}, image(SMALL))).encode()
     assert extract(body, CONFIG).body == body.replace(SMALL.encode(), b"medialane:0")
 
@@ -549,7 +549,7 @@ def test_text_of_a_part_with_a_lone_surrogate_stays_as_it_came():
     ],
     ids=["url", "uuid", "uuid alone", "salt"],
 )
-def test_lone_surrogate_in_what_we_read_is_named(number, ascii_only, document, param):
+def test_lone_surrogate_in_a_media_field_is_named(number, ascii_only, document, param):
     """Two uuids or salts that differ in that alone must not become one."""
     text = json.dumps(document).replace("@@", f"\\u{number:04x}" if ascii_only else chr(number))
     with pytest.raises(InvalidRequest) as raised:
@@ -559,21 +559,21 @@ def test_lone_surrogate_in_what_we_read_is_named(number, ascii_only, document, p
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_option_that_is_no_number_is_named(value):
+def test_non_numeric_option_is_named(value):
     part = b'{"type": "video_url", "video_url": {"url": "https://a/v", "fps": %b}}' % value.encode()
     with pytest.raises(InvalidRequest) as raised:
         extract(b'{"messages": [{"content": [%b]}]}' % part, CONFIG)
     assert raised.value.param.startswith("messages[0].content[0].video_url")
 
 
-def test_too_many_items_are_refused_before_any_is_decoded():
+def test_too_many_items_are_rejected_before_decoding():
     with pytest.raises(TooManyMediaItems) as raised:
         extracted(chat(*[image("data:nonsense")] * 17))
     assert raised.value.param == "messages[0].content[16].image_url"
     assert "17" in raised.value.message
 
 
-def test_limit_holds_over_all_messages():
+def test_item_limit_spans_all_messages():
     config = MediaConfig(max_items=2)
     message = {"role": "user", "content": [image(HTTP)]}
     assert len(extracted({"messages": [message] * 2}, config).refs) == 2
@@ -581,7 +581,7 @@ def test_limit_holds_over_all_messages():
         extracted({"messages": [message] * 3}, config)
 
 
-def test_more_strings_than_are_looked_at_are_lifted_all_the_same():
+def test_media_are_extracted_beyond_the_string_scan_limit():
     filler = [{"type": "text", "text": f";base64,{n}"} for n in range(300)]
     found = extracted(chat(*filler, image(PNG)))
     assert found.refs[0].data == PIXELS
@@ -620,13 +620,13 @@ def nested(depth: int) -> object:
     ],
     ids=lambda body: str(body)[:40],
 )
-def test_body_that_would_hold_up_everyone_is_refused_before_it_is_parsed(body):
+def test_body_too_expensive_to_parse_is_rejected_before_parsing(body):
     with pytest.raises(InvalidBody):
         extracted({**NO_MEDIA, **body})
 
 
 @pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])
-def test_bounds_hold_for_what_is_no_json(body):
+def test_limits_apply_to_invalid_json(body):
     with pytest.raises(InvalidBody):
         extract(body, CONFIG)
 
@@ -647,12 +647,12 @@ def test_bounds_hold_for_what_is_no_json(body):
     ],
     ids=lambda body: str(body)[:40],
 )
-def test_body_that_people_send_is_not_refused(body):
+def test_realistic_body_is_accepted(body):
     body = json.dumps({**NO_MEDIA, **body}).encode()
     assert extract(body, CONFIG).body == body
 
 
-def test_limits_are_settings():
+def test_limits_are_configurable():
     body = json.dumps({**NO_MEDIA, "tools": nested(150), "logit_bias": {str(n): 1 for n in range(30_000)}}).encode()
     assert extract(body, CONFIG, GatewayConfig(max_body_depth=200, max_body_values=50_000)).body == body
     with pytest.raises(InvalidBody):
@@ -660,20 +660,20 @@ def test_limits_are_settings():
 
 
 @pytest.mark.parametrize("text", ["x" * (4 << 20), PNG * 700, "\\" * (2 << 20)])
-def test_text_has_a_bound_of_its_own(text):
+def test_text_has_its_own_limit(text):
     with pytest.raises(BodyTooLarge) as raised:
         extracted(chat({"type": "text", "text": text}, image(SMALL)))
     assert "media" in raised.value.message
 
 
-def test_media_do_not_count_as_text():
+def test_media_do_not_count_towards_the_text_limit():
     url = "data:image/png;base64," + b64encode(bytes(5 << 20)).decode()
     for body in (json.dumps(chat(image(url))), json.dumps(chat(image(url))).replace("/", "\\/")):
         (ref,) = extract(body.encode(), CONFIG).refs
         assert len(ref.data) == 5 << 20
 
 
-def test_counting_a_large_body_does_not_hold_the_interpreter_lock():
+def test_counting_a_large_body_releases_the_gil():
     """It runs in a thread, and whoever else wants to run must be able to meanwhile."""
     text = bytearray(b"[" * (32 << 20))
     scan_json(text)
@@ -698,14 +698,14 @@ def test_counting_a_large_body_does_not_hold_the_interpreter_lock():
     assert len(pauses) > 3  # one or two, were the lock held
 
 
-def test_only_a_part_of_a_buffer_is_the_body():
+def test_body_may_be_a_part_of_a_buffer():
     body = json.dumps(chat(image(PNG), medialane={"report": True})).encode()
     found = extract(bytearray(body + body), CONFIG, size=len(body))
     assert found == extract(body, CONFIG)
 
 
 @pytest.mark.parametrize("body", [b"{}", json.dumps(chat(image(PNG), image(HTTP))).encode(), b'{"a', b"\xef\xbb\xbf{}"])
-def test_nothing_of_a_buffer_is_kept(body):
+def test_no_view_of_the_buffer_is_kept(body):
     buffer = bytearray(body)
     found = extract(buffer, CONFIG)
     buffer.append(0)  # BufferError while there is a view of it
@@ -770,7 +770,7 @@ def replaced(document: dict, field: str) -> tuple[dict, list[str]]:
 
 @settings(max_examples=300, deadline=None)
 @given(BODIES, st.booleans(), st.sampled_from([None, 1]), st.booleans())
-def test_lifted_body_is_the_original_with_its_urls_replaced(document, ascii_only, indent, slashes):
+def test_extracted_body_is_the_original_with_urls_replaced(document, ascii_only, indent, slashes):
     text = json.dumps(document, ensure_ascii=ascii_only, indent=indent)
     if slashes:
         text = text.replace("/", "\\/")
@@ -783,7 +783,7 @@ def test_lifted_body_is_the_original_with_its_urls_replaced(document, ascii_only
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400) | st.text('{}[]":,\\ abimage_urlcontentmessages;base64', max_size=400).map(str.encode))
-def test_any_bytes_are_lifted_passed_or_refused(body):
+def test_any_bytes_are_extracted_forwarded_or_rejected(body):
     try:
         extracted = extract(body, CONFIG).body
     except MedialaneError:

@@ -27,7 +27,7 @@ def test_options_of_a_video_are_its_decode_and_processor_options():
     assert found == ({"fps": 2, "num_frames": 8, "max_frames": 64}, {"min_pixels": 3136, "max_pixels": 200_704})
 
 
-def test_image_has_processor_options_only():
+def test_image_has_only_processor_options():
     found = ref("image_url", fps=2, num_frames=8, max_frames=64, max_pixels=200_704, detail="high")
     assert found == ({}, {"max_pixels": 200_704})
 
@@ -37,21 +37,21 @@ def test_audio_has_no_options():
 
 
 @pytest.mark.parametrize("options", [{}, {"fps": None, "max_pixels": None}, {"rotate": 90, "detail": "low"}])
-def test_options_that_are_not_given_or_not_known_are_none(options):
+def test_absent_or_unknown_options_are_none(options):
     assert ref("video_url", **options) == ({}, {})
 
 
-def test_equal_options_are_equal_bytes():
+def test_equal_options_serialise_to_equal_bytes():
     (one,) = extracted("video_url", fps=2, max_frames=4).refs
     (other,) = extracted("video_url", max_frames=4.0, fps=2.0).refs
     assert one.io == other.io == b'{"fps":2,"max_frames":4}'
 
 
-def test_fraction_of_a_frame_a_second_is_kept():
+def test_fractional_fps_is_kept():
     assert ref("video_url", fps=0.5) == ({"fps": 0.5}, {})
 
 
-def test_caps_beyond_the_gateways_limits_are_the_limits():
+def test_options_are_clamped_to_the_gateway_limits():
     assert ref("video_url", max_frames=10**6, max_pixels=10**9) == ({"max_frames": 100}, {"max_pixels": 2_000_000})
     assert ref("image_url", max_pixels=10**9) == ({}, {"max_pixels": 5_000_000})
 
@@ -86,18 +86,18 @@ def test_error_names_the_option(name, key, value):
     assert raised.value.param == f"messages[0].content[1].{name}.{key}"
 
 
-def test_more_frames_than_the_gateway_samples_are_refused():
+def test_more_frames_than_the_gateway_limit_are_rejected():
     with pytest.raises(TooManyFrames) as raised:
         ref("video_url", num_frames=101)
     assert raised.value.param == "messages[0].content[1].video_url.num_frames"
 
 
-def test_least_pixels_above_the_most_are_refused():
+def test_min_pixels_above_max_pixels_are_rejected():
     with pytest.raises(InvalidRequest) as raised:
         ref("image_url", min_pixels=11, max_pixels=10)
     assert raised.value.param == "messages[0].content[1].image_url.min_pixels"
 
 
-def test_options_stay_in_the_body_as_they_came():
+def test_options_in_the_body_are_unchanged():
     part = json.loads(extracted("video_url", fps=2, x={"y": 1}).body)["messages"][0]["content"][1]
     assert part["video_url"] == {"url": "medialane:0", "fps": 2, "x": {"y": 1}}

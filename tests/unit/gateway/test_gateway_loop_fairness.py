@@ -28,7 +28,7 @@ async def loop_turns():
     counter.stop()
 
 
-async def test_no_two_large_steps_share_a_turn_of_the_loop(loop_turns):
+async def test_large_steps_never_share_a_loop_iteration(loop_turns):
     fairness, steps = LoopFairness(), []
 
     async def request():
@@ -41,7 +41,7 @@ async def test_no_two_large_steps_share_a_turn_of_the_loop(loop_turns):
     assert len(set(steps)) == 20
 
 
-async def test_large_steps_are_served_in_the_order_of_their_coming():
+async def test_large_steps_are_served_fifo():
     fairness, order = LoopFairness(), []
 
     async def request(name):
@@ -53,7 +53,7 @@ async def test_large_steps_are_served_in_the_order_of_their_coming():
     assert order == list("abcabcabc")
 
 
-async def test_small_steps_wait_for_nobody(loop_turns):
+async def test_small_steps_never_wait(loop_turns):
     fairness = LoopFairness()
 
     async def large():
@@ -71,7 +71,7 @@ async def test_small_steps_wait_for_nobody(loop_turns):
     assert steps == ["small"] * 50 + ["large"]
 
 
-async def test_nothing_waits_after_the_work_so_that_what_it_took_is_kept():
+async def test_no_await_follows_a_step_so_its_result_survives_cancellation():
     fairness, taken = LoopFairness(), []
 
     async def request():
@@ -87,7 +87,7 @@ async def test_nothing_waits_after_the_work_so_that_what_it_took_is_kept():
     assert taken == ["lease", "kept"]
 
 
-async def test_failed_and_cancelled_steps_let_the_next_one_in():
+async def test_failed_and_cancelled_steps_admit_the_next_one():
     fairness = LoopFairness()
 
     async def large():
@@ -106,14 +106,14 @@ async def test_failed_and_cancelled_steps_let_the_next_one_in():
         await large()
 
 
-async def test_many_bytes_are_worked_on_in_a_thread_and_few_are_not():
+async def test_only_large_payloads_are_processed_in_a_thread():
     fairness = LoopFairness()
     assert await fairness.run(100, threading.current_thread) is threading.main_thread()
     assert await fairness.run(LARGE_BYTES, threading.current_thread) is not threading.main_thread()
     fairness.close()
 
 
-async def test_error_of_work_in_the_thread_reaches_the_caller_and_ends_its_step():
+async def test_error_in_the_thread_reaches_the_caller_and_ends_its_step():
     fairness = LoopFairness()
     with pytest.raises(ZeroDivisionError):
         await fairness.run(LARGE_BYTES, lambda: 1 // 0)

@@ -93,7 +93,7 @@ class Exchange:
 
 
 @pytest.mark.parametrize("size", [13, 100, len(BODY)])  # a byte a piece takes the loop too long in debug mode
-async def test_app_gets_the_body_without_its_media_however_it_was_sent(size):
+async def test_app_gets_the_body_without_media_however_chunked(size):
     app = App()
     chunks = [BODY[at : at + size] for at in range(0, len(BODY), size)]
     headers = [*JSON, (b"transfer-encoding", b"chunked"), (b"x-other", b"1")]
@@ -119,7 +119,7 @@ async def test_reference_holds_the_bytes_while_the_request_lasts_and_no_longer()
     assert app.request.extracted.refs == ()
 
 
-async def test_only_the_lifted_media_are_held_while_the_answer_lasts():
+async def test_only_extracted_media_are_held_during_the_response():
     data = bytes(1_000_000)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     body = BODY.replace(URL.encode(), url.encode())
@@ -140,7 +140,7 @@ async def test_only_the_lifted_media_are_held_while_the_answer_lasts():
     assert len(data) <= held[0] < 1.2 * len(data)
 
 
-async def test_client_that_leaves_while_it_sends_never_reaches_the_app():
+async def test_client_disconnecting_during_upload_never_reaches_the_app():
     for chunks in ((), (b"",), (BODY[:10],)):
         app = App()
         exchange = await Exchange(app).run(*chunks, leaves=True)
@@ -148,21 +148,21 @@ async def test_client_that_leaves_while_it_sends_never_reaches_the_app():
         assert exchange.sent == []
 
 
-async def test_disconnect_passes_through_after_the_body():
+async def test_disconnect_after_the_body_is_forwarded():
     app = App()
     await Exchange(app).run(BODY)
     assert (await app.receive())["type"] == "http.disconnect"
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
-async def test_requests_without_a_body_pass(method):
+async def test_requests_without_a_body_are_forwarded(method):
     app = App()
     exchange = await Exchange(app).run(method=method, headers=[])
     assert (app.calls, exchange.status) == (1, 200)
     assert "total;dur=" in exchange.header(b"server-timing")
 
 
-async def test_what_is_no_http_request_has_no_scope():
+async def test_non_http_events_have_no_scope():
     seen = []
 
     async def app(scope, receive, send):
@@ -175,21 +175,21 @@ async def test_what_is_no_http_request_has_no_scope():
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xff", b"[1]", b"null", b'{"messages": 3}'])
-async def test_body_of_another_form_is_the_apps_to_judge(body):
+async def test_body_of_unknown_structure_is_left_to_the_app(body):
     app = App()
     await Exchange(app).run(body)
     assert (app.calls, app.body) == (1, body)
 
 
 @pytest.mark.parametrize("content_type", [b"application/json", b"text/plain", b"multipart/form-data"])
-async def test_declared_length_over_the_limit_is_refused_before_anything_is_read(content_type):
+async def test_content_length_over_the_limit_is_rejected_before_reading(content_type):
     app = App()
     headers = [(b"content-type", content_type), (b"content-length", b"1001")]
     exchange = await Exchange(app, GatewayConfig(max_text_bytes=1000), max_body_bytes=1000).run(b"a", headers=headers)
     assert (app.calls, exchange.status, exchange.error["code"]) == (0, 413, "body_too_large")
 
 
-async def test_length_that_lies_does_not_help():
+async def test_false_content_length_does_not_bypass_the_limit():
     app = App()
     headers = [*JSON, (b"content-length", b"10")]
     exchange = await Exchange(app, max_body_bytes=1000).run(b"a" * 600, b"a" * 600, headers=headers)
@@ -198,13 +198,13 @@ async def test_length_that_lies_does_not_help():
     assert "total;dur=" in exchange.header(b"server-timing")
 
 
-async def test_length_that_is_no_number_is_not_trusted():
+async def test_non_numeric_content_length_is_not_trusted():
     app = App()
     await Exchange(app).run(b"{}", headers=[*JSON, (b"content-length", b"\xb2")])
     assert app.body == b"{}"
 
 
-async def test_body_that_is_not_json_is_bounded_while_the_app_reads_it():
+async def test_non_json_body_is_bounded_while_the_app_reads_it():
     class Refused(App):
         async def __call__(self, scope, receive, send):
             with pytest.raises(BodyTooLarge):
@@ -220,7 +220,7 @@ async def test_body_that_is_not_json_is_bounded_while_the_app_reads_it():
     assert exchange.num_errors("body_too_large") == 1
 
 
-async def test_media_that_cannot_be_lifted_are_answered_here_with_their_field():
+async def test_media_extraction_error_response_names_the_field():
     app = App()
     broken = BODY.replace(URL.encode(), b"data:image/png;base64,%%%" + b"!" * 2000)
     exchange = await Exchange(app).run(broken)
@@ -229,13 +229,13 @@ async def test_media_that_cannot_be_lifted_are_answered_here_with_their_field():
     assert exchange.num_errors(exchange.error["code"]) == 1
 
 
-async def test_times_stand_on_answers_of_all_kinds():
+async def test_every_response_has_timings():
     exchange = await Exchange(App(status=500)).run(BODY)
     stages = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
     assert stages == ["lift", "cache", "copied", "total"]
 
 
-async def test_app_that_raises_still_ends_its_scope():
+async def test_scope_closes_when_the_app_raises():
     released = []
 
     class Holding:
@@ -254,7 +254,7 @@ async def test_app_that_raises_still_ends_its_scope():
     assert exchange.sent == []
 
 
-async def test_cancelled_request_ends_its_scope():
+async def test_scope_closes_when_the_request_is_cancelled():
     class Waiting(App):
         async def __call__(self, scope, receive, send):
             self.request = current_scope()
@@ -272,7 +272,7 @@ async def test_cancelled_request_ends_its_scope():
 
 
 @pytest.mark.parametrize(("method", "count"), [("POST", 1), ("GET", 0)])
-async def test_only_requests_proper_are_observed(method, count):
+async def test_only_inference_requests_are_observed(method, count):
     exchange = await Exchange(App()).run(BODY, method=method)
     assert exchange.registry.get_sample_value("medialane_request_seconds_count") == count
 
@@ -293,7 +293,7 @@ class Answering(App):
         await send({"type": "http.response.body", "body": b'{"id":"a"}'})
 
 
-async def test_report_is_in_the_answer_of_who_asked():
+async def test_requested_report_is_in_the_response():
     exchange = await Exchange(Answering()).run(ASKING)
     found = json.loads(exchange.sent[1]["body"])
     assert exchange.header(b"content-length") == str(len(exchange.sent[1]["body"]))
@@ -309,13 +309,13 @@ async def test_report_is_in_the_answer_of_who_asked():
     assert found["medialane"]["times_ms"].keys() == {"lift"}
 
 
-async def test_answer_of_who_did_not_ask_is_untouched():
+async def test_response_without_requested_report_is_unchanged():
     exchange = await Exchange(Answering()).run(BODY)
     assert exchange.sent[1]["body"] == b'{"id":"a"}'
     assert exchange.header(b"content-length") == "9"
 
 
-async def test_question_that_we_do_not_know_is_answered_here():
+async def test_unknown_medialane_field_is_rejected_without_the_app():
     app = App()
     exchange = await Exchange(app).run(BODY.replace(b'{"messages"', b'{"medialane": {"x": 1}, "messages"'))
     assert (app.calls, exchange.status, exchange.error["param"]) == (0, 400, "medialane.x")

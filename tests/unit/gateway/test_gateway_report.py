@@ -52,18 +52,18 @@ def cut(data, size):
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("answer", [ANSWER, {}, {"a": {}}, {"a": "{"}, {"a": [{}]}], ids=str)
 @pytest.mark.parametrize("indent", [None, 1])
-def test_report_is_a_member_of_the_object_that_is_the_answer(answer, size, indent):
+def test_report_is_a_member_of_the_response_object(answer, size, indent):
     data = json.dumps(answer, indent=indent).encode() + b"\n "
     assert json.loads(b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size)))) == {**answer, "medialane": TOLD}
 
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("data", [b"[{}]", b'"}"', b"3", b"", b"not } json"])
-def test_answer_that_is_no_object_passes_as_it_is(data, size):
+def test_non_object_response_is_unchanged(data, size):
     assert b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size))) == data
 
 
-def test_answer_in_pieces_is_not_held_back():
+def test_chunked_response_is_not_buffered():
     splice = JsonSplice(lambda: REPORT)
     assert splice.feed(b'{"a":"' + b"x" * 5000, last=False) == b'{"a":"' + b"x" * 5000
 
@@ -73,7 +73,7 @@ def events_of(data):
 
 
 @pytest.mark.parametrize("pieces", [EVENTS, [b"".join(EVENTS)], [*EVENTS[:2], b"".join(EVENTS[2:])]])
-def test_report_is_the_last_event_before_the_end(pieces):
+def test_report_is_the_last_event_before_done(pieces):
     out = b"".join(fed(StreamSplice(lambda: REPORT), pieces))
     assert out.startswith(b"".join(EVENTS[:-1]))
     assert out.endswith(b"\n\ndata: [DONE]\n\n")
@@ -91,24 +91,24 @@ def test_report_is_the_last_event_before_the_end(pieces):
     }
 
 
-def test_events_of_a_stream_pass_at_once():
+def test_stream_events_are_forwarded_immediately():
     splice = StreamSplice(lambda: REPORT)
     assert [splice.feed(event, last=False) for event in EVENTS[:3]] == EVENTS[:3]
 
 
-def test_end_mark_that_a_model_wrote_is_no_end():
+def test_done_marker_in_model_output_does_not_end_the_stream():
     splice = StreamSplice(lambda: REPORT)
     for piece in (b'data: {"a":"', b'data: [DONE]"}\n\n'):
         assert splice.feed(piece, last=False) == piece
 
 
 @pytest.mark.parametrize("before", [[], [b": comment\n\n"], [b"data: not json\n\n"], [b"data: [1]\n\n"]])
-def test_report_stands_without_a_chunk_before_it(before):
+def test_report_is_sent_without_a_preceding_chunk(before):
     out = b"".join(fed(StreamSplice(lambda: REPORT), [*before, b"data: [DONE]\n\n"]))
     assert events_of(out) == [{"object": "medialane.report", "choices": [], "medialane": TOLD}]
 
 
-def test_stream_of_another_form_ends_with_an_event_of_its_own_type():
+def test_other_stream_formats_end_with_a_dedicated_event_type():
     events = [
         b'event: message_start\ndata: {"type":"message_start"}\n\n',
         b'event: message_stop\ndata: {"type":"s"}\n\n',
@@ -144,13 +144,13 @@ async def answered(*pieces, status=200, headers=((b"content-type", b"application
     return sent
 
 
-async def test_length_is_that_of_what_is_sent():
+async def test_content_length_matches_the_sent_bytes():
     sent = await answered(json.dumps(ANSWER).encode())
     assert json.loads(sent.body)["medialane"] == TOLD
     assert sent.headers == {b"content-type": b"application/json", b"content-length": str(len(sent.body)).encode()}
 
 
-async def test_length_of_an_answer_in_pieces_is_not_announced():
+async def test_chunked_response_has_no_content_length():
     sent = await answered(*cut(json.dumps(ANSWER).encode(), 10))
     assert sent.headers == {b"content-type": b"application/json"}
     assert json.loads(sent.body)["medialane"] == TOLD
@@ -176,7 +176,7 @@ async def test_stream_begins_with_its_first_event():
         (200, []),
     ],
 )
-async def test_other_answers_pass_untouched(status, headers):
+async def test_other_responses_are_unchanged(status, headers):
     sent = await answered(b'{"error":{}}', b"", status=status, headers=headers)
     assert sent.body == b'{"error":{}}'
     assert sent.headers[b"Content-Length"] == b"12"
@@ -193,7 +193,7 @@ def client(answer, content_type):
 ASK = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
-def test_openais_client_reads_the_stream():
+def test_openai_client_reads_the_stream():
     answer = b"".join(fed(StreamSplice(lambda: REPORT), EVENTS))
     with client(answer, "text/event-stream") as found:
         chunks = list(found.chat.completions.create(**ASK, stream=True))
@@ -201,7 +201,7 @@ def test_openais_client_reads_the_stream():
     assert [c.model_extra.get("medialane") for c in chunks] == [None, None, None, TOLD]
 
 
-def test_openais_stream_helper_keeps_the_usage():
+def test_openai_stream_helper_keeps_the_usage():
     answer = b"".join(fed(StreamSplice(lambda: REPORT), EVENTS))
     with client(answer, "text/event-stream") as found, found.chat.completions.stream(**ASK) as stream:
         final = stream.get_final_completion()
@@ -210,7 +210,7 @@ def test_openais_stream_helper_keeps_the_usage():
     assert final.choices[0].message.content == "adata: [DONE]"
 
 
-def test_openais_client_reads_the_answer():
+def test_openai_client_reads_the_response():
     answer = b"".join(fed(JsonSplice(lambda: REPORT), [json.dumps(ANSWER).encode()]))
     with client(answer, "application/json") as found:
         completion = found.chat.completions.create(**ASK)
@@ -218,7 +218,7 @@ def test_openais_client_reads_the_answer():
     assert completion.model_extra["medialane"] == TOLD
 
 
-def test_openais_client_reads_a_stream_of_responses():
+def test_openai_client_reads_a_responses_stream():
     event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"hi"}\n\n'
     answer = b"".join(fed(StreamSplice(lambda: REPORT), [event]))
     with client(answer, "text/event-stream") as found:
@@ -236,7 +236,7 @@ def test_timestamps_of_sampled_frames():
 
 
 @pytest.mark.parametrize("metadata", [b"", b"{}", b'{"fps":0,"frames_indices":[1]}', b'{"fps":null}', b'{"fps":2}'])
-def test_video_that_tells_no_times_has_no_timestamps(metadata):
+def test_video_without_times_has_no_timestamps(metadata):
     assert timestamps(MediaSize(metadata=metadata)) == ()
 
 
@@ -244,7 +244,7 @@ def item(ref, mm_hash, size=NO_SIZE, **more):
     return StagedItem(ref, Feature(ref.modality, mm_hash, b"", (), size), None, **more)
 
 
-def test_scope_reports_items_in_the_order_of_the_request():
+def test_scope_reports_items_in_request_order():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(refs, wants_report=True)
@@ -279,7 +279,7 @@ def test_scope_reports_items_in_the_order_of_the_request():
     }
 
 
-def test_scope_notes_nothing_where_nobody_asks():
+def test_scope_records_nothing_without_a_requested_report():
     with open_scope() as scope:
         scope.note_prepared([item(MediaRef("image", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))])
         assert msgspec.json.decode(scope.report()) == {"items": []}

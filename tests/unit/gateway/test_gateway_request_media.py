@@ -58,7 +58,7 @@ def source():
     assert num_leases == 0
 
 
-def test_every_stage_has_a_finder_for_what_it_sends():
+def test_every_stage_has_a_finder():
     assert {stage.sends for stage in STAGES.values()} == set(FINDERS)
 
 
@@ -70,7 +70,7 @@ def test_every_stage_has_a_finder_for_what_it_sends():
         ("url", "key of content", "image/png", None),
     ],
 )
-async def test_items_are_found_once_and_known_by_the_features_key(source, stage, mm_hash, media_type, is_hit):
+async def test_items_are_found_once_under_the_feature_key(source, stage, mm_hash, media_type, is_hit):
     with open_scope() as scope:
         media = RequestMedia(PROMPT, source, scope)
         items = await media.in_stage(stage)
@@ -84,7 +84,7 @@ async def test_items_are_found_once_and_known_by_the_features_key(source, stage,
     assert source.arena.stats().num_leases == 0
 
 
-async def test_each_stage_is_found_apart_and_all_leases_end_with_the_scope(source):
+async def test_stages_are_found_separately_and_leases_end_with_the_scope(source):
     with open_scope() as scope:
         media = RequestMedia(PROMPT, source, scope)
         for stage in STAGES:
@@ -92,7 +92,7 @@ async def test_each_stage_is_found_apart_and_all_leases_end_with_the_scope(sourc
         assert source.arena.stats().num_leases == 3 * len(STAGES)
 
 
-async def test_items_beside_a_refused_one_are_the_scopes_too(source):
+async def test_items_accompanying_a_rejected_one_belong_to_the_scope(source):
     source.refused = REFS[1].param
     with open_scope() as scope:
         with pytest.raises(InvalidImage):
@@ -100,7 +100,7 @@ async def test_items_beside_a_refused_one_are_the_scopes_too(source):
         assert source.arena.stats().num_leases > 0
 
 
-async def test_media_found_after_the_request_has_ended_are_released_at_once(source):
+async def test_media_found_after_the_request_ended_are_released_immediately(source):
     with open_scope() as scope:
         media = RequestMedia(PROMPT, source, scope)
     await media.in_stage("url")

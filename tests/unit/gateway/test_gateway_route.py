@@ -41,14 +41,14 @@ def left_to_worker(number):
     return EngineRequest(f"r{number}", ExpandedPrompt([1, 2, 3]), b""), prepared
 
 
-def test_new_images_arriving_together_meet_though_their_place_in_the_prompt_is_unknown(make_routes):
+def test_concurrent_new_images_share_a_worker_before_their_position_is_known(make_routes):
     routes = make_routes(link_to("w0"), link_to("w1"))
     first = routes.choose(*left_to_worker(0))
     routes.begin(first, "r0")
     assert routes.choose(*left_to_worker(1)).link is first.link
 
 
-def test_request_counts_at_its_worker_once_from_when_it_is_sent(make_routes):
+def test_request_is_counted_once_at_its_worker_when_sent(make_routes):
     routes = make_routes(link_to("w0"))
     route = routes.choose(*left_to_worker(0))
     assert routes.decisions({}) == b'{"decisions":[]}'
@@ -59,14 +59,14 @@ def test_request_counts_at_its_worker_once_from_when_it_is_sent(make_routes):
     assert routes.stats().num_encoder_items == 1
 
 
-def test_worker_that_left_is_chosen_no_more(make_routes):
+def test_removed_worker_is_not_chosen(make_routes):
     first, second = link_to("w0"), link_to("w1")
     routes = make_routes(first, second)
     routes.left(first)
     assert {routes.choose(*left_to_worker(n)).link.address for n in range(4)} == {"w1"}
 
 
-def test_choice_costs_no_look_at_each_link(make_routes):
+def test_choice_does_not_scan_the_links(make_routes):
     class Unwalkable(dict):
         def values(self):
             raise AssertionError("a choice among a thousand workers has no time for that")
@@ -77,7 +77,7 @@ def test_choice_costs_no_look_at_each_link(make_routes):
     assert routes.choose(*left_to_worker(0)).link is link
 
 
-def test_worker_that_failed_to_join_can_leave_and_join_again(make_routes):
+def test_worker_failing_to_join_can_leave_and_rejoin(make_routes):
     link = link_to("w0")
     routes = make_routes(link)
     with pytest.raises(ValueError, match="has joined already"):
@@ -92,14 +92,14 @@ def test_worker_that_failed_to_join_can_leave_and_join_again(make_routes):
     routes.joined(other)
 
 
-def test_workers_of_different_block_sizes_are_reported_of(make_routes, caplog):
+def test_workers_with_different_block_sizes_are_logged(make_routes, caplog):
     make_routes(link_to("w0", block_size=16), link_to("w1", block_size=16))
     assert not caplog.records
     make_routes(link_to("w0", block_size=16), link_to("w1", block_size=32))
     assert "worker w1 has KV blocks of 32 tokens, others of 16" in caplog.text
 
 
-def test_load_of_a_rank_counts_at_that_rank_alone(make_routes):
+def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
     link = link_to("w0")
     (endpoint,) = link.endpoints()
     ranks = [msgspec.structs.replace(endpoint, rank=rank, num_ranks=2) for rank in range(2)]
@@ -113,7 +113,7 @@ def test_load_of_a_rank_counts_at_that_rank_alone(make_routes):
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
-def test_limit_of_decisions_that_is_no_number_is_refused_by_name(make_routes, limit):
+def test_non_numeric_decision_limit_is_rejected_by_name(make_routes, limit):
     with pytest.raises(InvalidRequest) as raised:
         make_routes(link_to("w0")).decisions({"limit": limit})
     assert raised.value.param == "limit"

@@ -17,7 +17,7 @@ class Resource:
         self._log.append(self._name)
 
 
-def test_resources_end_in_reverse_order_and_once():
+def test_resources_are_released_once_in_reverse_order():
     log = []
     with open_scope() as scope:
         for name in "abc":
@@ -26,7 +26,7 @@ def test_resources_end_in_reverse_order_and_once():
     assert log == ["c", "b", "a"]
 
 
-def test_resource_that_comes_too_late_is_released_at_once():
+def test_late_resource_is_released_immediately():
     log = []
     with open_scope() as scope:
         pass
@@ -34,7 +34,7 @@ def test_resource_that_comes_too_late_is_released_at_once():
     assert log == ["late"]
 
 
-def test_failing_release_keeps_no_other_from_its_end():
+def test_failing_release_does_not_prevent_others():
     log = []
 
     class Failing:
@@ -51,7 +51,7 @@ def test_failing_release_keeps_no_other_from_its_end():
     assert log == ["b", "a"]
 
 
-def test_scope_closes_though_the_request_fails():
+def test_scope_closes_when_the_request_fails():
     log = []
 
     def request():
@@ -73,7 +73,7 @@ def test_media_of_the_request_do_not_outlive_it():
 
 
 @pytest.mark.parametrize("url", ["data:audio/wav;base64,medialane:0", "data:x;y,z;base64,medialane:0"])
-def test_reference_that_vllm_took_for_base64_is_found(url):
+def test_reference_parsed_by_vllm_as_base64_is_resolved(url):
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("audio", "p", data=b"a"),))
         assert scope.resolve(url).data == b"a"
@@ -95,7 +95,7 @@ def test_reference_that_vllm_took_for_base64_is_found(url):
         "data:audio/wav;base64,UklGRg==",
     ],
 )
-def test_url_that_intake_did_not_leave_is_refused(url):
+def test_url_not_written_by_intake_is_rejected(url):
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("image", "p", data=b"a"),))
         assert scope.resolve("medialane:0").data == b"a"
@@ -103,7 +103,7 @@ def test_url_that_intake_did_not_leave_is_refused(url):
             scope.resolve(url)
 
 
-def test_first_error_is_the_one_the_request_failed_with():
+def test_first_error_is_reported_as_the_cause():
     with open_scope() as scope:
         assert scope.error_code is None
         scope.fail(InvalidImage("broken"))
@@ -111,14 +111,14 @@ def test_first_error_is_the_one_the_request_failed_with():
         assert scope.error_code == "invalid_image"
 
 
-def test_there_is_no_scope_outside_of_a_request():
+def test_no_scope_exists_outside_a_request():
     with open_scope():
         current_scope()
     with pytest.raises(LookupError):
         current_scope()
 
 
-async def test_tasks_of_a_request_are_in_its_scope_and_others_in_theirs():
+async def test_tasks_belong_to_the_scope_of_their_request():
     async def found():
         await asyncio.sleep(0)
         return current_scope()
@@ -130,7 +130,7 @@ async def test_tasks_of_a_request_are_in_its_scope_and_others_in_theirs():
     assert await asyncio.gather(one(), one()) == [True, True]
 
 
-def test_body_that_intake_could_not_read_is_what_is_wrong_with_its_media():
+def test_unreadable_body_is_reported_as_the_cause_of_media_errors():
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(parse_error="Invalid UTF-8")
         with pytest.raises(InvalidBody, match="Invalid UTF-8"):

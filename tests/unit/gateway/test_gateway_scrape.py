@@ -52,19 +52,19 @@ def num_reads(links):
     return [link.client.num_reads for link in links if link.client is not None]
 
 
-async def test_every_connected_worker_is_asked(scrape, links):
+async def test_every_connected_worker_is_scraped(scrape, links):
     await scrape.refresh()
     assert num_reads(links) == [1, 1]
     assert scrape.mirrors() == {link.address: link.client.metrics for link in links[:2]}
 
 
-async def test_worker_that_is_gone_is_shown_no_more(scrape, links):
+async def test_metrics_of_a_removed_worker_disappear(scrape, links):
     await scrape.refresh()
     links[0].client = None
     assert list(scrape.mirrors()) == ["unix:/w1"]
 
 
-async def test_many_scrapes_ask_no_more_often_than_the_interval(scrape, links, clock):
+async def test_frequent_scrapes_are_limited_to_the_interval(scrape, links, clock):
     await asyncio.gather(*(scrape.refresh() for _ in range(20)))
     assert num_reads(links) == [1, 1]
     clock.now += MIN_INTERVAL_S
@@ -72,7 +72,7 @@ async def test_many_scrapes_ask_no_more_often_than_the_interval(scrape, links, c
     assert num_reads(links) == [2, 2]
 
 
-async def test_scrape_that_is_given_up_leaves_the_next_one_whole(scrape, links):
+async def test_cancelled_scrape_does_not_affect_the_next(scrape, links):
     links[0].client.answers.clear()
     given_up = asyncio.create_task(scrape.refresh())
     while num_reads(links) != [1, 1]:  # noqa: ASYNC110 - the other task runs meanwhile

@@ -84,7 +84,7 @@ def request(request_id="r", **fields):
     return EngineRequest(request_id, ExpandedPrompt([1, 2]), b"", **fields)
 
 
-async def test_worker_that_is_not_there_yet_is_found_when_it_comes(net):
+async def test_link_connects_once_the_worker_appears(net):
     link = net.link()
     await asyncio.sleep(0.05)
     assert not link.endpoint().ready
@@ -92,7 +92,7 @@ async def test_worker_that_is_not_there_yet_is_found_when_it_comes(net):
     await eventually(lambda: link.endpoint().ready)
 
 
-async def test_leases_end_once_when_the_worker_lets_go(net):
+async def test_leases_end_once_when_the_worker_releases(net):
     await net.serve(FakeHandler())
     link = await net.connected()
     leases = [Held(), Held()]
@@ -102,7 +102,7 @@ async def test_leases_end_once_when_the_worker_lets_go(net):
     assert [held.num_released for held in leases] == [1, 1]
 
 
-async def test_request_without_a_connection_gives_its_leases_back(net):
+async def test_request_without_a_connection_releases_its_leases(net):
     link = net.link()
     held = Held()
     with pytest.raises(WorkerLost):
@@ -110,7 +110,7 @@ async def test_request_without_a_connection_gives_its_leases_back(net):
     assert held.num_released == 1
 
 
-async def test_request_that_cannot_be_encoded_gives_its_leases_back(net):
+async def test_unserialisable_request_releases_its_leases(net):
     await net.serve(FakeHandler())
     link = await net.connected()
     held = Held()
@@ -119,7 +119,7 @@ async def test_request_that_cannot_be_encoded_gives_its_leases_back(net):
     assert (held.num_released, link.num_held) == (1, 0)
 
 
-async def test_second_request_of_an_id_keeps_the_leases_of_the_first_until_that_is_released(net):
+async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_release(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(3)))
     link = await net.connected()
     first, second = Held(), Held()
@@ -132,7 +132,7 @@ async def test_second_request_of_an_id_keeps_the_leases_of_the_first_until_that_
     assert (first.num_released, second.num_released) == (1, 1)
 
 
-async def test_leases_wait_until_nobody_listens_there(net):
+async def test_leases_are_held_until_the_worker_process_is_gone(net):
     server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2))
     link = await net.connected()
     held = Held()
@@ -146,7 +146,7 @@ async def test_leases_wait_until_nobody_listens_there(net):
     assert net.registry.get_sample_value("medialane_worker_losses_total", {"worker": net.address}) == 1
 
 
-async def test_cancelled_link_hangs_up_and_gives_everything_back(net):
+async def test_cancelled_link_disconnects_and_releases_everything(net):
     server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     config = GatewayConfig()
     link = WorkerLink(net.address, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=Metrics(CollectorRegistry()))
@@ -161,7 +161,7 @@ async def test_cancelled_link_hangs_up_and_gives_everything_back(net):
     await eventually(lambda: server.num_in_flight == 0)
 
 
-async def test_refusal_is_logged_once_and_kept(net, caplog):
+async def test_rejection_is_logged_once_and_kept(net, caplog):
     await net.serve(FakeHandler(refusal=StartupFailed("another model")))
     link = net.link()
     await eventually(lambda: link.refusal is not None)
@@ -170,21 +170,21 @@ async def test_refusal_is_logged_once_and_kept(net, caplog):
     assert caplog.text.count("refuses this gateway") == 1
 
 
-async def test_settings_that_differ_are_known_by_name(net, caplog):
+async def test_differing_settings_are_listed_by_name(net, caplog):
     await net.serve(FakeHandler())
     link = await net.connected(processor={"model": "ours"})
     assert not link.same_processor
     assert "processor setting model is None there and ours here" in caplog.text
 
 
-async def test_same_host_is_what_the_worker_proved(net):
+async def test_same_host_requires_proof_by_the_worker(net):
     await net.serve(FakeHandler(shm=True, card=FAKE_CARD))
     link = await net.connected()
     assert link.same_host
     assert link.same_processor
 
 
-async def test_pool_counts_the_ready_ones(net, tmp_path):
+async def test_pool_counts_ready_workers(net, tmp_path):
     await net.serve(FakeHandler())
     config, metrics = GatewayConfig(), Metrics(CollectorRegistry())
     addresses = [net.address, f"unix:{tmp_path}/nobody.sock"]
@@ -198,7 +198,7 @@ async def test_pool_counts_the_ready_ones(net, tmp_path):
     assert pool.num_ready == 0
 
 
-async def test_worker_that_is_full_refuses_without_keeping_leases(net):
+async def test_full_worker_rejects_without_holding_leases(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()
     link.client._requests._config = RpcConfig(max_in_flight=1)
@@ -238,7 +238,7 @@ def ids(data):
     return set(np.frombuffer(data, "<u8").tolist())
 
 
-async def test_listener_learns_who_joins_what_they_hold_and_who_leaves(net):
+async def test_listener_is_notified_of_joins_blocks_and_leaves(net):
     handler, heard = FakeHandler(), Heard()
     handler.change_blocks([1, 2])
     server = await net.serve(handler)
@@ -252,7 +252,7 @@ async def test_listener_learns_who_joins_what_they_hold_and_who_leaves(net):
     assert heard.told == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
 
 
-async def test_ranks_report_each_its_own_load(net):
+async def test_load_is_reported_per_rank(net):
     card = msgspec.structs.replace(FAKE_CARD, data_parallel_size=2)
     handler, heard = FakeHandler(card=card), Heard()
     handler.num_active = 3
@@ -263,7 +263,7 @@ async def test_ranks_report_each_its_own_load(net):
     handler.num_active = 0
 
 
-async def test_worker_that_comes_back_joins_again_and_tells_what_it_holds_then(net):
+async def test_returning_worker_rejoins_with_its_current_blocks(net):
     heard = Heard()
     server = await net.serve(FakeHandler())
     net.link(heard)
@@ -277,7 +277,7 @@ async def test_worker_that_comes_back_joins_again_and_tells_what_it_holds_then(n
     assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left", "joined"]
 
 
-async def test_listener_is_reported_that_the_gateway_lets_a_worker_go(net):
+async def test_listener_is_notified_when_the_gateway_drops_a_worker(net):
     heard = Heard()
     await net.serve(FakeHandler())
     net.link(heard)
@@ -314,7 +314,7 @@ class Flawed(Heard):
             raise ValueError("no room for another")
 
 
-async def test_link_that_fails_is_logged_once_and_tried_again(net, caplog):
+async def test_failing_link_is_logged_once_and_retried(net, caplog):
     await net.serve(FakeHandler())
     heard = Flawed(3)
     link = net.link(heard)
@@ -327,7 +327,7 @@ async def test_link_that_fails_is_logged_once_and_tried_again(net, caplog):
     assert "no room for another" in caplog.text
 
 
-async def test_what_a_failed_link_handed_over_stays_held_until_the_worker_answers_again(net, monkeypatch):
+async def test_leases_of_a_failed_link_are_held_until_the_worker_responds_again(net, monkeypatch):
     server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()
     held = Held()
@@ -350,7 +350,7 @@ async def test_what_a_failed_link_handed_over_stays_held_until_the_worker_answer
 
 
 @pytest.mark.parametrize("error", [UnicodeError("label empty"), RuntimeError("a bug"), KeyError("w"), OSError("?")])
-async def test_whatever_a_link_raises_the_others_serve_on(net, monkeypatch, error, caplog):
+async def test_exception_in_one_link_leaves_the_others_serving(net, monkeypatch, error, caplog):
     handler = FakeHandler()
     await net.serve(handler)
     connect = RpcClient.connect
@@ -378,7 +378,7 @@ async def test_whatever_a_link_raises_the_others_serve_on(net, monkeypatch, erro
     await net._end(running)
 
 
-async def test_address_that_cannot_be_read_is_one_links_refusal(net, caplog):
+async def test_invalid_address_fails_only_its_link(net, caplog):
     config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
     hello, metrics = Hello(gateway_id="g"), Metrics(CollectorRegistry())
     link = WorkerLink("tcp://a..b:7000", hello, rpc=RPC, config=config, metrics=metrics)
@@ -389,7 +389,7 @@ async def test_address_that_cannot_be_read_is_one_links_refusal(net, caplog):
     await net._end(running)
 
 
-async def test_worker_that_hangs_up_at_once_is_not_called_in_a_tight_loop(net):
+async def test_worker_that_disconnects_immediately_is_retried_with_backoff(net):
     handler = FakeHandler()
     server = await net.serve(handler)
     pauses = []
@@ -405,7 +405,7 @@ async def test_worker_that_hangs_up_at_once_is_not_called_in_a_tight_loop(net):
     assert pauses[-1] >= 0.15
 
 
-async def test_router_forgets_a_worker_in_the_turn_in_which_its_connection_is_lost(net):
+async def test_router_drops_a_worker_in_the_iteration_of_its_connection_loss(net):
     heard, server = Heard(), await net.serve(FakeHandler())
     link = net.link(heard)
     await eventually(lambda: link.client is not None and heard.held is not None)

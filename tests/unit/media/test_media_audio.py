@@ -38,7 +38,7 @@ def decode(data: bytes, config: MediaConfig = CONFIG):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_audio_is_mono_at_its_own_rate(kind):
+def test_audio_is_mono_at_its_native_rate(kind):
     decoded = decode(encoded(kind))
     assert decoded.sample_rate == {"wav": 8000, "flac": 8000, "webm": 48000}.get(kind, 16000)
     assert decoded.samples.dtype == np.float32
@@ -47,7 +47,7 @@ def test_audio_is_mono_at_its_own_rate(kind):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_encoded_bytes_are_not_needed_afterwards(kind):
+def test_result_does_not_reference_the_encoded_bytes(kind):
     data = bytearray(encoded(kind))
     decoded = decode_audio(memoryview(data), CONFIG)
     before = decoded.samples.copy()
@@ -56,14 +56,14 @@ def test_encoded_bytes_are_not_needed_afterwards(kind):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_part_of_a_buffer_is_a_audio(kind):
+def test_part_of_a_buffer_is_decoded(kind):
     data = encoded(kind)
     padded = memoryview(b"x" * 7 + data + b"x" * 7)
     assert np.array_equal(decode_audio(padded[7:-7], CONFIG).samples, decode(data).samples)
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_limits_on_length_hold(kind):
+def test_length_limits_are_enforced(kind):
     assert decode(encoded(kind), MediaConfig(max_audio_duration_s=0.4))
     with pytest.raises(AudioTooLong):
         decode(encoded(kind), MediaConfig(max_audio_duration_s=0.15))
@@ -74,7 +74,7 @@ def test_limits_on_length_hold(kind):
 
 
 @pytest.mark.parametrize("kind", ["m4a", "webm"])
-def test_audio_that_claims_to_be_short_is_measured_as_it_is_decoded(kind, monkeypatch):
+def test_actual_length_is_checked_during_decoding(kind, monkeypatch):
     monkeypatch.setattr(audio, "_claimed_seconds", lambda container, stream: 0.0)
     with pytest.raises(AudioTooLong):
         decode(encoded(kind), MediaConfig(max_audio_duration_s=0.15))
@@ -83,18 +83,18 @@ def test_audio_that_claims_to_be_short_is_measured_as_it_is_decoded(kind, monkey
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_channels_have_a_limit(kind):
+def test_channel_count_is_limited(kind):
     with pytest.raises(InvalidAudio):
         decode(encoded(kind), MediaConfig(max_audio_channels=1))
 
 
 @pytest.mark.parametrize("channels", [9, 64])
-def test_many_channels_are_invalid(channels):
+def test_too_many_channels_are_invalid(channels):
     with pytest.raises(InvalidAudio):
         decode(by_libsndfile(sound(8000, channels), 8000))
 
 
-def test_eight_planes_are_refused_where_pyav_would_crash():
+def test_eight_planar_channels_are_rejected_where_pyav_would_crash():
     with pytest.raises(InvalidAudio, match="8 channels"):
         decode(by_ffmpeg(sound(48000, 8), 48000, "ipod", "aac"))
 
@@ -109,31 +109,31 @@ def test_video_without_audio_is_invalid():
         decode(out.getvalue())
 
 
-def test_wav_that_cannot_be_sought_in_is_decoded():
+def test_non_seekable_wav_is_decoded():
     """vLLM refuses it, for that reason only."""
     assert decode(by_libsndfile(sound(8000), 8000, "WAV", "GSM610")).size.num_samples >= 1600
 
 
-def test_coding_that_is_not_on_the_list_is_refused(monkeypatch):
+def test_unsupported_codec_is_rejected(monkeypatch):
     monkeypatch.setattr(audio, "_CODECS", ("flac",))
     with pytest.raises((UnsupportedMediaType, InvalidAudio)):
         decode(encoded("m4a"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_samples_that_are_not_finite_are_invalid(value):
+def test_non_finite_samples_are_invalid(value):
     samples = sound(8000, 2)
     samples[77, 1] = value
     with pytest.raises(InvalidAudio, match="not finite"):
         decode(by_libsndfile(samples, 8000, "WAV", "FLOAT"))
 
 
-def test_samples_whose_sum_is_not_finite_are_fine():
+def test_overflowing_channel_sum_is_accepted():
     loud = np.full(1000, 3e38, np.float32)
     assert decode(by_libsndfile(loud, 8000, "WAV", "FLOAT")).samples[0] == np.float32(3e38)
 
 
-def test_samples_whose_mean_overflows_are_invalid():
+def test_overflowing_channel_mean_is_invalid():
     with pytest.raises(InvalidAudio, match="not finite"):
         decode(by_libsndfile(np.full((1000, 2), 3e38, np.float32), 8000, "WAV", "FLOAT"))
 
@@ -144,7 +144,7 @@ def test_audio_without_samples_is_invalid(names):
         decode(by_libsndfile(np.zeros((0, 2), np.float32), 8000, *names))
 
 
-def test_nothing_is_empty():
+def test_empty_input_is_empty_media():
     with pytest.raises(EmptyMedia):
         decode(b"")
 
@@ -155,7 +155,7 @@ def test_text_is_unsupported():
 
 
 @pytest.mark.parametrize("claimed", [2**32 - 1, 2**31, 10**7])
-def test_wav_that_claims_more_than_it_has_gives_what_it_has(claimed):
+def test_wav_claiming_too_many_samples_gives_the_existing_ones(claimed):
     data = bytearray(encoded("wav"))
     data[40:44] = struct.pack("<I", claimed)
     assert decode(bytes(data)).size.num_samples == 1600
@@ -187,7 +187,7 @@ def frugally(data: bytes, config: MediaConfig, raises: type[MedialaneError]) -> 
 
 
 @pytest.mark.parametrize(("container", "coding"), [("ogg", "libopus"), ("matroska", "libopus"), ("ipod", "aac")])
-def test_hours_of_silence_in_a_small_file_are_too_long(container, coding):
+def test_hours_of_silence_in_a_small_file_exceed_the_limit(container, coding):
     """Half an hour stands for a day: what decides is the first limit that is passed."""
     data = hours_of_silence(container, coding, 48000, 1800)
     assert len(data) < 2 * MIB
@@ -195,12 +195,12 @@ def test_hours_of_silence_in_a_small_file_are_too_long(container, coding):
 
 
 @pytest.mark.parametrize("nbytes", [10, 100, 100_000])
-def test_id3_tag_that_claims_a_quarter_of_a_gigabyte(nbytes):
+def test_id3_tag_claiming_a_quarter_of_a_gigabyte(nbytes):
     data = b"ID3\x04\0\0\x7f\x7f\x7f\x7f" + bytes(nbytes)
     frugally(data, CONFIG, InvalidAudio)
 
 
-def test_flac_that_claims_the_longest_audio_allocates_no_more_than_the_limit():
+def test_flac_claiming_maximal_length_allocates_within_the_limit():
     data = bytearray(encoded("flac"))
     bits = int.from_bytes(data[18:26], "big")
     data[18:26] = (bits >> 36 << 36 | (1 << 36) - 1).to_bytes(8, "big")
@@ -208,13 +208,13 @@ def test_flac_that_claims_the_longest_audio_allocates_no_more_than_the_limit():
 
 
 @pytest.mark.parametrize("library", ["av", "soundfile"])
-def test_missing_library_refuses_by_kind(library, monkeypatch):
+def test_missing_library_rejects_audio_by_name(library, monkeypatch):
     monkeypatch.setattr(audio, library, None)
     with pytest.raises(UnsupportedMediaType, match=r"server does not support .*audio"):
         decode(encoded("m4a"))
 
 
-def test_messages_are_ours():
+def test_messages_contain_no_library_text():
     for kind in ("m4a", "webm"):
         with pytest.raises(InvalidAudio) as raised:
             decode(encoded(kind)[:200])
@@ -227,7 +227,7 @@ def test_messages_are_ours():
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=12),
     st.floats(0.05, 1),
 )
-def test_mutated_audio_is_a_audio_or_an_error_of_ours(kind, changes, part):
+def test_mutated_audio_decodes_or_raises_our_error(kind, changes, part):
     data = bytearray(encoded(kind))
     for place, value in changes:
         data[int(place**3 * len(data))] = value  # headers are at the front

@@ -1,7 +1,7 @@
 from medialane.media.body import HeapBodies
 
 
-def test_heap_body_is_what_was_written():
+def test_heap_body_equals_the_written_bytes():
     body = HeapBodies().open("image", "", 100)
     body.expect(6)
     body.write(b"abc")
@@ -9,7 +9,7 @@ def test_heap_body_is_what_was_written():
     assert body.finish("hash") == b"abcdef"
 
 
-def test_abandoned_heap_body_keeps_nothing():
+def test_abandoned_heap_body_frees_its_bytes():
     body = HeapBodies().open("image", "", 100)
     body.write(b"abc")
     body.abandon()

@@ -23,7 +23,7 @@ def test_defaults_are_valid():
     ],
     ids=str,
 )
-def test_bad_setting_is_named(setting):
+def test_invalid_setting_is_named(setting):
     with pytest.raises(StartupFailed, match=next(iter(setting))):
         MediaConfig(**setting).validate()
 

@@ -11,7 +11,7 @@ LIMIT = 1000
 @pytest.mark.parametrize(
     "form", [str, str.encode, lambda url: bytearray(url.encode()), lambda u: memoryview(u.encode())]
 )
-def test_any_text_will_do(form):
+def test_any_text_type_is_accepted(form):
     assert parse_data_url(form("data:image/png;base64,AAEC"), LIMIT) == DataUrl("image/png", b"\0\1\2")
 
 
@@ -43,30 +43,30 @@ def test_media_type(head, media_type):
     ],
     ids=lambda url: url[:40],
 )
-def test_other_forms_are_invalid(url):
+def test_other_data_url_forms_are_invalid(url):
     with pytest.raises(InvalidDataUrl):
         parse_data_url(url, LIMIT)
 
 
 @pytest.mark.parametrize("payload", ["A", "AA", "AAA", "AA=A", "A===", "AA==AA==", "AA AA", "AAAA\n", "_-_-", "AAA%"])
-def test_what_is_not_strict_base64_is_invalid(payload):
+def test_non_strict_base64_is_invalid(payload):
     with pytest.raises(InvalidBase64) as raised:
         decode_base64(payload.encode(), LIMIT)
     assert payload not in raised.value.message
 
 
-def test_limit_is_of_encoded_bytes():
+def test_limit_applies_to_encoded_bytes():
     assert len(decode_base64(b64encode(bytes(750)), LIMIT)) == 750
     with pytest.raises(MediaTooLarge):
         decode_base64(b64encode(bytes(751)), LIMIT)
 
 
-def test_size_is_looked_at_first():
+def test_size_is_checked_first():
     with pytest.raises(MediaTooLarge):
         decode_base64(b"?" * 2000, LIMIT)
 
 
-def test_nothing_is_empty_media():
+def test_empty_input_is_empty_media():
     with pytest.raises(EmptyMedia):
         parse_data_url("data:image/png;base64,", LIMIT)
 

@@ -47,7 +47,7 @@ def flac(*, channels=2, rate=44100, num_samples=1000) -> bytes:
     ],
 )
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
-def test_type_of_what_libsndfile_writes(container, coding, expected, buffer):
+def test_type_of_libsndfile_output(container, coding, expected, buffer):
     assert sniff_audio(buffer(by_libsndfile(sound(16000), 16000, container, coding)), CONFIG) == expected
 
 
@@ -63,7 +63,7 @@ def test_type_of_what_libsndfile_writes(container, coding, expected, buffer):
         ("mp3", "libmp3lame", "audio/mpeg"),  # with ID3 tags
     ],
 )
-def test_type_of_what_ffmpeg_writes(container, coding, expected):
+def test_type_of_ffmpeg_output(container, coding, expected):
     data = by_ffmpeg(sound(16000), 16000, container, coding)
     assert sniff_audio(data, CONFIG) == expected
     assert sniff(data, "audio", CONFIG) == expected
@@ -92,17 +92,17 @@ def test_type_of_what_ffmpeg_writes(container, coding, expected):
     ],
     ids=repr,
 )
-def test_what_is_no_audio_is_refused(data):
+def test_non_audio_is_rejected(data):
     with pytest.raises(UnsupportedMediaType):
         sniff_audio(data, CONFIG)
 
 
-def test_nothing_is_empty():
+def test_empty_input_is_empty_media():
     with pytest.raises(EmptyMedia):
         sniff_audio(b"", CONFIG)
 
 
-def test_audio_has_its_limit_and_a_video_its_own():
+def test_audio_and_video_have_separate_limits():
     config = MediaConfig(max_audio_bytes=1000, max_video_bytes=100_000)
     with pytest.raises(MediaTooLarge):
         sniff_audio(wav(num_bytes=2000), config)
@@ -113,14 +113,14 @@ def test_audio_has_its_limit_and_a_video_its_own():
 
 
 @pytest.mark.parametrize("make", [wav, flac])
-def test_rate_that_cannot_be_is_invalid(make):
+def test_impossible_sample_rate_is_invalid(make):
     assert sniff_audio(make(rate=192_000), CONFIG)
     for rate in (0, 999, 768_001):
         with pytest.raises(InvalidAudio):
             sniff_audio(make(rate=rate), CONFIG)
 
 
-def test_channels_have_a_limit():
+def test_channel_count_is_limited():
     assert sniff_audio(wav(channels=8), CONFIG)
     for channels in (0, 9, 64, 65535):
         with pytest.raises(InvalidAudio):
@@ -129,7 +129,7 @@ def test_channels_have_a_limit():
         sniff_audio(flac(channels=3), MediaConfig(max_audio_channels=2))
 
 
-def test_length_that_a_flac_claims_has_limits():
+def test_length_claimed_by_a_flac_is_limited():
     assert sniff_audio(flac(num_samples=600 * 44100), CONFIG)
     for num_samples in (600 * 44100 + 1, 24 * 3600 * 44100, (1 << 36) - 1):
         with pytest.raises(AudioTooLong):
@@ -138,42 +138,42 @@ def test_length_that_a_flac_claims_has_limits():
         sniff_audio(flac(num_samples=1001), MediaConfig(max_audio_decoded_bytes=8000))
 
 
-def test_wav_is_as_long_as_its_bytes_whatever_it_claims():
+def test_wav_length_follows_its_bytes_not_its_header():
     for claimed in (0, 100, 2**32 - 1):
         assert sniff_audio(wav(claimed=claimed), CONFIG) == "audio/wav"
     with pytest.raises(AudioTooLong):
         sniff_audio(wav(rate=1000, num_bytes=2 * 1000 * 601), CONFIG)
 
 
-def test_wav_of_unknown_coding_is_the_decoders_to_judge():
+def test_wav_with_unknown_codec_is_left_to_the_decoder():
     data = wav(coding=0x55, block_bytes=1, rate=1000, num_bytes=700_000)
     assert sniff(data, "audio", CONFIG) == "audio/wav"
     with pytest.raises(InvalidAudio):
         sniff_audio(data, CONFIG)
 
 
-def test_parts_before_the_description_are_passed_over():
+def test_chunks_before_the_format_chunk_are_skipped():
     assert sniff_audio(wav(before=b"LIST\x03\0\0\0abc\0"), CONFIG) == "audio/wav"
 
 
 @pytest.mark.parametrize("nbytes", [12, 19, 30, 40])
-def test_wav_that_ends_within_its_header_is_invalid(nbytes):
+def test_wav_truncated_within_its_header_is_invalid(nbytes):
     with pytest.raises(InvalidAudio):
         sniff_audio(wav()[:nbytes], CONFIG)
 
 
-def test_flac_that_ends_within_its_header_is_invalid():
+def test_flac_truncated_within_its_header_is_invalid():
     for nbytes in (4, 7, 20):
         with pytest.raises(InvalidAudio):
             sniff_audio(flac()[:nbytes], CONFIG)
 
 
-def test_many_parts_before_the_samples_are_invalid():
+def test_too_many_chunks_before_the_samples_are_invalid():
     with pytest.raises(InvalidAudio):
         sniff_audio(wav(before=b"JUNK\0\0\0\0" * 100_000), CONFIG)
 
 
-def test_samples_before_the_description_are_invalid():
+def test_samples_before_the_format_chunk_are_invalid():
     with pytest.raises(InvalidAudio):
         sniff_audio(wav(before=b"data\0\0\0\0"), CONFIG)
 
@@ -182,30 +182,30 @@ def test_samples_before_the_description_are_invalid():
     ("container", "coding"),
     [("ipod", "aac"), ("mov", "aac"), ("adts", "aac"), ("matroska", "aac"), ("webm", "libopus")],
 )
-def test_eight_channels_that_stand_apart_are_refused_by_the_header(container, coding):
+def test_eight_planar_channels_are_rejected_by_the_header(container, coding):
     with pytest.raises(InvalidAudio, match="8 channels"):
         sniff_audio(by_ffmpeg(sound(48000, 8), 48000, container, coding), CONFIG)
 
 
 @pytest.mark.parametrize(("container", "coding"), [("mov", "pcm_s16le"), ("matroska", "flac"), ("ogg", "libopus")])
-def test_eight_channels_that_are_interleaved_are_taken(container, coding):
+def test_eight_interleaved_channels_are_accepted(container, coding):
     assert sniff_audio(by_ffmpeg(sound(48000, 8), 48000, container, coding), CONFIG)
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_channels_that_a_header_tells_have_a_limit(kind):
+def test_channels_claimed_by_a_header_are_limited(kind):
     data, config = FILES[kind](), MediaConfig(max_audio_channels=1)
     with pytest.raises(InvalidAudio, match="2 channels"):
         sniff_audio(data, config)
 
 
 @pytest.mark.parametrize("kind", ["m4a", "video", "webm", "wav", "flac"])
-def test_length_that_a_header_tells_has_a_limit(kind):
+def test_length_claimed_by_a_header_is_limited(kind):
     with pytest.raises(AudioTooLong):
         sniff_audio(FILES[kind](), MediaConfig(max_audio_duration_s=0.15))
 
 
-def test_mp4_without_an_index_or_that_refers_elsewhere_is_no_audio():
+def test_mp4_without_index_or_with_external_references_is_rejected():
     data = FILES["m4a"]()
     with pytest.raises(InvalidAudio):
         sniff_audio(data[:100], CONFIG)
@@ -214,7 +214,7 @@ def test_mp4_without_an_index_or_that_refers_elsewhere_is_no_audio():
         sniff_audio(data[:place] + bytes(4) + data[place + 4 :], CONFIG)
 
 
-def test_every_reference_of_an_mp4_is_looked_at():
+def test_every_data_reference_of_an_mp4_is_checked():
     """Beyond the first track and the first entry, and whatever the kind of the reference."""
     data = FILES["video"]()
     first = data.index(b"url ", data.index(b"dref"))
@@ -227,7 +227,7 @@ def test_every_reference_of_an_mp4_is_looked_at():
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_any_beginning_is_reported_or_refused(kind):
+def test_any_truncation_is_identified_or_rejected(kind):
     data = FILES[kind]()
     for end in (*range(1, 400), *range(400, len(data), 97)):
         with suppress(MedialaneError):

@@ -51,7 +51,7 @@ VALUES = torch.arange(24).view(4, 6) % 7
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
-def test_tensor_of_every_type_is_what_was_saved(dtype):
+def test_every_dtype_round_trips(dtype):
     tensor = VALUES.to(getattr(torch, dtype))
     assert torch.equal(tensor_of(read_tensor(saved(tensor))), tensor)
 
@@ -69,13 +69,13 @@ def test_tensor_of_every_type_is_what_was_saved(dtype):
     ],
     ids=lambda tensor: f"{type(tensor).__name__}{tuple(tensor.shape)}",
 )
-def test_tensor_of_every_layout_is_what_was_saved(tensor):
+def test_every_memory_layout_round_trips(tensor):
     assert torch.equal(tensor_of(read_tensor(saved(tensor))), tensor.detach())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "uint8", "bool"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_numpys_form_is_read_as_well(dtype, order):
+def test_numpy_format_is_accepted(dtype, order):
     array = np.asarray(VALUES.numpy().astype(dtype), order=order)
     assert np.array_equal(tensor_of(read_tensor(npy(array))).numpy(), array)
 
@@ -130,7 +130,7 @@ def layout(dtype="FloatStorage", key="0", num=4, offset=0, shape=(2, 2), strides
     )
 
 
-def test_layout_made_by_hand_is_read():
+def test_handmade_layout_is_read():
     assert read_tensor(archive(layout())).spec == TensorSpec("float32", (2, 2))
 
 
@@ -184,7 +184,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_anything_else_is_refused_at_once_and_nothing_of_it_is_run(name, tmp_path, monkeypatch):
+def test_anything_else_is_rejected_without_executing_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "two tensors":  # a second archive behind the first is what zip readers see: one tensor
         assert read_tensor(HOSTILE[name]).spec == TensorSpec("float32", (2, 2))
@@ -202,7 +202,7 @@ def test_anything_else_is_refused_at_once_and_nothing_of_it_is_run(name, tmp_pat
     assert len(raised.value.message) < 100
 
 
-def test_mutated_bytes_give_a_tensor_of_what_came_or_are_refused():
+def test_mutated_bytes_give_a_tensor_or_are_rejected():
     chance = random.Random(1)
     good = [saved(VALUES.float()), npy(VALUES.numpy()), archive(layout())]
     for _ in range(1500):
@@ -220,7 +220,7 @@ def encoded(tensor) -> bytes:
     return base64.b64encode(saved(tensor))
 
 
-def test_item_of_one_tensor_and_of_named_ones():
+def test_item_of_one_tensor_or_of_named_tensors():
     (single,) = decode_embeds(read_embeds({UNNAMED: encoded(VALUES)}, "p", MIB)).fields.items()
     assert single[0] == UNNAMED
     named = {"image_embeds": encoded(VALUES.float()), "image_grid_thw": msgspec.Raw(b"[1, 4, 6]")}
@@ -230,7 +230,7 @@ def test_item_of_one_tensor_and_of_named_ones():
     assert fields["image_grid_thw"].spec.dtype == "int64"
 
 
-def test_equal_items_are_equal_documents_whatever_the_order_of_their_fields():
+def test_equal_items_give_equal_documents_for_any_field_order():
     fields = {"a": encoded(VALUES), "b": msgspec.Raw(b"[0.5, 2]")}
     document = read_embeds(fields, "p", MIB)
     assert document == read_embeds(dict(reversed(fields.items())), "p", MIB)
@@ -259,13 +259,13 @@ def test_equal_items_are_equal_documents_whatever_the_order_of_their_fields():
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_wrong_is_named(fields, error, param):
+def test_error_names_the_problem(fields, error, param):
     with pytest.raises(InvalidRequest) as raised:
         read_embeds(fields, "p", MIB)
     assert (type(raised.value), raised.value.param) == (error, param)
 
 
 @pytest.mark.parametrize("data", [b"", b"medialane-embeds-1\0", b"medialane-embeds-1\0\x81\xa1x", b"\x89PNG"])
-def test_bytes_that_are_no_document_are_refused(data):
+def test_invalid_document_bytes_are_rejected(data):
     with pytest.raises(InvalidFeature):
         decode_embeds(data)

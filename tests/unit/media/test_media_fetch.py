@@ -41,25 +41,25 @@ def image(url: str, salt: str = "") -> MediaRef:
     return MediaRef("image", "messages[0].content[0].image_url", url=url, salt=salt)
 
 
-async def test_bytes_and_their_hash(fetcher, origin):
+async def test_bytes_are_fetched_with_their_hash(fetcher, origin):
     origin.routes["/a"] = answer(200, BODY)
     fetched = await fetcher.fetch(image(origin.url("/a")))
     assert (fetched.content_hash, bytes(fetched.data)) == (content_hash(BODY), BODY)
 
 
-async def test_data_is_there_already(fetcher):
+async def test_inline_data_is_not_fetched(fetcher):
     ref = MediaRef("image", "p", data=BODY)
     assert await fetcher.fetch(ref) == Fetched(content_hash(BODY), BODY)
 
 
-async def test_origin_that_says_nothing_is_asked_each_time(fetcher, origin):
+async def test_origin_without_cache_headers_is_queried_each_time(fetcher, origin):
     origin.routes["/a"] = answer(200, BODY)
     for _ in range(2):
         assert (await fetcher.fetch(image(origin.url("/a")))).data == BODY
     assert len(origin.requests) == 2
 
 
-async def test_fresh_content_is_known_without_asking(fetcher, origin, clock):
+async def test_fresh_content_needs_no_request(fetcher, origin, clock):
     origin.routes["/a"] = answer(200, BODY, cache_control="max-age=60")
     await fetcher.fetch(image(origin.url("/a")))
     clock.now += 59
@@ -69,20 +69,20 @@ async def test_fresh_content_is_known_without_asking(fetcher, origin, clock):
     assert len(origin.requests) == 2
 
 
-async def test_freshness_has_a_limit_of_ours(fetcher, origin, clock):
+async def test_freshness_is_capped_by_the_setting(fetcher, origin, clock):
     origin.routes["/a"] = answer(200, BODY, cache_control="max-age=999999999")
     await fetcher.fetch(image(origin.url("/a")))
     clock.now += 1001
     assert (await fetcher.fetch(image(origin.url("/a")))).data == BODY
 
 
-async def test_tenants_share_nothing(fetcher, origin):
+async def test_tenants_do_not_share_urls(fetcher, origin):
     origin.routes["/a"] = answer(200, BODY, cache_control="max-age=60")
     await fetcher.fetch(image(origin.url("/a"), salt="one"))
     assert (await fetcher.fetch(image(origin.url("/a"), salt="two"))).data == BODY
 
 
-async def test_needed_bytes_are_fetched_though_the_hash_is_known(fetcher, origin):
+async def test_needed_bytes_are_fetched_even_if_the_hash_is_known(fetcher, origin):
     origin.routes["/a"] = answer(200, BODY, cache_control="max-age=60", etag='"1"')
     await fetcher.fetch(image(origin.url("/a")))
     origin.routes["/a"] = answer(200, OTHER, cache_control="max-age=60", etag='"2"')
@@ -118,7 +118,7 @@ async def test_changed_content_is_fetched(fetcher, origin):
     assert await fetcher.fetch(image(origin.url("/a"))) == Fetched(content_hash(OTHER), None)
 
 
-async def test_revalidation_makes_fresh_again(fetcher, origin, clock):
+async def test_revalidation_renews_freshness(fetcher, origin, clock):
     origin.routes["/a"] = revalidating(BODY, '"1"', cache_control="max-age=60")
     for _ in range(3):
         await fetcher.fetch(image(origin.url("/a")))
@@ -126,7 +126,7 @@ async def test_revalidation_makes_fresh_again(fetcher, origin, clock):
     assert len(origin.requests) == 2
 
 
-async def test_not_modified_that_says_nothing_leaves_what_was_granted(fetcher, origin, clock):
+async def test_not_modified_without_cache_headers_keeps_the_lifetime(fetcher, origin, clock):
     async def write(request, writer):
         again = "if-none-match" in request.headers
         respond = (
@@ -141,7 +141,7 @@ async def test_not_modified_that_says_nothing_leaves_what_was_granted(fetcher, o
     assert len(origin.requests) == 2
 
 
-async def test_no_store_is_forgotten(fetcher, origin):
+async def test_no_store_is_not_cached(fetcher, origin):
     origin.routes["/a"] = revalidating(BODY, '"1"', cache_control="max-age=60")
     await fetcher.fetch(image(origin.url("/a")))
     origin.routes["/a"] = answer(200, BODY, etag='"1"', cache_control="no-store")
@@ -150,7 +150,7 @@ async def test_no_store_is_forgotten(fetcher, origin):
     assert "if-none-match" not in origin.requests[-1].headers
 
 
-async def test_redirect_that_may_change_is_asked_again(fetcher, origin):
+async def test_temporary_redirect_is_followed_again(fetcher, origin):
     origin.routes["/a"] = answer(302, location="/b")
     origin.routes["/b"] = revalidating(BODY, '"1"', cache_control="max-age=60")
     await fetcher.fetch(image(origin.url("/a")))
@@ -185,7 +185,7 @@ async def test_concurrent_callers_share_one_fetch(fetcher, origin, gate, held):
     assert len(origin.requests) == 1
 
 
-async def test_cancelled_caller_leaves_the_fetch_to_the_others(fetcher, origin, gate, held):
+async def test_cancelled_caller_does_not_stop_the_fetch_for_others(fetcher, origin, gate, held):
     first, second = (asyncio.create_task(fetcher.fetch(held)) for _ in range(2))
     await origin.asked()
     first.cancel()
@@ -196,7 +196,7 @@ async def test_cancelled_caller_leaves_the_fetch_to_the_others(fetcher, origin, 
     assert len(origin.requests) == 1
 
 
-async def test_last_cancelled_caller_ends_the_fetch(fetcher, origin, gate, held):
+async def test_last_cancelled_caller_stops_the_fetch(fetcher, origin, gate, held):
     fetching = [asyncio.create_task(fetcher.fetch(held)) for _ in range(2)]
     await origin.asked()
     for task in fetching:
@@ -207,13 +207,13 @@ async def test_last_cancelled_caller_ends_the_fetch(fetcher, origin, gate, held)
     assert len(origin.requests) == 2
 
 
-async def test_deadline(held):
+async def test_fetch_times_out(held):
     async with Fetcher(msgspec.structs.replace(CONFIG, image_fetch_timeout_s=0.3)) as fetcher:
         with pytest.raises(MediaFetchTimeout):
             await fetcher.fetch(held)
 
 
-async def test_failure_reaches_every_caller_and_is_not_remembered(fetcher, origin):
+async def test_failure_reaches_every_caller_and_is_not_cached(fetcher, origin):
     fetching = [fetcher.fetch(image(origin.url("/a"))) for _ in range(3)]
     errors = await asyncio.gather(*fetching, return_exceptions=True)
     assert [type(error) for error in errors] == [MediaFetchFailed] * 3
@@ -229,12 +229,12 @@ async def test_failure_reaches_every_caller_and_is_not_remembered(fetcher, origi
         ("file:///etc/passwd", MediaUrlForbidden),
     ],
 )
-async def test_refused_urls(fetcher, url, error):
+async def test_forbidden_urls_are_rejected(fetcher, url, error):
     with pytest.raises(error):
         await fetcher.fetch(image(url))
 
 
-async def test_file_below_the_allowed_folder(tmp_path):
+async def test_file_below_the_allowed_folder_is_read(tmp_path):
     (tmp_path / "a.png").write_bytes(BODY)
     async with Fetcher(MediaConfig(allowed_local_media_path=str(tmp_path))) as fetcher:
         assert await fetcher.fetch(image(f"FILE://{tmp_path}/a.png")) == Fetched(content_hash(BODY), BODY)

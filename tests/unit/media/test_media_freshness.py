@@ -34,7 +34,7 @@ LATER = "Tue, 15 Nov 1994 08:13:31 GMT"
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_lifetime(headers, lifetime_s):
+def test_lifetime_follows_the_cache_headers(headers, lifetime_s):
     assert freshness_of(CIMultiDict(headers)) == Freshness(lifetime_s=lifetime_s)
 
 
@@ -48,11 +48,11 @@ def test_lifetime(headers, lifetime_s):
     ],
     ids=str,
 )
-def test_not_storable(headers):
+def test_uncacheable_responses_are_not_stored(headers):
     assert not freshness_of(CIMultiDict(headers)).storable
 
 
-def test_all_lines_of_a_header_count():
+def test_all_lines_of_a_header_are_considered():
     headers = CIMultiDict([("Cache-Control", "max-age=60"), ("cache-control", "no-store")])
     assert not freshness_of(headers).storable
 
@@ -66,5 +66,5 @@ def test_all_lines_of_a_header_count():
         (Freshness(lifetime_s=60), Freshness(storable=False), Freshness(storable=False, lifetime_s=0)),
     ],
 )
-def test_redirect_limits_what_it_leads_to(answer, redirect, both):
+def test_redirect_limits_the_freshness_of_its_target(answer, redirect, both):
     assert answer.through(redirect) == both

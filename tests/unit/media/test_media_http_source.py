@@ -90,7 +90,7 @@ async def canary():
         yield canary
 
 
-async def test_body_and_what_to_ask_with_next_time(source, origin):
+async def test_body_is_returned_with_its_validators(source, origin):
     origin.routes["/a"] = answer(200, BODY, etag='"1"', last_modified="Tue", cache_control="max-age=60")
     received = await source.get(origin.url("/a"), LIMITS)
     assert (received.data, received.content_hash) == (BODY, content_hash(BODY))
@@ -98,7 +98,7 @@ async def test_body_and_what_to_ask_with_next_time(source, origin):
     assert received.validators == Validators(origin.url("/a"), '"1"', "Tue")
 
 
-async def test_nothing_is_reported_about_us(source, origin):
+async def test_request_headers_reveal_nothing_about_us(source, origin):
     origin.routes["/a"] = answer(200, BODY, set_cookie="a=b")
     await source.get(origin.url("/a"), LIMITS)
     await source.get(origin.url("/a"), LIMITS)
@@ -106,7 +106,7 @@ async def test_nothing_is_reported_about_us(source, origin):
     assert origin.requests[1].headers["accept-encoding"] == "identity"
 
 
-async def test_connection_is_used_again(source, origin):
+async def test_connection_is_reused(source, origin):
     origin.routes["/a"] = answer(200, BODY)
     for _ in range(3):
         await source.get(origin.url("/a"), LIMITS)
@@ -123,7 +123,7 @@ async def test_not_modified(source, origin):
     assert origin.requests[0].headers["if-modified-since"] == "tue"
 
 
-async def test_validators_are_for_the_url_that_gave_them(source, origin):
+async def test_validators_are_sent_only_to_their_url(source, origin):
     origin.routes["/a"] = answer(302, location="/b")
     origin.routes["/b"] = answer(200, BODY, etag='"2"')
     received = await source.get(origin.url("/a"), LIMITS, Validators(origin.url("/old"), '"1"', None))
@@ -131,14 +131,14 @@ async def test_validators_are_for_the_url_that_gave_them(source, origin):
     assert not any("if-none-match" in request.headers for request in origin.requests)
 
 
-async def test_not_modified_without_having_asked_is_a_failure(source, origin):
+async def test_unsolicited_not_modified_is_a_failure(source, origin):
     origin.routes["/a"] = answer(304)
     with pytest.raises(MediaFetchFailed):
         await source.get(origin.url("/a"), LIMITS)
 
 
 @pytest.mark.parametrize("status", [201, 204, 206, 300, 400, 401, 403, 404, 410, 451])
-async def test_status_that_is_no_success_is_reported(source, origin, status):
+async def test_error_status_is_reported(source, origin, status):
     origin.routes["/a"] = answer(status)
     with pytest.raises(MediaFetchFailed, match=str(status)):
         await source.get(origin.url("/a"), LIMITS)
@@ -146,7 +146,7 @@ async def test_status_that_is_no_success_is_reported(source, origin, status):
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_origin_that_fails_is_asked_twice(source, origin, status):
+async def test_failing_origin_is_tried_twice(source, origin, status):
     origin.routes["/a"] = answer(status, b"no")
     with pytest.raises(UpstreamFailed, match=str(status)):
         await source.get(origin.url("/a"), LIMITS)
@@ -164,7 +164,7 @@ async def test_second_attempt_may_succeed(source, origin):
     assert time.monotonic() - started >= 1.0
 
 
-async def test_longer_pause_is_not_waited_for(source, origin):
+async def test_long_retry_after_is_not_waited_for(source, origin):
     origin.routes["/a"] = answer(503, b"no", retry_after="3")
     with pytest.raises(UpstreamFailed):
         await source.get(origin.url("/a"), LIMITS)
@@ -185,7 +185,7 @@ async def test_unknown_host(source):
         await source.get("http://no-such-host.invalid/", LIMITS)
 
 
-async def test_no_tls_where_it_is_wanted(source):
+async def test_https_to_a_plain_http_server_fails(source):
     async def write(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -195,7 +195,7 @@ async def test_no_tls_where_it_is_wanted(source):
             await source.get(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/", LIMITS)
 
 
-async def test_connection_that_is_cut(source, origin):
+async def test_closed_connection_is_a_failure(source, origin):
     async def cut(request, writer):
         writer.transport.abort()
         raise ConnectionError
@@ -206,7 +206,7 @@ async def test_connection_that_is_cut(source, origin):
     assert len(origin.requests) >= 2
 
 
-async def test_body_that_is_cut(source, origin):
+async def test_truncated_body_is_a_failure(source, origin):
     async def cut(request, writer):
         await answer(200, BODY, content_length=str(len(BODY) + 1))(request, writer)
         raise ConnectionError
@@ -245,7 +245,7 @@ async def slow_headers(request, writer):
     ],
     ids=["silent", "body", "headers"],
 )
-async def test_slow_origin_is_given_up(origin, answering, impatience):
+async def test_slow_origin_times_out(origin, answering, impatience):
     origin.routes["/a"] = answering
     source = HttpSource(msgspec.structs.replace(CONFIG, **impatience))
     started = time.monotonic()
@@ -261,7 +261,7 @@ async def test_declared_size_ends_a_fetch_before_its_body(source, origin):
         await source.get(origin.url("/a"), LIMITS)
 
 
-async def test_body_without_end_is_cut_off(source, origin):
+async def test_endless_body_is_cut_off(source, origin):
     async def endless(request, writer):
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         while True:
@@ -274,7 +274,7 @@ async def test_body_without_end_is_cut_off(source, origin):
 
 
 @pytest.mark.parametrize(("num_interim", "error"), [(3, None), (10_000, MediaFetchFailed)])
-async def test_interim_answers_are_few(source, origin, num_interim, error):
+async def test_interim_responses_are_limited(source, origin, num_interim, error):
     async def write(request, writer):
         writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n" * num_interim)
         await answer(200, BODY)(request, writer)
@@ -293,21 +293,21 @@ async def test_empty_body(source, origin):
         await source.get(origin.url("/a"), LIMITS)
 
 
-async def test_content_coding_is_refused(source, origin):
+async def test_content_coding_is_rejected(source, origin):
     origin.routes["/a"] = answer(200, BODY, content_encoding="gzip")
     with pytest.raises(MediaFetchFailed):
         await source.get(origin.url("/a"), LIMITS)
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "rot13"])
-async def test_transfer_coding_is_refused(source, origin, coding):
+async def test_transfer_coding_is_rejected(source, origin, coding):
     origin.routes["/a"] = answer(200, b"1\r\nx\r\n0\r\n\r\n", transfer_encoding=coding, content_length=None)
     with pytest.raises(MediaFetchFailed):
         await source.get(origin.url("/a"), LIMITS)
 
 
 @pytest.mark.parametrize("headers", ["x: " + "y" * 1_000_000, "\r\n".join(f"x{n}: y" for n in range(10_000)), "junk"])
-async def test_headers_without_measure(source, origin, headers):
+async def test_oversized_headers_are_rejected(source, origin, headers):
     async def write(request, writer):
         writer.write(f"HTTP/1.1 200 OK\r\n{headers}\r\ncontent-length: 1\r\n\r\nx".encode())
         await writer.drain()
@@ -340,7 +340,7 @@ async def test_redirect_to_another_scheme(source, origin, location):
         await source.get(origin.url("/a"), LIMITS)
 
 
-async def test_redirect_to_a_forbidden_address_reaches_nobody(origin, canary):
+async def test_redirect_to_a_forbidden_address_is_never_contacted(origin, canary):
     source = HttpSource(MediaConfig(allowed_media_networks=("127.0.0.2/32",)), resolver=Names(origin=[["127.0.0.1"]]))
     guarded = HttpSource(CONFIG, resolver=Names(inside=[["10.0.0.1"]], mixed=[["127.0.0.1", "10.0.0.1"]]))
     with pytest.raises(MediaUrlForbidden):
@@ -354,7 +354,7 @@ async def test_redirect_to_a_forbidden_address_reaches_nobody(origin, canary):
     await guarded.close()
 
 
-async def test_name_with_an_address_inside_is_forbidden(origin, canary):
+async def test_name_resolving_to_a_private_address_is_forbidden(origin, canary):
     names = Names(evil=[["127.0.0.1"]], mixed=[["8.8.8.8", "::1"]])
     source = HttpSource(MediaConfig(), resolver=names)
     for host in ("evil", "mixed"):
@@ -386,7 +386,7 @@ async def test_port_of_a_public_name_is_checked():
     await source.close()
 
 
-async def test_refusal_is_not_tried_again(origin):
+async def test_rejection_is_not_retried(origin):
     names = Names(evil=[["10.0.0.1"]])
     source = HttpSource(MediaConfig(), resolver=names)
     with pytest.raises(MediaUrlForbidden):
@@ -418,7 +418,7 @@ async def test_cancelled_fetch_closes_its_connection(source, origin):
         await closed.wait()
 
 
-async def test_body_that_keeps_its_bytes_is_reported_length_and_hash(source, origin):
+async def test_body_writer_receives_length_and_hash(source, origin):
     log = []
     origin.routes["/a"] = answer(200, BODY)
     received = await source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log))
@@ -426,7 +426,7 @@ async def test_body_that_keeps_its_bytes_is_reported_length_and_hash(source, ori
     assert log == [("expect", len(BODY)), ("finish", content_hash(BODY))]
 
 
-async def test_no_body_is_opened_for_what_has_none(source, origin):
+async def test_no_body_is_opened_for_responses_without_one(source, origin):
     origin.routes["/moved"] = answer(302, location="/gone", body=b"elsewhere")
     origin.routes["/gone"] = answer(404, b"not here")
     with pytest.raises(MediaFetchFailed):
@@ -458,7 +458,7 @@ async def too_long(request, writer):
     ],
     ids=["cut", "long", "slow", "empty"],
 )
-async def test_body_that_fails_is_abandoned(origin, answering, error):
+async def test_failing_body_is_abandoned(origin, answering, error):
     log = []
     origin.routes["/a"] = answering
     source = HttpSource(msgspec.structs.replace(CONFIG, min_rate_grace_s=0.2, min_rate_bytes_per_s=1000.0))
@@ -468,7 +468,7 @@ async def test_body_that_fails_is_abandoned(origin, answering, error):
     await source.close()
 
 
-async def test_body_that_is_refused_at_its_end_is_abandoned_and_not_fetched_again(source, origin):
+async def test_body_rejected_at_its_end_is_abandoned_and_not_refetched(source, origin):
     log = []
     origin.routes["/a"] = answer(200, BODY)
     with pytest.raises(InvalidImage):

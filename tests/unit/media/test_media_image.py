@@ -40,7 +40,7 @@ def test_pixels_are_rgb(kind, buffer):
     assert (image.size.width, image.size.height) == (37, 21)
 
 
-def test_encoded_bytes_are_not_needed_afterwards():
+def test_result_does_not_reference_the_encoded_bytes():
     encoded = bytearray(encode("PNG"))
     image = decode_image(memoryview(encoded), CONFIG)
     before = image.pixels.copy()
@@ -63,14 +63,14 @@ def test_exif_of_an_avif_is_bounded_before_it_is_decoded():
             look(data, CONFIG)
 
 
-def test_avif_is_given_at_the_size_that_it_says_whatever_is_coded_in_it():
+def test_avif_is_returned_at_its_declared_size():
     """As vLLM: libavif decodes the picture, within its own limit of 16384x16384 pixels, and scales it."""
     data = encode("AVIF", (500, 300)).replace(struct.pack(">II", 500, 300), struct.pack(">II", 8, 8))
     assert decode_image(data, CONFIG).pixels.shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])
-def test_size_is_checked_before_anything_is_decoded(kind, monkeypatch):
+def test_size_is_checked_before_decoding(kind, monkeypatch):
     def refuse(size):
         raise PromptTooLong(f"{size}")
 
@@ -79,17 +79,17 @@ def test_size_is_checked_before_anything_is_decoded(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"<html>"], ids=repr)
-def test_what_is_no_image_is_refused(data):
+def test_non_image_is_rejected(data):
     with pytest.raises((EmptyMedia, UnsupportedMediaType)):
         decode_image(data, CONFIG)
 
 
-def test_limits_hold_before_decoding():
+def test_limits_are_enforced_before_decoding():
     with pytest.raises(ImageTooLarge):
         decode_image(encode("PNG", (100, 100)), MediaConfig(max_image_pixels=9999))
 
 
-def test_frame_that_reaches_over_the_claimed_size_is_held_against_the_limits():
+def test_frame_exceeding_the_claimed_size_is_limited():
     """A GIF's frame may be larger than the GIF says that it is; Pillow then takes the frame's size."""
     data = bytearray(encode("GIF", (64, 64)))
     data[6:10] = struct.pack("<HH", 8, 8)
@@ -112,7 +112,7 @@ def test_many_scans_are_too_complex():
     assert time.perf_counter() - started < 1
 
 
-def test_baseline_jpeg_whose_scans_lack_a_component_is_counted_too():
+def test_scans_of_an_incomplete_baseline_jpeg_are_counted():
     """libjpeg goes over such a file scan by scan, progressive or not."""
     data = encode("JPEG")
     start = data.index(b"\xff\xda")
@@ -126,7 +126,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
-def test_compressed_metadata_that_grows_without_end_is_invalid(kind):
+def test_metadata_decompression_bomb_is_invalid(kind):
     data = encode("PNG")
     bomb = chunk(kind, b"x\0\0" + zlib.compress(bytes(80_000_000), 9))
     started = time.perf_counter()
@@ -135,17 +135,17 @@ def test_compressed_metadata_that_grows_without_end_is_invalid(kind):
     assert time.perf_counter() - started < 2
 
 
-def test_text_in_a_png_does_no_harm():
+def test_png_text_chunks_are_harmless():
     info = PngImagePlugin.PngInfo()
     info.add_text("comment", "x" * 1000, zip=True)
     assert decode_image(encode("PNG", pnginfo=info), CONFIG).size.width == 37
 
 
-def test_what_follows_an_image_does_not_matter():
+def test_trailing_data_is_ignored():
     assert decode_image(encode("JPEG") + b"PK\x03\x04" + bytes(1000), CONFIG).size.width == 37
 
 
-def test_oddities_do_not_warn():
+def test_oddities_cause_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decode_image(encode("JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff"), CONFIG)
@@ -153,7 +153,7 @@ def test_oddities_do_not_warn():
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])
 @pytest.mark.parametrize("seed", range(25))
-def test_damaged_image_is_decoded_or_refused(kind, seed):
+def test_damaged_image_is_decoded_or_rejected(kind, seed):
     rng = np.random.default_rng(seed)
     data = bytearray(encode(kind, (48, 40)))
     for position in rng.integers(0, min(len(data), 400 if seed % 2 else len(data)), 6):

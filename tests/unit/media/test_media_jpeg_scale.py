@@ -40,7 +40,7 @@ def encode(image, kind="JPEG", **options):
     return out.getvalue()
 
 
-def test_sizes_asked_for_are_those_that_libjpeg_gives():
+def test_requested_sizes_are_those_libjpeg_supports():
     chooser = Chooser(10**6)
     assert scaled_size(LARGE, chooser) is None
     ((size, smaller),) = chooser.asked
@@ -51,7 +51,7 @@ def test_sizes_asked_for_are_those_that_libjpeg_gives():
         assert image.pixels.shape[:2] == next(s for s in smaller if min(s) >= least)[::-1]
 
 
-def test_small_images_are_not_asked_about():
+def test_small_images_are_not_scaled():
     chooser = Chooser(1)
     assert scaled_size((1600, 1200), chooser) is None
     assert decode_image(encode(picture((1600, 1200))), CONFIG, chooser).pixels.shape == (1200, 1600, 3)
@@ -59,7 +59,7 @@ def test_small_images_are_not_asked_about():
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
-def test_scaled_pixels_are_nearly_those_of_the_whole_image_resized(options):
+def test_scaled_pixels_are_close_to_those_of_the_resized_image(options):
     data = encode(picture(), quality=92, **options)
     image = decode_image(data, CONFIG, Chooser(700))
     assert image.size == MediaSize(width=2001, height=1502)
@@ -71,7 +71,7 @@ def test_scaled_pixels_are_nearly_those_of_the_whole_image_resized(options):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turned_image_is_scaled_as_it_is_shown(orientation):
+def test_rotated_image_is_scaled_in_display_orientation(orientation):
     exif = PILImage.Exif()
     exif[0x0112] = orientation
     data = encode(picture(), exif=exif, quality=92)
@@ -87,13 +87,13 @@ def test_turned_image_is_scaled_as_it_is_shown(orientation):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP"])
-def test_other_formats_stay_whole(kind):
+def test_other_formats_are_decoded_at_full_size(kind):
     chooser = Chooser(1)
     assert decode_image(encode(picture(), kind), CONFIG, chooser).pixels.shape == (1502, 2001, 3)
     assert chooser.asked == []
 
 
-def test_cmyk_stays_whole():
+def test_cmyk_is_decoded_at_full_size():
     data = encode(picture().convert("CMYK"))
     assert decode_image(data, CONFIG, Chooser(1)).pixels.shape == (1502, 2001, 3)
 

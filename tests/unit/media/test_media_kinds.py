@@ -42,7 +42,7 @@ def only_images(monkeypatch):
     monkeypatch.setattr(kinds, "installed_kinds", lambda: find_kinds(absent))
 
 
-def test_full_installation_takes_every_kind():
+def test_full_installation_supports_every_kind():
     assert installed_kinds().line() == (
         "media: image (jpeg png webp gif avif bmp), video (h264 hevc vp9 av1), audio (wav flac mp3 ogg m4a)"
     )
@@ -62,13 +62,13 @@ def test_missing_libraries_are_named_with_their_fix():
     assert all(kind.fix for kind in found.unavailable)
 
 
-def test_build_without_a_codec_takes_the_others():
+def test_build_without_a_codec_supports_the_others():
     found = find_kinds(installed(av=av_with("h264", "vp9"), soundfile=soundfile_with("WAV")))
     assert [kind.name for kind in found.kinds if not kind.missing][6:] == ["h264", "vp9", "wav"]
     assert Kind("video", "hevc", "this av is built without hevc", kinds._AV_FIX) in found.unavailable
 
 
-def test_pillow_without_a_format_is_found(monkeypatch):
+def test_missing_pillow_format_is_detected(monkeypatch):
     monkeypatch.setattr(kinds.features, "check", lambda feature: feature != "avif")
     avif = find_kinds(absent).unavailable[0]
     assert (avif.modality, avif.name) == ("image", "avif")
@@ -77,12 +77,12 @@ def test_pillow_without_a_format_is_found(monkeypatch):
 
 @pytest.mark.usefixtures("only_images")
 @pytest.mark.parametrize("modality", ["video", "audio"])
-def test_modality_that_is_off_is_refused_before_anything_else(modality):
+def test_unavailable_modality_is_rejected_first(modality):
     with pytest.raises(UnsupportedMediaType, match=f"does not support {modality}"):
         sniff(b"", modality, MediaConfig())
 
 
-def test_image_format_that_is_off_is_refused_by_its_name(monkeypatch):
+def test_unavailable_image_format_is_rejected_by_name(monkeypatch):
     assert sniff(AVIF, "image", MediaConfig()) == "image/avif"
     without = Kinds((Kind("image", "jpeg"), Kind("image", "avif", "built without it", "build it")))
     monkeypatch.setattr(kinds, "installed_kinds", lambda: without)
@@ -90,7 +90,7 @@ def test_image_format_that_is_off_is_refused_by_its_name(monkeypatch):
         sniff(AVIF, "image", MediaConfig())
 
 
-def test_audio_that_is_off_is_refused_by_its_name(monkeypatch):
+def test_unavailable_audio_is_rejected_by_name(monkeypatch):
     without_av = find_kinds(installed(soundfile=soundfile_with("WAV", "FLAC", "OGG", "MP3")))
     monkeypatch.setattr(kinds, "installed_kinds", lambda: without_av)
     kinds.check_modality("audio")
@@ -101,7 +101,7 @@ def test_audio_that_is_off_is_refused_by_its_name(monkeypatch):
         kinds.check_type("audio", "video/webm")
 
 
-def test_kinds_are_reported_without_the_libraries_and_the_room_imports_without_them():
+def test_kinds_are_reported_and_the_package_imports_without_the_libraries():
     """Blocked as an installation without them is: `import av` raises ModuleNotFoundError."""
     program = """
 import sys

@@ -75,7 +75,7 @@ async def test_links_that_stay_inside_are_followed(files, root):
 @pytest.mark.parametrize(
     "path", ["outer", "absolute", "up/secret", "../secret", "sub/../../secret", "%2e%2e/secret", "pipe", "sub", ".", ""]
 )
-async def test_nothing_else_is_read(files, root, way, path):
+async def test_only_regular_files_are_read(files, root, way, path):
     with pytest.raises((MediaUrlForbidden, InvalidMediaUrl)) as raised:
         await files.read(f"file://{root}/{path}", LIMITS)
     assert str(root) not in raised.value.message
@@ -87,40 +87,40 @@ async def test_nothing_outside_is_read(files, url):
         await files.read(url, LIMITS)
 
 
-async def test_folder_with_the_same_beginning_is_outside(files, root):
+async def test_folder_sharing_a_name_prefix_is_outside(files, root):
     with pytest.raises(MediaUrlForbidden):
         await files.read(f"file://{root}-too/d", LIMITS)
 
 
-async def test_link_swapped_in_between_does_not_lead_out(root, way):
+async def test_link_swapped_during_the_open_does_not_escape(root, way):
     (root / "a b.png").unlink()
     (root / "a b.png").symlink_to("../secret")
     with pytest.raises(MediaUrlForbidden):
         local_files.open_beneath(str(root), "a b.png")
 
 
-async def test_missing_file(files, root, way):
+async def test_missing_file_is_rejected(files, root, way):
     with pytest.raises(MediaFetchFailed):
         await files.read(f"file://{root}/missing", LIMITS)
 
 
-async def test_empty_file(files, root):
+async def test_empty_file_is_rejected(files, root):
     with pytest.raises(EmptyMedia):
         await files.read(f"file://{root}/empty", LIMITS)
 
 
-async def test_large_file(files, root):
+async def test_file_over_the_limit_is_rejected(files, root):
     with pytest.raises(MediaTooLarge):
         await files.read(f"file://{root}/large", LIMITS)
 
 
 @pytest.mark.parametrize("url", ["file:a", "file://host/a", "file:///a%00b", "file://"])
-async def test_malformed_urls(files, url):
+async def test_malformed_urls_are_rejected(files, url):
     with pytest.raises(InvalidMediaUrl):
         await files.read(url, LIMITS)
 
 
-async def test_without_a_root_everything_is_refused(root):
+async def test_without_a_root_everything_is_rejected(root):
     files = LocalFiles(None)
     with pytest.raises(MediaUrlForbidden):
         await files.read(f"file://{root}/sub/c.png", LIMITS)
@@ -135,7 +135,7 @@ async def test_no_descriptor_is_left_open(files, root, way):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_filtered_system_call_falls_back_to_walking(files, root, monkeypatch):
+async def test_filtered_openat2_falls_back_to_walking(files, root, monkeypatch):
     monkeypatch.setattr(local_files, "_SYS_OPENAT2", 100_000)  # no such call: ENOSYS
     assert await content(files, f"file://{root}/sub/c.png") == b"other"
 
@@ -159,7 +159,7 @@ class Pieces:
         self.told.append(("abandon",))
 
 
-async def test_file_is_written_piece_by_piece_and_its_bytes_are_the_bodys(files, root):
+async def test_file_is_written_to_the_body_in_chunks(files, root):
     whole = os.urandom(2_500_000)
     (root / "long").write_bytes(whole)
     body = Pieces()
@@ -173,7 +173,7 @@ async def test_file_is_written_piece_by_piece_and_its_bytes_are_the_bodys(files,
     ]
 
 
-async def test_file_that_has_grown_since_it_was_opened_is_held_against_the_limit(files, root, monkeypatch):
+async def test_file_growing_after_the_open_is_limited(files, root, monkeypatch):
     monkeypatch.setattr(local_files, "OpenFile", lambda descriptor, _: OpenFile(descriptor, 5))
     body = Pieces()
     with pytest.raises(MediaTooLarge):
@@ -182,7 +182,7 @@ async def test_file_that_has_grown_since_it_was_opened_is_held_against_the_limit
 
 
 @pytest.mark.parametrize("slow", ["open", "read"])
-async def test_read_that_is_given_up_leaves_no_descriptor_and_no_body(files, root, slow, monkeypatch):
+async def test_cancelled_read_leaves_no_descriptor_or_body(files, root, slow, monkeypatch):
     before, gate, body = set(os.listdir("/proc/self/fd")), threading.Event(), Pieces()
 
     def waiting(work):

@@ -32,7 +32,7 @@ def test_file_of_another_type_is_unsupported(name):
 
 @pytest.mark.parametrize("modality", INVALID)
 @pytest.mark.parametrize("data", [b"not a picture", bytes(100), b"\1\2\3\4" * 20, b"{}"], ids=repr)
-def test_bytes_of_no_type_are_a_bad_request(modality, data):
+def test_bytes_of_unknown_type_are_a_bad_request(modality, data):
     with pytest.raises(INVALID[modality], match="damaged"):
         sniff(data, modality, MediaConfig())
 

@@ -59,11 +59,11 @@ def indexed(*tables: bytes) -> bytes:
         ("libvpx-vp9", "webm", "video/webm"),
     ],
 )
-def test_container_is_reported_by_its_bytes(codec, container, media_type):
+def test_container_is_identified_by_its_bytes(codec, container, media_type):
     assert sniff_video(clip(2, codec=codec, container=container), MediaConfig()) == media_type
 
 
-def test_list_of_jpegs_is_reported_by_its_bytes():
+def test_jpeg_frame_list_is_identified_by_its_bytes():
     assert sniff_video(jpegs(2), MediaConfig()) == "video/jpeg"
 
 
@@ -83,12 +83,12 @@ def test_list_of_jpegs_is_reported_by_its_bytes():
     ],
     ids=["hls", "dash", "ffconcat", "sdp", "avi", "ts", "png", "avif", "heic", "one byte"],
 )
-def test_other_files_are_refused_unseen(data):
+def test_other_files_are_rejected_without_decoding(data):
     with pytest.raises(UnsupportedMediaType):
         sniff_video(data, MediaConfig())
 
 
-def test_empty_and_too_large_files_are_refused():
+def test_empty_and_too_large_files_are_rejected():
     with pytest.raises(EmptyMedia):
         sniff_video(b"", MediaConfig())
     with pytest.raises(MediaTooLarge):
@@ -108,18 +108,18 @@ def test_empty_and_too_large_files_are_refused():
     ],
     ids=["no moov", "box of 4 bytes", "moov cut", "stsz", "stsz of one size", "stts", "cmov"],
 )
-def test_index_that_claims_too_much_is_invalid(data):
+def test_index_with_excessive_claims_is_invalid(data):
     with pytest.raises(InvalidVideo):
         sniff_video(data, MediaConfig())
 
 
-def test_file_that_refers_to_another_is_not_taken():
+def test_file_with_external_references_is_rejected():
     reference = box(b"url ", struct.pack(">I", 0) + b"http://127.0.0.1/\0")
     with pytest.raises(UnsupportedMediaType):
         sniff_video(indexed(box(b"dref", struct.pack(">II", 0, 1) + reference)), MediaConfig())
 
 
-def test_cut_file_without_its_index_is_invalid():
+def test_truncated_file_without_index_is_invalid():
     with pytest.raises(InvalidVideo):
         sniff_video(clip(30)[:-200], MediaConfig())
 
@@ -133,13 +133,13 @@ def test_cut_file_without_its_index_is_invalid():
         ({"max_video_frames": 29}, VideoTooLong),
     ],
 )
-def test_what_a_header_says_is_held_against_the_limits(container, limits, error):
+def test_header_claims_are_limited(container, limits, error):
     data = clip(30, container=container)
     with pytest.raises(error):
         sniff_video(data, MediaConfig(**limits))
 
 
-def test_frames_of_a_list_are_bounded():
+def test_frames_of_a_jpeg_list_are_bounded():
     for data, limits, error in [
         (jpegs(5), {"max_sampled_frames": 4}, TooManyFrames),
         (jpegs(1) + b"," + jpegs(1, (32, 32)), {}, InvalidVideo),
@@ -152,7 +152,7 @@ def test_frames_of_a_list_are_bounded():
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libx265", "libvpx-vp9", "libsvtav1"])
-def test_seeks_give_what_a_walk_gives(codec):
+def test_seeking_gives_the_same_frames_as_sequential_reading(codec):
     data = clip(60, codec=codec, container="matroska", gop=8, b_frames=0 if "x26" not in codec else 3)
     _, every, _ = read(data, range(60))
     for wanted in ([0, 59], [58], [7, 8, 9], list(range(3, 60, 11))):
@@ -161,12 +161,12 @@ def test_seeks_give_what_a_walk_gives(codec):
         assert np.array_equal(frames, every[wanted])
 
 
-def test_source_tells_count_rate_and_duration():
+def test_source_reports_count_rate_and_duration():
     source, _, _ = read(clip(30, fps=10), [0])
     assert (source.num_frames, source.fps, source.duration_s) == (30, 10.0, 3.0)
 
 
-def test_edit_list_hides_frames_from_the_count():
+def test_frames_hidden_by_an_edit_list_are_not_counted():
     source, _, _ = read(remux(clip(60, gop=20), shift=-25), [0])
     assert source.num_frames == 35
 
@@ -181,18 +181,18 @@ def test_edit_list_hides_frames_from_the_count():
         ({"max_video_decoded_bytes": 100_000}, VideoTooLarge),
     ],
 )
-def test_limits_hold(limits, error):
+def test_limits_are_enforced(limits, error):
     with pytest.raises(error):
         read(clip(30), range(30), **limits)
 
 
-def test_tags_in_any_encoding_are_nothing_to_us():
+def test_tags_in_any_encoding_are_ignored():
     data = clip(3).replace(b"isomiso2", b"isD\x89\x88so2", 1)
     assert b"\x89" in data[:40]
     assert read(data, [0])[2] == [0]
 
 
-def test_day_of_black_frames_is_too_long():
+def test_day_of_black_frames_exceeds_the_limit():
     data = clip(5, pts=[0, 1, 2, 3, 86_400], ticks=1, fps=1)
     with pytest.raises(VideoTooLong):
         read(data, [0])
@@ -204,7 +204,7 @@ def test_noise_after_a_header_is_invalid():
             read(head + os.urandom(5000), [0])
 
 
-def test_file_without_pictures_is_invalid():
+def test_file_without_frames_is_invalid():
     from io import BytesIO
 
     import av
@@ -220,7 +220,7 @@ def test_file_without_pictures_is_invalid():
         read(out.getvalue(), [0])
 
 
-def test_open_video_gives_its_bytes_back():
+def test_closed_video_releases_its_bytes():
     data = clip(3)
     view = memoryview(data)
     with open_video(view, "video/mp4", MediaConfig()) as video:

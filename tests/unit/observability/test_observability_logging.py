@@ -17,7 +17,7 @@ def root_restored():
 
 
 @pytest.mark.usefixtures("root_restored")
-def test_line_has_level_place_and_request():
+def test_line_has_level_location_and_request():
     stream = io.StringIO()
     configure(LoggingConfig(level="info"), stream)
     token = request_id.set("chatcmpl-1")
@@ -30,7 +30,7 @@ def test_line_has_level_place_and_request():
 
 
 @pytest.mark.usefixtures("root_restored")
-def test_secrets_in_a_traceback_are_taken_out_too():
+def test_secrets_in_a_traceback_are_redacted():
     stream = io.StringIO()
     configure(LoggingConfig(), stream)
     try:
@@ -53,11 +53,11 @@ def test_secrets_in_a_traceback_are_taken_out_too():
         ("nothing to hide: a@b, x?y", "nothing to hide: a@b, x?y"),
     ],
 )
-def test_what_must_not_be_kept_is_redacted(text, expected):
+def test_secrets_are_redacted(text, expected):
     assert redact(text) == expected
 
 
-def test_what_clients_can_cause_is_logged_once_in_a_while(caplog):
+def test_client_triggered_logs_are_rate_limited(caplog):
     now = 0.0
     warn = RateLimitedWarning(logging.getLogger("medialane.test"), every_s=10, clock=lambda: now)
     for now in (0.0, 1.0, 9.9, 10.0, 11.0):

@@ -38,7 +38,7 @@ def test_request_is_counted_by_stage_outcome_and_bytes(metrics, registry):
     assert registry.get_sample_value(lookups, {"kind": "feature", "outcome": "miss"}) == 1
 
 
-def test_failures_are_counted_by_what_failed(metrics, registry):
+def test_failures_are_counted_by_type(metrics, registry):
     metrics.count_error("invalid_image")
     metrics.count_fallback("features/shm", "handover_failed")
     metrics.count_worker_lost("unix:/w0")
@@ -84,7 +84,7 @@ def test_router_is_read_at_every_scrape(metrics, registry):
     assert value("medialane_kv_event_gaps_total", {"worker": "w0"}) == 4
 
 
-def test_cached_tokens_are_counted_as_routed_and_as_the_engine_says(metrics, registry):
+def test_cached_tokens_are_counted_as_predicted_and_as_reported(metrics, registry):
     metrics.count_prompt(100, routed_cached=64, engine_cached=48)
     metrics.count_prompt(10, routed_cached=0, engine_cached=None)
     tokens = {
@@ -111,7 +111,7 @@ def test_worker_is_in_exactly_one_state(metrics, registry):
     assert value("medialane_worker_kv_usage_ratio", {"worker": "w0"}) == 0.5
 
 
-def test_closed_metrics_leave_the_registry_to_the_next(metrics, registry):
+def test_closed_metrics_unregister(metrics, registry):
     metrics.watch_arena(arena_stats)
     metrics.close()
     metrics.close()

@@ -7,14 +7,14 @@ import pytest
 from medialane.observability.timeline import StageTimeline
 
 
-def test_stage_of_items_side_by_side_takes_as_long_as_its_longest():
+def test_stage_of_concurrent_items_takes_as_long_as_its_longest():
     timeline = StageTimeline()
     for seconds in (0.2, 0.5, 0.1):
         timeline.add("decode", seconds)
     assert timeline.seconds == {"decode": 0.5}
 
 
-def test_measured_stage_counts_though_it_fails():
+def test_failed_stage_is_measured():
     timeline = StageTimeline()
     with pytest.raises(KeyError), timeline.measure("fetch"):
         raise KeyError

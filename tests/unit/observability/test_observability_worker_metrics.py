@@ -45,7 +45,7 @@ def families(text):
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def test_worker_is_shown_as_its_own_server_would_show_it(pair):
+def test_worker_metrics_equal_those_of_its_own_server(pair):
     labels = {"model_name": "m", "engine": "0"}
     Counter("vllm:prompt_tokens", "Tokens", list(labels), registry=pair.registry).labels(**labels).inc(7)
     Gauge("vllm:num_requests_running", "Running", list(labels), registry=pair.registry).labels(**labels).set(2)
@@ -61,7 +61,7 @@ def test_worker_is_shown_as_its_own_server_would_show_it(pair):
         assert [tuple(s[:3]) for s in ours[name].samples] == with_worker
 
 
-def test_families_of_several_workers_are_one_family_each(pair):
+def test_metric_families_of_workers_are_merged(pair):
     other = Pair()
     for number, one in enumerate((pair, other), 1):
         Counter("vllm:prompt_tokens", "Tokens", registry=one.registry).inc(number)
@@ -72,7 +72,7 @@ def test_families_of_several_workers_are_one_family_each(pair):
     assert (values["w0"], values["w1"]) == (1, 2)
 
 
-def test_only_what_has_changed_travels(pair):
+def test_only_changes_are_sent(pair):
     counter = Counter("vllm:a", "A", ["engine"], registry=pair.registry)
     counter.labels("0").inc()
     counter.labels("1").inc()
@@ -84,7 +84,7 @@ def test_only_what_has_changed_travels(pair):
     assert (pair.value("vllm:a_total", engine="0"), pair.value("vllm:a_total", engine="1")) == (1, 3)
 
 
-def test_series_that_come_later_and_go_again(pair):
+def test_series_may_appear_and_disappear(pair):
     gauge = Gauge("vllm:lora", "Adapters", ["name"], registry=pair.registry)
     gauge.labels("a").set(1)
     pair.read()
@@ -99,14 +99,14 @@ def test_series_that_come_later_and_go_again(pair):
     assert pair.value("vllm:lora", name="a") == 4
 
 
-def test_only_vllms_own_families_travel(pair):
+def test_only_vllm_families_are_sent(pair):
     Counter("python_gc", "GC", registry=pair.registry).inc()
     pair.read()
     assert len(pair.mirror) == 0
     assert "python_gc" not in shown(w0=pair.mirror)
 
 
-def test_values_that_are_no_number_are_shown(pair):
+def test_nan_and_infinite_values_are_exposed(pair):
     Gauge("vllm:a", "A", registry=pair.registry).set(math.nan)
     Gauge("vllm:b", "B", registry=pair.registry).set(math.inf)
     pair.read()
@@ -114,7 +114,7 @@ def test_values_that_are_no_number_are_shown(pair):
     assert pair.value("vllm:b") == math.inf
 
 
-def test_many_series_travel_in_pieces(pair):
+def test_many_series_are_sent_in_chunks(pair):
     gauge = Gauge("vllm:a", "A", ["n"], registry=pair.registry)
     for number in range(2 * PIECE_SERIES + 1):
         gauge.labels(str(number)).set(number)
@@ -123,7 +123,7 @@ def test_many_series_travel_in_pieces(pair):
     assert pair.value("vllm:a", n=str(2 * PIECE_SERIES)) == 2 * PIECE_SERIES
 
 
-def test_more_series_than_a_worker_may_have_are_left_out():
+def test_series_over_the_limit_are_dropped():
     pair = Pair(max_series=3)
     gauge = Gauge("vllm:a", "A", ["n"], registry=pair.registry)
     for number in range(5):
@@ -132,7 +132,7 @@ def test_more_series_than_a_worker_may_have_are_left_out():
     assert (len(pair.mirror), pair.reader.num_dropped) == (3, 2)
 
 
-def test_reader_of_another_connection_begins_with_everything(pair):
+def test_reader_of_a_new_connection_starts_with_everything(pair):
     Counter("vllm:a", "A", registry=pair.registry).inc(5)
     pair.read()
     pair.reader, pair.mirror = MetricReader(pair.registry), MetricMirror()
@@ -161,7 +161,7 @@ SERIES = MetricSeries(0, "vllm:a", {})
         MetricChanges((A,), (MetricSeries(0, "vllm:a", {'a="1"} 1\nup{b': "2"}),)),
     ],
 )
-def test_changes_that_no_reader_sends_change_nothing(changes):
+def test_malformed_changes_raise_and_change_nothing(changes):
     mirror = MetricMirror(max_series=8)
     with pytest.raises(ValueError, match=r".+"):
         mirror.apply(changes)

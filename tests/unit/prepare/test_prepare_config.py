@@ -18,7 +18,7 @@ from medialane.prepare import PrepareConfig
         ("max_jobs_per_preparer", -1),
     ],
 )
-def test_impossible_value_is_refused_by_name(name, value):
+def test_invalid_value_is_rejected_by_name(name, value):
     with pytest.raises(StartupFailed, match=name):
         PrepareConfig(**{name: value}).validate()
 
@@ -33,10 +33,10 @@ def test_default_number_leaves_one_core_and_is_at_least_one(monkeypatch, cores, 
     assert PrepareConfig().resolved_num_preparers() == expected
 
 
-def test_given_number_is_taken():
+def test_given_number_is_used():
     assert PrepareConfig(num_preparers=5).resolved_num_preparers() == 5
 
 
-def test_each_modality_has_its_deadline():
+def test_each_modality_has_its_own_timeout():
     config = PrepareConfig(image_timeout_s=1, audio_timeout_s=2, video_timeout_s=3)
     assert [config.job_timeout_s(m) for m in ("image", "audio", "video")] == [1, 2, 3]

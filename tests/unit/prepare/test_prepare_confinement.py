@@ -26,7 +26,7 @@ def in_child(check: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_memory_beyond_the_limit_cannot_be_had_and_memory_below_can():
+def test_memory_limit_is_enforced():
     def check() -> bool:
         confinement.limit_memory(128 << 20)
         np.zeros(64 << 20, np.uint8)
@@ -39,7 +39,7 @@ def test_memory_beyond_the_limit_cannot_be_had_and_memory_below_can():
     assert in_child(check)
 
 
-def test_no_limit_is_set_for_zero():
+def test_zero_sets_no_limit():
     def check() -> bool:
         confinement.limit_memory(0)
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
@@ -47,7 +47,7 @@ def test_no_limit_is_set_for_zero():
     assert in_child(check)
 
 
-def test_forgone_privileges_are_a_core_dump_and_a_place_late_in_the_memory_killers_queue():
+def test_core_dumps_are_disabled_and_the_oom_score_is_not_lowered():
     def check() -> bool:
         confinement.drop_privileges()
         with open("/proc/self/oom_score_adj") as file:
@@ -56,7 +56,7 @@ def test_forgone_privileges_are_a_core_dump_and_a_place_late_in_the_memory_kille
     assert in_child(check)
 
 
-def test_a_fault_ends_the_process_though_a_library_would_handle_it():
+def test_fault_ends_the_process_despite_library_handlers():
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGSEGV, lambda *_: None)
@@ -66,7 +66,7 @@ def test_a_fault_ends_the_process_though_a_library_would_handle_it():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
 
 
-def test_dropped_sockets_are_unusable_but_the_kept_one():
+def test_all_sockets_except_the_kept_one_are_closed():
     kept, peer = socket.socketpair()
     other, far_end = socket.socketpair()
 
@@ -84,7 +84,7 @@ def test_dropped_sockets_are_unusable_but_the_kept_one():
         assert peer.recv(20) == b"still here"
 
 
-def test_second_thread_is_refused():
+def test_second_thread_is_rejected():
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -123,7 +123,7 @@ def test_child_dies_with_its_parent():
     assert wait_until(lambda: not is_running(int(pid)))
 
 
-def test_child_of_another_parent_ends_at_once():
+def test_child_of_a_dead_parent_exits_immediately():
     def check() -> bool:
         try:
             confinement.die_with_parent(os.getppid() + 1)

@@ -31,14 +31,14 @@ def test_placeholders_follow_the_sizes_in_order():
     assert len(assembled.token_ids) == 2 + 1 + 4
 
 
-def test_prompt_without_features_stays_as_it_is():
+def test_prompt_without_features_is_unchanged():
     assert ASSEMBLER.assemble([1, 2], (), b"{}").token_ids == [1, 2]
 
 
-def test_wrong_number_of_placeholders_is_refused():
+def test_wrong_number_of_placeholders_is_rejected():
     with pytest.raises(PromptRejected):
         ASSEMBLER.assemble([1], (feature(28, 28),), b"{}")
 
 
-def test_begun_patch_counts_as_a_token():
+def test_partial_patch_counts_as_a_token():
     assert num_placeholder_tokens(feature(29, 1)) == 2

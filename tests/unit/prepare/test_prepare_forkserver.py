@@ -18,12 +18,12 @@ def test_factory_is_found_by_module_and_function():
     "name",
     ["no_such_module:f", "medialane.prepare.fake:no_such_function", "medialane.prepare.fake:PATCH_SIDE", "medialane"],
 )
-def test_factory_that_is_not_there_is_refused_by_name(name):
+def test_missing_factory_is_rejected_by_name(name):
     with pytest.raises(StartupFailed, match=name):
         load_factory(name)
 
 
-async def test_pool_with_an_unknown_factory_says_so(arena):
+async def test_pool_with_an_unknown_factory_reports_it(arena):
     config = PrepareConfig(num_preparers=1)
     pool = PreparerPool(config, factory="nowhere:f", factory_config=b"", arena=arena, media=MediaConfig())
     with pytest.raises(StartupFailed, match="nowhere:f"):
@@ -31,7 +31,7 @@ async def test_pool_with_an_unknown_factory_says_so(arena):
     assert not children()
 
 
-async def test_closing_while_the_processor_is_built_ends_it(arena):
+async def test_close_during_processor_construction_stops_it(arena):
     pool = make_pool(arena, b'{"warm_s": 30}')
     starting = asyncio.create_task(pool.start())
     await eventually(lambda: bool(children()))
@@ -41,7 +41,7 @@ async def test_closing_while_the_processor_is_built_ends_it(arena):
     assert not children()
 
 
-async def test_cancelled_start_leaves_nothing(arena):
+async def test_cancelled_start_leaves_no_process(arena):
     pool = make_pool(arena, b'{"warm_s": 30}')
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):

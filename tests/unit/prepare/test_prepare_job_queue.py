@@ -26,7 +26,7 @@ def never() -> bool:
     return False
 
 
-async def test_jobs_are_taken_in_the_order_they_came(make_job):
+async def test_jobs_are_taken_fifo(make_job):
     queue = JobQueue(limit=4, timeout_s=1)
     jobs = [make_job() for _ in range(3)]
     for job in jobs:
@@ -34,7 +34,7 @@ async def test_jobs_are_taken_in_the_order_they_came(make_job):
     assert [await queue.take(never) for _ in jobs] == jobs
 
 
-async def test_idle_taker_makes_room_beyond_the_limit(make_job):
+async def test_idle_taker_admits_a_job_beyond_the_limit(make_job):
     queue = JobQueue(limit=1, timeout_s=1)
     taker = asyncio.create_task(queue.take(never))
     await asyncio.sleep(0)
@@ -46,7 +46,7 @@ async def test_idle_taker_makes_room_beyond_the_limit(make_job):
     queue.fail_all(Unavailable("end"))
 
 
-async def test_taker_leaves_when_woken_to_a_reason_and_takes_no_job(make_job):
+async def test_woken_taker_returns_without_a_job(make_job):
     queue = JobQueue(limit=4, timeout_s=1)
     gone = asyncio.Event()
     taker = asyncio.create_task(queue.take(gone.is_set))
@@ -60,7 +60,7 @@ async def test_taker_leaves_when_woken_to_a_reason_and_takes_no_job(make_job):
     queue.fail_all(Unavailable("end"))
 
 
-async def test_one_job_goes_to_one_of_two_takers(make_job):
+async def test_job_goes_to_exactly_one_of_two_takers(make_job):
     queue = JobQueue(limit=4, timeout_s=1)
     takers = [asyncio.create_task(queue.take(never)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -82,7 +82,7 @@ async def test_cancelled_taker_loses_no_job(make_job):
     queue.fail_all(Unavailable("end"))
 
 
-async def test_job_that_waits_too_long_fails_and_gives_its_pin_back(arena, make_job):
+async def test_job_waiting_too_long_fails_and_releases_its_pin(arena, make_job):
     queue = JobQueue(limit=4, timeout_s=0.05)
     job = make_job()
     before = arena.stats().num_leases
@@ -93,7 +93,7 @@ async def test_job_that_waits_too_long_fails_and_gives_its_pin_back(arena, make_
     assert len(queue) == 0
 
 
-async def test_withdrawn_job_is_gone_and_a_taken_one_cannot_be_withdrawn(make_job):
+async def test_only_a_queued_job_can_be_withdrawn(make_job):
     queue = JobQueue(limit=4, timeout_s=1)
     first, second = make_job(), make_job()
     queue.put(first)
@@ -104,7 +104,7 @@ async def test_withdrawn_job_is_gone_and_a_taken_one_cannot_be_withdrawn(make_jo
     assert not queue.withdraw(second)
 
 
-async def test_job_gives_back_its_range_when_closed_and_only_once(arena, make_job):
+async def test_closed_job_releases_its_range_once(arena, make_job):
     job = make_job()
     job.reservation = arena.reserve(100)
     job.close()
@@ -112,7 +112,7 @@ async def test_job_gives_back_its_range_when_closed_and_only_once(arena, make_jo
     assert arena.stats().num_reservations == 0
 
 
-async def test_result_that_nobody_waits_for_is_released(arena, encoded, make_job):
+async def test_result_without_a_waiter_is_released(arena, encoded, make_job):
     job = make_job()
     job.disown(0.25)
     lease = encoded.duplicate()

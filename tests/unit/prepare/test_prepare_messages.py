@@ -20,7 +20,7 @@ RANGE = ArenaRange("0" * 32, 4096, 128, 1)
         m.ForkSpare(),
     ],
 )
-def test_control_request_survives_the_wire(message):
+def test_control_request_round_trips(message):
     assert m.decode_control_request(m.encode_control(message)) == message
 
 
@@ -35,7 +35,7 @@ def test_control_request_survives_the_wire(message):
         m.Exited(1, -9),
     ],
 )
-def test_control_report_survives_the_wire(message):
+def test_control_report_round_trips(message):
     assert m.decode_control_report(m.encode_control(message)) == message
 
 
@@ -48,7 +48,7 @@ def test_control_report_survives_the_wire(message):
         m.Copied(1),
     ],
 )
-def test_job_request_survives_its_frame(message):
+def test_job_request_round_trips(message):
     frame = m.encode_frame(message)
     assert m.frame_length(frame[: m.LENGTH.size]) == len(frame) - m.LENGTH.size
     assert m.decode_job_request(frame[m.LENGTH.size :]) == message
@@ -63,23 +63,23 @@ def test_job_request_survives_its_frame(message):
         m.JobFailed(1, ErrorReport("invalid_image", "no")),
     ],
 )
-def test_job_report_survives_its_frame(message):
+def test_job_report_round_trips(message):
     assert m.decode_job_report(m.encode_frame(message)[m.LENGTH.size :]) == message
 
 
-def test_frame_over_the_limit_is_refused_by_both_ends():
+def test_frame_over_the_limit_is_rejected_by_both_ends():
     with pytest.raises(PreparationFailed, match="NeedRange"):
         m.encode_frame(m.NeedRange(1, (), (), bytes(m.MAX_FRAME_BYTES), MediaSize(), 0, 0))
     with pytest.raises(ValueError, match="exceeds the limit"):
         m.frame_length(m.LENGTH.pack(m.MAX_FRAME_BYTES + 1))
 
 
-def test_control_packet_over_the_limit_is_refused():
+def test_control_packet_over_the_limit_is_rejected():
     with pytest.raises(ValueError, match="Refused"):
         m.encode_control(m.Refused("x" * m.MAX_CONTROL_BYTES))
 
 
-def test_shape_that_cannot_be_is_refused_on_decoding():
+def test_impossible_shape_is_rejected_on_decoding():
     body = msgspec.msgpack.encode(
         {
             "type": "NeedRange", "job_id": 1, "specs": [{"dtype": "uint8", "shape": [-1]}], "addresses": [1],

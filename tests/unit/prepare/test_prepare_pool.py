@@ -82,9 +82,7 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
     assert timeline.seconds["process"] > 0
 
 
-async def test_where_memory_cannot_be_read_preparers_write_the_arena_and_it_is_said(
-    arena, encoded, monkeypatch, caplog
-):
+async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logged(arena, encoded, monkeypatch, caplog):
     monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)
     async with running(make_pool(arena)) as pool:
         with await pool.prepare_item(encoded, options(scale=2.0), "a" * 64) as lease:
@@ -95,7 +93,7 @@ async def test_where_memory_cannot_be_read_preparers_write_the_arena_and_it_is_s
 
 
 @pytest.mark.parametrize("forged", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
-async def test_tensors_that_are_not_where_a_preparer_says_cost_it_its_life(arena, encoded, monkeypatch, forged):
+async def test_preparer_reporting_invalid_tensor_addresses_is_killed(arena, encoded, monkeypatch, forged):
     monkeypatch.setattr(job_run, "_expect", forging(job_run._expect, forged))
     async with running(make_pool(arena)) as pool:
         (before,) = pool.stats().pids
@@ -116,7 +114,7 @@ def forging(expect, addresses):
 
 
 @pytest.mark.parametrize("at_once_bytes", [job_run.COPIED_AT_ONCE_BYTES, 1 << 20])
-async def test_large_tensors_are_copied_whole(arena, monkeypatch, at_once_bytes):
+async def test_large_tensors_are_copied_completely(arena, monkeypatch, at_once_bytes):
     """By the event loop, or by a thread."""
     monkeypatch.setattr(job_run, "COPIED_AT_ONCE_BYTES", at_once_bytes)
     with put(arena, png(900, 700, seed=9)) as encoded:
@@ -129,7 +127,7 @@ async def test_large_tensors_are_copied_whole(arena, monkeypatch, at_once_bytes)
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
-async def test_preparers_ask_for_huge_pages_and_keep_the_operators_own_tunables(arena, encoded, monkeypatch, own):
+async def test_preparers_request_huge_pages_and_keep_operator_tunables(arena, encoded, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
     async with running(make_pool(arena)) as pool:
@@ -158,7 +156,7 @@ async def test_without_options_an_item_is_only_decoded(arena):
             assert (lease.value.header, lease.value.size) == (b"", MediaSize(40, 30))
 
 
-async def test_two_preparers_work_at_the_same_time(arena, encoded):
+async def test_two_preparers_work_concurrently(arena, encoded):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         started = time.monotonic()
         jobs = [pool.prepare_item(encoded, options(sleep_s=0.5), f"{n:064}") for n in range(2)]
@@ -169,7 +167,7 @@ async def test_two_preparers_work_at_the_same_time(arena, encoded):
 
 
 @pytest.mark.parametrize("fault", ["kill", "abort", "segfault", "exit"])
-async def test_crash_fails_its_job_and_no_other(arena, encoded, fault):
+async def test_crash_fails_only_its_job(arena, encoded, fault):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         other = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.4), "b" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
@@ -182,7 +180,7 @@ async def test_crash_fails_its_job_and_no_other(arena, encoded, fault):
         assert not arena.contains("a" * 64)
 
 
-async def test_preparer_killed_from_outside_mid_job_is_reported_at_once(arena, encoded):
+async def test_preparer_killed_during_a_job_is_reported_immediately(arena, encoded):
     async with running(make_pool(arena)) as pool:
         job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
@@ -194,7 +192,7 @@ async def test_preparer_killed_from_outside_mid_job_is_reported_at_once(arena, e
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
-async def test_range_of_a_preparer_that_dies_while_writing_is_freed_after_its_end(arena, encoded, monkeypatch):
+async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(arena, encoded, monkeypatch):
     monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
     async with running(make_pool(arena)) as pool:
         (victim,) = pool.stats().pids
@@ -243,7 +241,7 @@ async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, enco
     assert abandoned_while_running == [False]
 
 
-async def test_hanging_job_ends_with_its_deadline(arena, encoded):
+async def test_hanging_job_times_out(arena, encoded):
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
         (victim,) = pool.stats().pids
         started = time.monotonic()
@@ -254,7 +252,7 @@ async def test_hanging_job_ends_with_its_deadline(arena, encoded):
         assert not is_running(victim)
 
 
-async def test_job_that_takes_too_much_memory_fails_and_its_preparer_goes_on(arena, encoded):
+async def test_job_exceeding_memory_fails_and_its_preparer_continues(arena, encoded):
     async with running(make_pool(arena, memory_limit_bytes=256 << 20)) as pool:
         before = pool.stats().pids
         with pytest.raises(PreparationFailed, match="memory"):
@@ -285,7 +283,7 @@ async def test_header_up_to_the_limit_passes(arena, encoded, header_bytes):
             assert len(lease.value.header) == header_bytes
 
 
-async def test_header_over_the_limit_fails_its_job_by_name_and_nothing_else(arena, encoded):
+async def test_header_over_the_limit_fails_only_its_job_by_name(arena, encoded):
     async with running(make_pool(arena)) as pool:
         before = pool.stats().pids
         with pytest.raises(MediaTooLarge, match=str(MAX_HEADER_BYTES)):
@@ -294,7 +292,7 @@ async def test_header_over_the_limit_fails_its_job_by_name_and_nothing_else(aren
         assert pool.stats().pids == before
 
 
-async def test_options_too_large_for_a_frame_fail_their_job_and_nothing_else(arena, encoded):
+async def test_options_too_large_for_a_frame_fail_only_their_job(arena, encoded):
     async with running(make_pool(arena)) as pool:
         before = pool.stats().pids
         with pytest.raises(PreparationFailed):
@@ -303,7 +301,7 @@ async def test_options_too_large_for_a_frame_fail_their_job_and_nothing_else(are
         assert pool.stats().pids == before
 
 
-async def test_exception_that_nobody_foresaw_fails_its_job_and_costs_only_its_preparer(arena, encoded, monkeypatch):
+async def test_unexpected_exception_fails_only_its_job_and_preparer(arena, encoded, monkeypatch):
     async with running(make_pool(arena)) as pool:
         (before,) = pool.stats().pids
 
@@ -338,7 +336,7 @@ async def test_exception_outside_of_jobs_restarts_media_preparation(arena, encod
         assert pool.stats().num_forkserver_restarts == 1
 
 
-async def test_full_arena_fails_the_job_and_the_preparer_takes_the_next(arena, encoded):
+async def test_full_arena_fails_the_job_and_the_preparer_continues(arena, encoded):
     async with running(make_pool(arena)) as pool:
         with arena.reserve(arena.stats().largest_hole_bytes - 4096), pytest.raises(ArenaFull):
             await pool.prepare_item(encoded, b"{}", "a" * 64)
@@ -346,7 +344,7 @@ async def test_full_arena_fails_the_job_and_the_preparer_takes_the_next(arena, e
         assert pool.stats().num_restarts == 0
 
 
-async def test_second_feature_of_the_same_key_is_a_lease_on_the_first(arena, encoded):
+async def test_duplicate_feature_returns_a_lease_on_the_first(arena, encoded):
     async with running(make_pool(arena)) as pool:
         first = await pool.prepare_item(encoded, b"{}", "a" * 64)
         second = await pool.prepare_item(encoded, b"{}", "a" * 64)
@@ -354,7 +352,7 @@ async def test_second_feature_of_the_same_key_is_a_lease_on_the_first(arena, enc
             assert second.range == first.range
 
 
-async def test_one_job_too_many_is_refused(arena, encoded):
+async def test_job_over_the_queue_limit_is_rejected(arena, encoded):
     async with running(make_pool(arena, queue_limit=2)) as pool:
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.2), f"{n:064}")) for n in range(3)]
         await asyncio.sleep(0)
@@ -365,7 +363,7 @@ async def test_one_job_too_many_is_refused(arena, encoded):
             lease.release()
 
 
-async def test_job_that_nobody_takes_in_time_is_refused(arena, encoded):
+async def test_job_not_taken_in_time_is_rejected(arena, encoded):
     async with running(make_pool(arena, queue_timeout_s=0.1)) as pool:
         first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
@@ -387,7 +385,7 @@ async def test_cancelled_waiting_job_is_dropped(arena, encoded):
         assert not arena.contains("b" * 64)
 
 
-async def test_cancelled_running_job_that_is_nearly_done_stays_cached(arena, monkeypatch):
+async def test_cancelled_job_that_is_nearly_done_is_cached(arena, monkeypatch):
     monkeypatch.setattr("medialane.prepare.pool.DISOWNED_S", 4.0)
     async with running(make_pool(arena)) as pool:
         with put(arena, png()) as source:
@@ -401,7 +399,7 @@ async def test_cancelled_running_job_that_is_nearly_done_stays_cached(arena, mon
 
 
 @pytest.mark.parametrize("fault", ["none", "hang"])
-async def test_cancelled_running_job_is_stopped_and_those_that_wait_get_its_preparer(arena, encoded, fault):
+async def test_cancelled_running_job_is_stopped_and_frees_its_preparer(arena, encoded, fault):
     """Long before its deadline: nobody wants what it makes."""
     async with running(make_pool(arena, image_timeout_s=60.0)) as pool:
         with put(arena, png()) as source:
@@ -417,7 +415,7 @@ async def test_cancelled_running_job_is_stopped_and_those_that_wait_get_its_prep
         assert arena.stats().num_leases == 1, "only the fixture's own"
 
 
-async def test_probed_item_is_opened_and_leaves_nothing(arena, encoded):
+async def test_probed_item_is_opened_and_leaves_no_entry(arena, encoded):
     async with running(make_pool(arena)) as pool:
         assert await pool.probe_item(encoded) is None
         with put(arena, png()[:20]) as broken, pytest.raises(InvalidImage):
@@ -436,7 +434,7 @@ async def test_pool_without_a_processor_opens_items_and_processes_none(arena, en
             await pool.prepare_item(encoded, b"{}", "a" * 64)
 
 
-async def test_image_with_too_many_tokens_is_refused_before_it_is_decoded(arena):
+async def test_image_with_too_many_tokens_is_rejected_before_decoding(arena):
     """Its pixels are cut off: a decoder would call it damaged."""
     whole = png(400, 300)
     async with running(make_pool(arena)) as pool:
@@ -447,7 +445,7 @@ async def test_image_with_too_many_tokens_is_refused_before_it_is_decoded(arena)
                 await pool.prepare_item(cut, b"{}", "a" * 64)
 
 
-async def test_feature_that_is_larger_than_the_arena_is_refused_for_good(arena, encoded):
+async def test_feature_larger_than_the_arena_is_rejected_permanently(arena, encoded):
     async with running(make_pool(arena)) as pool:
         side = int((arena.size_bytes / 12) ** 0.5)  # three float32 a pixel, and its encoded bytes beside it
         with put(arena, png(side, side)) as source, pytest.raises(MediaTooLarge) as refused:
@@ -457,7 +455,7 @@ async def test_feature_that_is_larger_than_the_arena_is_refused_for_good(arena, 
         assert pool.stats().num_restarts == 0
 
 
-async def test_caller_cancelled_in_the_moment_of_the_result_leaves_no_lease(arena, encoded):
+async def test_caller_cancelled_at_completion_leaks_no_lease(arena, encoded):
     async with running(make_pool(arena)) as pool:
         for n in range(20):
             job = asyncio.create_task(pool.prepare_item(encoded, b"{}", f"{n:064}"))
@@ -469,7 +467,7 @@ async def test_caller_cancelled_in_the_moment_of_the_result_leaves_no_lease(aren
         await eventually(lambda: arena.stats().num_leases == 1)
 
 
-async def test_preparer_that_has_served_its_time_is_replaced(arena, encoded):
+async def test_preparer_is_replaced_after_its_maximum_jobs(arena, encoded):
     async with running(make_pool(arena, max_jobs_per_preparer=2)) as pool:
         pids = set()
         for n in range(5):
@@ -489,7 +487,7 @@ async def test_idle_preparer_that_dies_is_replaced(arena, encoded):
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
-async def test_preparers_that_die_before_their_first_job_are_replaced_ever_more_slowly(arena):
+async def test_preparers_dying_before_their_first_job_are_replaced_with_backoff(arena):
     async with running(make_pool(arena)) as pool:
         deadline = time.monotonic() + 1.2
         killed = set()
@@ -539,7 +537,7 @@ async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-async def test_spare_that_dies_alone_is_replaced_and_nobody_is_harmed(arena, encoded, monkeypatch):
+async def test_dead_spare_is_replaced_without_affecting_jobs(arena, encoded, monkeypatch):
     monkeypatch.setattr(forkservers, "INITIAL_BACKOFF_S", 0.05)
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: spare_of(pool) is not None)
@@ -551,7 +549,7 @@ async def test_spare_that_dies_alone_is_replaced_and_nobody_is_harmed(arena, enc
         assert pool.degradation is None
 
 
-async def test_forkserver_and_spare_that_die_together_fail_jobs_as_unavailable_and_are_replaced(arena, encoded):
+async def test_simultaneous_death_of_forkserver_and_spare_fails_jobs_and_both_are_replaced(arena, encoded):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         await eventually(lambda: spare_of(pool) is not None)
         job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
@@ -568,7 +566,7 @@ async def test_forkserver_and_spare_that_die_together_fail_jobs_as_unavailable_a
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
 
 
-async def test_close_while_a_dead_preparer_is_put_away_gives_back_what_its_job_held(arena, encoded):
+async def test_close_during_cleanup_of_a_dead_preparer_releases_its_job(arena, encoded):
     for _ in range(5):
         async with running(make_pool(arena)) as pool:
             with pytest.raises(PreparerCrashed):
@@ -576,7 +574,7 @@ async def test_close_while_a_dead_preparer_is_put_away_gives_back_what_its_job_h
         assert arena.stats().num_leases == 1
 
 
-async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
+async def test_hanging_forkserver_is_replaced(arena, encoded, monkeypatch):
     monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 0.3)
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: spare_of(pool) is not None)
@@ -591,7 +589,7 @@ async def test_forkserver_that_hangs_is_replaced(arena, encoded, monkeypatch):
         assert not is_running(forkserver)
 
 
-async def test_pool_that_is_not_wanted_is_not_impaired(arena):
+async def test_disabled_pool_is_not_impaired(arena):
     pool = make_pool(arena)
     assert pool.degradation is None
     async with running(pool):
@@ -606,7 +604,7 @@ async def test_killed_preparer_is_an_impairment_until_it_is_replaced(arena):
         await eventually(lambda: pool.degradation is None)
 
 
-async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):
+async def test_close_fails_running_and_waiting_jobs_immediately(arena, encoded):
     async with running(make_pool(arena)) as pool:
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), f"{n:064}")) for n in range(2)]
         await eventually(lambda: pool.stats().num_busy == 1)
@@ -629,14 +627,14 @@ async def test_close_fails_running_and_waiting_jobs_at_once(arena, encoded):
         (b'{"warm_s": 30}', {"start_timeout_s": 0.5}, "start_timeout_s"),
     ],
 )
-async def test_start_that_fails_says_why_and_leaves_nothing(arena, factory_config, settings, message):
+async def test_failed_start_reports_its_reason_and_leaves_nothing(arena, factory_config, settings, message):
     pool = make_pool(arena, factory_config, **settings)
     with pytest.raises(StartupFailed, match=message):
         await pool.start()
     assert not children()
 
 
-async def test_start_with_an_arena_that_preparers_cannot_map_fails_clearly(arena):
+async def test_unmappable_arena_fails_the_start_clearly(arena):
     pool = make_pool(arena)
     arena.path.rename(arena.path.with_suffix(".moved"))
     try:
@@ -647,7 +645,7 @@ async def test_start_with_an_arena_that_preparers_cannot_map_fails_clearly(arena
     assert not children()
 
 
-async def test_fifty_crashes_leak_no_descriptor_and_no_range(arena, encoded):
+async def test_fifty_crashes_leak_no_descriptor_or_range(arena, encoded):
     async with running(make_pool(arena)) as pool:
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         await eventually(lambda: spare_of(pool) is not None)  # it has descriptors, too
@@ -661,7 +659,7 @@ async def test_fifty_crashes_leak_no_descriptor_and_no_range(arena, encoded):
         assert arena.stats().free_bytes == used
 
 
-async def test_preparers_hold_no_socket_but_their_own_channel_and_not_the_arenas_lock(arena):
+async def test_preparers_hold_only_their_own_socket_and_not_the_arena_lock(arena):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         for pid in pool.stats().pids:
             links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
@@ -702,7 +700,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("factory_config", ["{}", '{"warm_s": 50}'])
-def test_nothing_survives_a_killed_owner(factory_config):
+def test_no_process_survives_a_killed_owner(factory_config):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, FACTORY, factory_config], stdout=subprocess.PIPE, text=True)
     with owner:
         path = Path(owner.stdout.readline().strip())

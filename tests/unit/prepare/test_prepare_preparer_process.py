@@ -30,7 +30,7 @@ def sleeper():
         process.kill()
 
 
-async def test_report_is_read_however_it_is_cut(peer):
+async def test_report_is_read_however_it_is_fragmented(peer):
     preparer = handle(peer)
     reading = asyncio.create_task(preparer.receive())
     for byte in encode_frame(Done(7)):
@@ -50,7 +50,7 @@ async def test_report_is_read_however_it_is_cut(peer):
         b"",
     ],
 )
-async def test_what_the_protocol_does_not_allow_loses_the_preparer(peer, data):
+async def test_protocol_violation_kills_the_preparer(peer, data):
     preparer = handle(peer)
     peer[1].send(data)
     peer[1].close()
@@ -59,7 +59,7 @@ async def test_what_the_protocol_does_not_allow_loses_the_preparer(peer, data):
     await preparer.stop(0)
 
 
-async def test_first_word_must_be_hello(peer):
+async def test_first_message_must_be_hello(peer):
     preparer = handle(peer)
     peer[1].send(encode_frame(Done(1)) + encode_frame(Hello(1)))
     with pytest.raises(PreparerLost, match="Done"):
@@ -68,7 +68,7 @@ async def test_first_word_must_be_hello(peer):
     await preparer.stop(0)
 
 
-async def test_request_to_a_closed_channel_loses_the_preparer(peer):
+async def test_request_to_a_closed_channel_kills_the_preparer(peer):
     preparer = handle(peer)
     peer[1].close()
     with pytest.raises(PreparerLost):
@@ -76,7 +76,7 @@ async def test_request_to_a_closed_channel_loses_the_preparer(peer):
     await preparer.stop(0)
 
 
-async def test_stop_kills_after_the_grace_and_confirms_the_end(peer, sleeper):
+async def test_stop_kills_after_the_grace_period_and_confirms_the_exit(peer, sleeper):
     exits = []
     preparer = handle(peer, lambda: exits.append(preparer.gone))
     preparer.attach(sleeper.pid, os.pidfd_open(sleeper.pid))
@@ -87,7 +87,7 @@ async def test_stop_kills_after_the_grace_and_confirms_the_end(peer, sleeper):
     assert await preparer.stop(0)
 
 
-async def test_process_that_is_forked_after_its_handle_was_stopped_is_killed(peer, sleeper):
+async def test_process_forked_after_its_handle_stopped_is_killed(peer, sleeper):
     preparer = handle(peer)
     assert not await preparer.stop(0)
     preparer.attach(sleeper.pid, os.pidfd_open(sleeper.pid))

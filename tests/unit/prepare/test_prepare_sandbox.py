@@ -75,12 +75,12 @@ def secret(tmp_path):
 
 
 @pytest.mark.parametrize("attack", ["tcp", "tcp6", "udp", "unix", "netlink", "socketpair"])
-async def test_there_is_no_network(taken_over, attack):
+async def test_network_is_unreachable(taken_over, attack):
     assert await taken_over.tries(attack) in REFUSED
 
 
 @pytest.mark.parametrize("attack", ["connect", "bind"])
-async def test_what_is_open_cannot_be_connected_elsewhere(taken_over, attack):
+async def test_open_sockets_cannot_be_reconnected(taken_over, attack):
     for fd in range(3, 32):
         assert await taken_over.tries(attack, fd) in REFUSED
 
@@ -92,11 +92,11 @@ async def test_what_is_open_cannot_be_connected_elsewhere(taken_over, attack):
         "rename file", "make folder", "link", "chmod",
     ],
 )  # fmt: skip
-async def test_no_file_can_be_changed(taken_over, secret, attack):
+async def test_files_cannot_be_modified(taken_over, secret, attack):
     assert await taken_over.tries(attack, secret) in REFUSED
 
 
-async def test_no_secret_can_be_read(taken_over, secret):
+async def test_secrets_cannot_be_read(taken_over, secret):
     for path in (secret, "/etc/passwd", f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/mem", "/proc/1/environ"):
         assert await taken_over.tries("read file", path) in REFUSED
     for folder in ("/", str(Path(secret).parent), "/proc", "/dev/shm"):
@@ -104,15 +104,15 @@ async def test_no_secret_can_be_read(taken_over, secret):
 
 
 @pytest.mark.parametrize("attack", ["make arena writable", "remove arena pages"])
-async def test_the_arena_cannot_be_made_writable(taken_over, attack):
+async def test_arena_cannot_be_made_writable(taken_over, attack):
     assert await taken_over.tries(attack) in (errno.EACCES, errno.EPERM, errno.EINVAL)
 
 
-async def test_the_arena_cannot_be_opened_again(taken_over):
+async def test_arena_cannot_be_reopened(taken_over):
     assert await taken_over.tries("open arena", str(taken_over.arena.path)) in REFUSED
 
 
-async def test_writing_to_anothers_entry_ends_the_writer_and_changes_nothing(taken_over):
+async def test_writing_to_a_foreign_entry_kills_the_writer_and_changes_nothing(taken_over):
     data = png(seed=5)
     with put(taken_over.arena, data) as other:
         with pytest.raises(PreparerCrashed):
@@ -127,13 +127,13 @@ async def test_writing_to_anothers_entry_ends_the_writer_and_changes_nothing(tak
 @pytest.mark.parametrize(
     "attack", ["signal", "signal thread", "pidfd", "own signals", "pin", "priority", "write memory"]
 )
-async def test_no_other_process_can_be_reached(taken_over, attack):
+async def test_other_processes_are_inaccessible(taken_over, attack):
     forkserver = taken_over.pool._forkserver.pid
     for pid in (os.getpid(), forkserver, os.getppid()):
         assert await taken_over.tries(attack, pid) in REFUSED
 
 
-async def test_own_children_cannot_be_had(taken_over):
+async def test_child_processes_cannot_be_created(taken_over):
     for attack in ("fork", "vfork", "spawn", "exec"):
         assert await taken_over.tries(attack) in REFUSED
 
@@ -141,33 +141,33 @@ async def test_own_children_cannot_be_had(taken_over):
 @pytest.mark.parametrize(
     "attack", ["signal all", "memory file", "unshare", "io_uring", "userfaultfd", "bpf", "mount", "become undumpable"]
 )
-async def test_the_rest_of_the_kernel_is_out_of_reach(taken_over, attack):
+async def test_other_system_calls_are_blocked(taken_over, attack):
     assert await taken_over.tries(attack) in REFUSED
 
 
-async def test_its_limits_stay(taken_over):
+async def test_limits_cannot_be_raised(taken_over):
     assert await taken_over.tries("change limits") in REFUSED
     assert await taken_over.tries("ptrace", os.getpid()) in REFUSED
 
 
 @pytest.mark.parametrize("attack", ["thread", "late import", "clock"])
-async def test_what_processors_need_goes_on_working(taken_over, attack):
+async def test_operations_needed_by_processors_work(taken_over, attack):
     assert await taken_over.tries(attack) is None
 
 
-async def test_it_may_end_itself_and_the_pool_goes_on(taken_over):
+async def test_preparer_may_exit_and_the_pool_continues(taken_over):
     with pytest.raises(PreparerCrashed):
         await taken_over.tries("die")
     await eventually(lambda: taken_over.pool.stats().num_alive == 1)
     assert await taken_over.tries("clock") is None
 
 
-async def test_everything_was_tried_on_the_same_pool_which_never_restarted(taken_over):
+async def test_pool_survived_all_attempts_without_restart(taken_over):
     assert taken_over.pool.stats().num_forkserver_restarts == 0
     assert taken_over.pool.degradation is None
 
 
-async def test_memory_of_a_child_can_be_read_and_nothing_else_looks_like_it():
+async def test_process_vm_readv_is_available_and_invalid_addresses_raise():
     assert memory_is_readable()
     with pytest.raises(OSError, match="process_vm_readv"):
         read_into(os.getpid(), 8, memoryview(bytearray(8)))
@@ -177,7 +177,7 @@ async def test_memory_of_a_child_can_be_read_and_nothing_else_looks_like_it():
     assert found == b"abc"
 
 
-async def test_missing_walls_are_said():
+async def test_missing_sandbox_mechanisms_are_reported():
     assert list(Sandbox(system_calls=True, files=True).missing()) == []
     assert "network" in next(Sandbox(files=True).missing())
     assert "files" in next(Sandbox(system_calls=True).missing())

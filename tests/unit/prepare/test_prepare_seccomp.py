@@ -11,7 +11,7 @@ HEADERS = [(0, "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), (1, "/usr/inclu
 
 
 @pytest.mark.parametrize(("column", "path"), HEADERS, ids=["x86_64", "aarch64"])
-def test_numbers_are_those_of_the_kernels_headers(column, path):
+def test_system_call_numbers_match_the_kernel_headers(column, path):
     if not Path(path).exists():
         pytest.skip("the kernel's headers are not installed")
     found = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)\n", Path(path).read_text()))

@@ -40,7 +40,7 @@ steps = st.lists(
 
 @settings(deadline=None)
 @given(steps)
-def test_tables_are_as_sets(steps):
+def test_tables_behave_like_sets(steps):
     holders, held, free, retired = BlockHolders(), {}, list(range(300, 400)), []
     holders.widen(401)
     names = {}  # what stands for a bit now
@@ -70,7 +70,7 @@ def test_tables_are_as_sets(steps):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_table_grows_while_blocks_come_and_go(seed):
+def test_table_grows_under_insertions_and_removals(seed):
     drawn = random.Random(seed)
     holders, held = BlockHolders(), {bit: set() for bit in range(4)}
     everything = [drawn.randrange(1 << 64) for _ in range(20_000)] + [0, GREATEST]
@@ -88,7 +88,7 @@ def test_table_grows_while_blocks_come_and_go(seed):
     check(holders, held)
 
 
-def test_nothing_is_left_when_all_is_removed():
+def test_table_is_empty_after_removing_everything():
     """Of each kind of set there is one block: as many sets as there are blocks."""
     drawn = random.Random(1)
     holders = BlockHolders()
@@ -107,7 +107,7 @@ def test_nothing_is_left_when_all_is_removed():
     assert len(holders._now.sets) == num_rows, "rows of sets that are gone are used again"
 
 
-def test_call_with_many_blocks_is_as_many_with_one():
+def test_batch_call_equals_single_calls():
     once, singly = BlockHolders(), BlockHolders()
     blocks = ids(range(1, 5000))
     once.store(3, blocks)
@@ -118,7 +118,7 @@ def test_call_with_many_blocks_is_as_many_with_one():
 
 
 @pytest.mark.parametrize("bit", [-1, 64, 1 << 40])
-def test_bit_that_there_is_no_room_for_is_refused_before_native_code_writes_to_it(bit):
+def test_out_of_range_bit_is_rejected_before_the_native_call(bit):
     holders = BlockHolders()
     for use in (holders.store, holders.remove):
         with pytest.raises(IndexError, match="no bit"):
@@ -130,7 +130,7 @@ def test_bit_that_there_is_no_room_for_is_refused_before_native_code_writes_to_i
     check(holders, {0: set()})
 
 
-def test_wider_sets_equal_those_from_before():
+def test_widened_sets_equal_the_previous_ones():
     holders = BlockHolders()
     holders.store(0, ids([1]))
     holders.widen(1000)

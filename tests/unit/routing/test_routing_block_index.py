@@ -156,7 +156,7 @@ IndexMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=1
 TestIndexAgainstSets = IndexMachine.TestCase
 
 
-def test_block_has_the_holders_that_stored_it():
+def test_block_holders_are_the_slots_that_stored_it():
     index = BlockIndex()
     index.store(0, ids([1, 2]))
     index.store(999, ids([2]))
@@ -165,7 +165,7 @@ def test_block_has_the_holders_that_stored_it():
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3, 1, 2], [3, 3, 3]])
-def test_stored_or_removed_twice_makes_no_difference(order):
+def test_storing_and_removing_are_idempotent(order):
     index = BlockIndex()
     index.store(1, ids([3, 1]))
     index.store(0, ids(order))
@@ -176,7 +176,7 @@ def test_stored_or_removed_twice_makes_no_difference(order):
     assert (index.num_held(0), index.num_blocks, index.num_entries) == (0, 2, 2)
 
 
-def test_remove_from_a_slot_that_holds_nothing_leaves_others_alone():
+def test_removal_from_an_empty_slot_does_not_affect_others():
     index = BlockIndex()
     index.store(1, ids([1, 2]))
     index.remove(0, ids([1, 2]))
@@ -184,7 +184,7 @@ def test_remove_from_a_slot_that_holds_nothing_leaves_others_alone():
     assert index.match(ids([1, 2]), 0b11).blocks.tolist() == [0, 2]
 
 
-def test_array_is_as_long_as_the_highest_candidate_needs():
+def test_array_length_covers_the_highest_candidate():
     index = BlockIndex()
     index.store(900, ids([1]))
     index.store(2, ids([1]))
@@ -192,7 +192,7 @@ def test_array_is_as_long_as_the_highest_candidate_needs():
     assert index.match(ids([1]), 1 << 900 | 1).blocks.nonzero()[0].tolist() == [900]
 
 
-def test_replace_keeps_notes_and_clear_does_not():
+def test_replace_keeps_pending_prefixes_and_clear_drops_them():
     index = BlockIndex()
     index.note(0, ids([1, 2, 3]))
     index.replace(0, ids([1]))
@@ -202,7 +202,7 @@ def test_replace_keeps_notes_and_clear_does_not():
     assert index.match(ids([1, 2, 3]), 1).blocks.tolist() == [0]
 
 
-def test_large_slot_is_lost_in_small_steps_and_holds_at_once_what_comes_after():
+def test_large_slot_is_cleared_incrementally_and_accepts_new_blocks_immediately():
     index = BlockIndex()
     blocks = list(range(3000))
     for slot in (0, 1):
@@ -220,7 +220,7 @@ def test_large_slot_is_lost_in_small_steps_and_holds_at_once_what_comes_after():
     assert index.num_entries == 3100
 
 
-def test_snapshot_of_a_large_slot_in_parts_leaves_what_all_parts_name():
+def test_chunked_snapshot_of_a_large_slot_leaves_the_union_of_its_chunks():
     index = BlockIndex()
     index.store(0, ids(range(5000)))
     index.replace(0, ids(range(2000)))
@@ -231,7 +231,7 @@ def test_snapshot_of_a_large_slot_in_parts_leaves_what_all_parts_name():
     assert index.num_blocks == 4000
 
 
-def test_slot_lost_twice_before_it_is_swept_is_empty():
+def test_slot_lost_twice_before_the_sweep_is_empty():
     index = BlockIndex()
     index.store(0, ids(range(2000)))
     index.clear(0)
@@ -244,7 +244,7 @@ def test_slot_lost_twice_before_it_is_swept_is_empty():
     assert index.match(ids(range(3000)), 1).blocks.tolist() == [0]
 
 
-def test_losses_that_are_half_swept_never_mix_with_what_comes_after_them(monkeypatch):
+def test_partially_swept_losses_never_mix_with_later_blocks(monkeypatch):
     """Seeded."""
     monkeypatch.setattr("medialane.routing.block_index._SWEPT_BLOCKS", 3)
     drawn = random.Random(7)
@@ -276,7 +276,7 @@ def test_losses_that_are_half_swept_never_mix_with_what_comes_after_them(monkeyp
         assert index.match(ids([block]), 0b111).held.astype(bool).tolist() == [block in held[slot] for slot in held]
 
 
-def test_block_missing_inside_a_prefix_is_counted_and_ends_the_prefix():
+def test_hole_inside_a_prefix_is_counted_and_ends_the_prefix():
     """An engine that frees from the middle. Sampling finds the hole sooner or later, and then the prefix ends there."""
     index = BlockIndex()
     blocks = list(range(100))
@@ -288,7 +288,7 @@ def test_block_missing_inside_a_prefix_is_counted_and_ends_the_prefix():
     assert index.counts.num_matches == 300
 
 
-def test_matches_that_run_out_of_probes_are_counted():
+def test_matches_exhausting_their_probes_are_counted():
     index = BlockIndex(max_probes=10)
     for slot in range(60):
         index.store(slot, ids(range(3 * slot)))
@@ -299,7 +299,7 @@ def test_matches_that_run_out_of_probes_are_counted():
     assert all(found.blocks[slot] <= 3 * slot for slot in range(60))
 
 
-def test_equal_sets_of_holders_are_one():
+def test_equal_holder_sets_are_interned():
     """A set of a thousand slots takes 128 bytes: shared, it is nothing for each block."""
     index = BlockIndex()
     drawn = random.Random(1)
@@ -311,7 +311,7 @@ def test_equal_sets_of_holders_are_one():
         assert index._holders.num_sets <= 1
 
 
-def test_bits_of_slots_that_begin_anew_again_and_again_are_used_again():
+def test_bits_of_repeatedly_reset_slots_are_reused():
     index = BlockIndex()
     for number in range(2000):
         index.replace(number % 3, ids(range(number, number + 50)))
@@ -319,7 +319,7 @@ def test_bits_of_slots_that_begin_anew_again_and_again_are_used_again():
     assert index.num_entries == 150
 
 
-def test_slots_beyond_any_word_are_distinguished():
+def test_slots_beyond_one_word_are_distinguished():
     index = BlockIndex()
     for slot in range(0, 1000, 7):
         index.store(slot, ids(range(slot + 1)))

@@ -20,6 +20,6 @@ def test_defaults_are_valid():
         ("over_capacity_ms", float("nan")),
     ],
 )
-def test_setting_that_cannot_work_is_named(name, value):
+def test_invalid_setting_is_named(name, value):
     with pytest.raises(StartupFailed, match=name):
         RoutingConfig(**{name: value}).validate()

@@ -58,17 +58,17 @@ class World:
         self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)
 
 
-def test_items_are_distinguished_and_stand_as_a_prefix_covers_them():
+def test_items_are_distinguished_and_ordered_by_covering_prefix():
     media = [span("a", 4, 28), span("b", 32, 10), span("a", 60, 5, num_embeds=4)]
     assert encoder_items(media, BLOCK) == (EncoderItem("b", 10, 3), EncoderItem("a", 4, 5))
 
 
-def test_item_that_ends_with_a_block_is_covered_by_it():
+def test_item_ending_at_a_block_boundary_is_covered():
     assert encoder_items([span("a", 0, 16)], BLOCK) == (EncoderItem("a", 16, 1),)
 
 
 @pytest.mark.parametrize("known", [0, 1, 15, 16, 17])
-def test_item_of_unknown_place_is_behind_all_blocks_that_are_known(known):
+def test_item_of_unknown_position_is_after_all_known_blocks(known):
     (item,) = encoder_items([span("a", known, 0)], BLOCK)
     assert item.num_embeds > 0
     assert item.num_blocks > known // BLOCK
@@ -85,14 +85,14 @@ def test_item_in_the_encoder_cache_is_not_encoded():
     assert world.costs(world.offer(media=[span("a", 0, 40), span("b", 40, 10)])).tolist() == [50, 10]
 
 
-def test_item_within_the_cached_prefix_is_not_encoded_wherever_it_is_held():
+def test_item_within_the_cached_prefix_is_never_encoded():
     world = World(2, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
     world.hold(1, "a", 40)
     media = [span("a", 0, 40), span("b", 40, 10)]
     assert world.costs(world.offer(media=media, prefixes=[3, 3])).tolist() == [10, 10]
 
 
-def test_item_held_by_many_is_taken_off_for_all_of_them():
+def test_item_held_by_many_slots_is_discounted_for_all():
     world = World(40, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
     for slot in range(0, 40, 2):
         world.hold(slot, "a", 30)
@@ -100,7 +100,7 @@ def test_item_held_by_many_is_taken_off_for_all_of_them():
     assert costs.tolist() == [0] * 4 + [0, 30] * 18
 
 
-def test_another_host_costs_by_size():
+def test_remote_host_costs_by_size():
     world = World(2, remote=[1], local_ms_per_mib=0.1, remote_ms=2.0, remote_ms_per_mib=3.0)
     local, remote = world.costs(world.offer(handover_bytes=4 << 20))
     assert remote - local == pytest.approx(2.0 + 4 * 3.0 - 4 * 0.1)
@@ -108,7 +108,7 @@ def test_another_host_costs_by_size():
     assert remote == local
 
 
-def test_session_is_a_bonus():
+def test_session_affinity_is_a_bonus():
     world = World(2, session_ms=3.0)
     plain, last = world.costs(world.offer(session_slot=1))
     assert plain - last == pytest.approx(3.0)
@@ -146,7 +146,7 @@ def build(facts, spans, handover_bytes, session_slot):
 
 
 @given(st.lists(slot_facts, min_size=1, max_size=80), items, st.integers(0, 1 << 24), st.sampled_from([None, 0]))
-def test_parts_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, session_slot):
+def test_cost_terms_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, session_slot):
     world, offer = build(facts, spans, handover_bytes, session_slot)
     costs = world.costs(offer)
     for slot in world.slots:
@@ -168,7 +168,7 @@ WORSE = [
 
 
 @given(slot_facts, items, st.integers(0, 1 << 24), st.sampled_from(WORSE))
-def test_more_cached_never_costs_more_and_more_to_do_never_less(fact, spans, handover_bytes, change):
+def test_cost_is_monotonic_in_cached_tokens_and_work(fact, spans, handover_bytes, change):
     name, worse = change
     better, offer = build([fact], spans, handover_bytes, None)
     poorer, poorer_offer = build([fact | {name: worse(fact[name])}], spans, handover_bytes, None)

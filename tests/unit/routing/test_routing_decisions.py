@@ -20,12 +20,12 @@ def test_newest_decisions_come_first():
     assert [record.request_id for record in ring.last(1)] == ["r2"]
 
 
-def test_only_the_last_few_are_kept():
+def test_only_recent_decisions_are_kept():
     ring, _ = filled(4, 11)
     assert [record.request_id for record in ring.last()] == ["r10", "r9", "r8", "r7"]
 
 
-def test_what_the_engine_reported_is_added():
+def test_engine_report_is_added_to_the_decision():
     ring, numbers = filled(4, 5)
     ring.prefilled(numbers[3], reported_cached_tokens=16, first_token_ms=12.5)
     found = {record.request_id: record for record in ring.last()}
@@ -34,7 +34,7 @@ def test_what_the_engine_reported_is_added():
     assert found["r4"].reported_cached_tokens is None
 
 
-def test_report_for_a_decision_that_fell_out_changes_nothing():
+def test_report_for_an_evicted_decision_is_ignored():
     ring, numbers = filled(4, 6)
     before = ring.last()
     ring.prefilled(numbers[0], reported_cached_tokens=16, first_token_ms=1.0)
@@ -42,7 +42,7 @@ def test_report_for_a_decision_that_fell_out_changes_nothing():
     assert ring.last() == before
 
 
-def test_record_is_json():
+def test_record_serialises_to_json():
     ring, _ = filled(4, 1)
     seen = msgspec.json.decode(msgspec.json.encode(ring.last()))
     assert seen[0]["decision"]["parts"] == {"prefill": 1.5, "queue": 2.0}

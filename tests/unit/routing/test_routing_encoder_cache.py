@@ -30,7 +30,7 @@ def test_item_counts_as_held_from_when_it_is_sent(model):
     assert model.num_embeds == 40
 
 
-def test_item_unpinned_longest_makes_room(model, dropped):
+def test_least_recently_unpinned_item_is_evicted(model, dropped):
     for name in "ab":
         encode(model, name, 50)
     model.pin("a", 50)
@@ -41,7 +41,7 @@ def test_item_unpinned_longest_makes_room(model, dropped):
     assert "c" in model
 
 
-def test_pinned_item_is_never_dropped(model, dropped):
+def test_pinned_item_is_never_evicted(model, dropped):
     model.pin("a", 60)
     model.pin("b", 60)
     assert dropped == []
@@ -49,13 +49,13 @@ def test_pinned_item_is_never_dropped(model, dropped):
     assert dropped == ["a"]
 
 
-def test_item_of_a_request_that_was_given_up_is_held_no_more(model, dropped):
+def test_item_of_an_aborted_request_is_no_longer_held(model, dropped):
     model.pin("a", 10)
     model.unpin("a", computed=False)
     assert dropped == ["a"]
 
 
-def test_item_given_up_by_one_stays_for_the_other(model, dropped):
+def test_item_aborted_by_one_request_stays_for_the_other(model, dropped):
     model.pin("a", 10)
     model.pin("a", 10)
     model.unpin("a", computed=False)
@@ -64,7 +64,7 @@ def test_item_given_up_by_one_stays_for_the_other(model, dropped):
     assert "a" in model
 
 
-def test_item_that_was_encoded_once_survives_a_later_one_given_up(model, dropped):
+def test_encoded_item_survives_a_later_abort(model, dropped):
     encode(model, "a", 10)
     model.pin("a", 10)
     model.unpin("a", computed=False)
@@ -76,7 +76,7 @@ def test_item_larger_than_the_cache_is_not_held(model):
     assert len(model) == 0
 
 
-def test_unpinning_what_is_not_held_does_nothing(model):
+def test_unpinning_an_absent_item_is_a_no_op(model):
     model.unpin("a", computed=True)
     encode(model, "a", 1)
     model.unpin("a", computed=False)
@@ -111,7 +111,7 @@ def test_sequential_requests_leave_what_vllm_would_hold(sent):
 
 
 @given(st.lists(st.tuples(names, st.booleans()), max_size=80))
-def test_holders_are_the_slots_whose_models_have_the_item(steps):
+def test_holders_are_the_slots_whose_cache_model_has_the_item(steps):
     caches, pinned = EncoderCaches(), []
     for slot in range(3):
         caches.join(slot, 60)
@@ -136,7 +136,7 @@ def test_cache_of_unknown_size_holds_nothing():
     assert caches.holders("a") == 0
 
 
-def test_slot_that_left_is_unpinned_without_effect():
+def test_unpinning_in_a_removed_slot_is_a_no_op():
     caches = EncoderCaches()
     caches.join(2, 50)
     pinned = caches.pin(2, [("a", 5)])

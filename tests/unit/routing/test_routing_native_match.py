@@ -37,7 +37,7 @@ def test_search_finds_every_slots_prefix(lengths, num_blocks, others):
 
 
 @given(lengths_of_slots, st.integers(0, 12))
-def test_probes_used_up_leave_lower_bounds(lengths, max_probes):
+def test_exhausted_probes_give_lower_bounds(lengths, max_probes):
     index = index_of(lengths, max_probes=max_probes)
     found = index.match(blocks(60), mask(range(NUM_SLOTS))).held.tolist()
     assert all(found[slot] <= length for slot, length in lengths.items())
@@ -49,7 +49,7 @@ def test_probes_used_up_leave_lower_bounds(lengths, max_probes):
     assert index.counts.num_probes <= max_probes + 4 + 6, "growing to 60 takes four, the last bisection six"
 
 
-def test_thousand_slots_of_different_lengths_take_bounded_probes_and_the_longest_is_exact():
+def test_thousand_slots_need_bounded_probes_and_the_longest_match_is_exact():
     index = index_of({slot: 8 * slot for slot in range(1000)}, max_probes=100)
     found = index.match(blocks(8192), mask(range(1000))).held
     assert index.counts.num_probes <= 100 + 8 + 13
@@ -60,7 +60,7 @@ def test_thousand_slots_of_different_lengths_take_bounded_probes_and_the_longest
     assert np.all(found[1:] > 0)
 
 
-def test_hole_that_a_probe_meets_ends_the_prefix_of_who_has_it():
+def test_hole_found_by_a_probe_ends_that_slots_prefix():
     index = index_of({0: 64, 1: 64, 2: 128})
     index.remove(0, np.array([95 // 2], np.uint64))  # where bisection between 63 and 31 looks first
     index.remove(2, np.array([95], np.uint64))
@@ -71,7 +71,7 @@ def test_hole_that_a_probe_meets_ends_the_prefix_of_who_has_it():
 
 
 @pytest.mark.parametrize("place", [1, 2, 17, 33, 50, 62])
-def test_prefix_never_goes_on_behind_a_hole_that_was_counted(place):
+def test_prefix_never_extends_past_a_counted_hole(place):
     index = index_of({0: 64, 70: 64})
     index.remove(0, np.array([place], np.uint64))
     for _ in range(200):
@@ -82,7 +82,7 @@ def test_prefix_never_goes_on_behind_a_hole_that_was_counted(place):
     assert index.counts.num_holes > 0
 
 
-def test_nothing_to_search_finds_nothing():
+def test_empty_search_finds_nothing():
     index = index_of({3: 5})
     assert index.match(blocks(0), 0b1111).blocks.tolist() == [0] * 4
     assert index.match(blocks(9), 0).blocks.tolist() == []

@@ -26,7 +26,7 @@ def shown(values):
     return np.array(values, np.uint64).view(Shown)
 
 
-def test_native_code_reads_what_is_shown_now():
+def test_native_code_reads_the_current_arrays():
     view = View((WORDS,))
     addresses = view.addresses
     view.show(shown([1, 2]))
@@ -36,7 +36,7 @@ def test_native_code_reads_what_is_shown_now():
     assert view.addresses is addresses, "other views have its address"
 
 
-def test_arrays_live_as_long_as_a_view_shows_them():
+def test_arrays_live_as_long_as_a_view_refers_to_them():
     array = shown(range(100))
     lives = weakref.ref(array)
     view, outer = View((WORDS,)), View((INTS,))
@@ -50,7 +50,7 @@ def test_arrays_live_as_long_as_a_view_shows_them():
     assert lives() is None
 
 
-def test_array_that_is_no_longer_shown_is_freed():
+def test_unreferenced_array_is_freed():
     array = shown([1])
     lives = weakref.ref(array)
     view = View((WORDS,))
@@ -71,7 +71,7 @@ def test_array_that_is_no_longer_shown_is_freed():
     ],
     ids=["signed", "narrow", "rows", "strided", "read-only"],
 )
-def test_array_that_native_code_would_take_for_another_is_refused(array):
+def test_array_of_wrong_layout_is_rejected(array):
     view = View((WORDS,))
     view.show(shown([7]))
     with pytest.raises(TypeError, match="contiguous"):
@@ -79,7 +79,7 @@ def test_array_that_native_code_would_take_for_another_is_refused(array):
     assert total(view.addresses) == 7, "nothing has changed"
 
 
-def test_every_array_of_the_layout_is_shown():
+def test_every_array_of_the_layout_is_exposed():
     view = View((WORD_ROWS, SCORE_ROWS))
     with pytest.raises(ValueError, match="zip"):
         view.show(np.zeros((1, 1), np.uint64))

@@ -30,14 +30,14 @@ def chain(name, length):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 100, 511, 8192])
-def test_same_prompt_is_found_whole(length):
+def test_equal_prompt_matches_completely(length):
     notes = PendingBlocks()
     notes.note(3, blocks(range(length)), deadline=1)
     assert pending(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
-def test_shared_prefix_is_found_but_for_a_third_and_never_too_long(one, other, shared):
+def test_shared_prefix_match_is_at_least_two_thirds_and_never_too_long(one, other, shared):
     shared = min(one, other, shared)
     notes = PendingBlocks()
     notes.note(0, blocks(range(one)), deadline=1)
@@ -45,7 +45,7 @@ def test_shared_prefix_is_found_but_for_a_third_and_never_too_long(one, other, s
     assert shared * 2 / 3 - 1 < found <= shared
 
 
-def test_slots_are_distinguished_and_others_left_out():
+def test_slots_are_distinguished_and_non_candidates_omitted():
     notes = PendingBlocks()
     notes.note(1, blocks(range(100)), deadline=1)
     notes.note(2, blocks([*range(9), *range(500, 550)]), deadline=1)
@@ -53,7 +53,7 @@ def test_slots_are_distinguished_and_others_left_out():
     assert pending(notes, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
 
 
-def test_blocks_of_two_notes_count_until_both_are_gone():
+def test_blocks_of_two_pending_prefixes_count_until_both_end():
     notes = PendingBlocks()
     first, second = (notes.note(0, blocks(range(20)), deadline=1) for _ in range(2))
     notes.forget(first)
@@ -64,7 +64,7 @@ def test_blocks_of_two_notes_count_until_both_are_gone():
     assert len(notes) == 0
 
 
-def test_notes_expire_at_their_deadline():
+def test_pending_prefixes_expire():
     notes = PendingBlocks()
     notes.note(0, blocks(range(20)), deadline=5)
     later = notes.note(1, blocks(range(20)), deadline=6)
@@ -77,7 +77,7 @@ def test_notes_expire_at_their_deadline():
     assert len(notes) == 0
 
 
-def test_clear_forgets_one_slots_notes_and_their_owners_may_still_forget_them():
+def test_clear_drops_one_slots_pending_prefixes_and_later_release_is_allowed():
     notes = PendingBlocks()
     gone, stays = notes.note(0, blocks(range(20)), deadline=5), notes.note(1, blocks(range(20)), deadline=5)
     notes.clear(0)
@@ -90,7 +90,7 @@ def test_clear_forgets_one_slots_notes_and_their_owners_may_still_forget_them():
     assert pending(notes, range(20))[:2] == [0, 0]
 
 
-def test_prompt_without_full_blocks_is_noted_as_nothing():
+def test_prompt_without_full_blocks_adds_no_pending_prefix():
     notes = PendingBlocks()
     notes.forget(notes.note(0, blocks([]), deadline=1))
     assert pending(notes, []) == [0] * 8
@@ -108,7 +108,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_nothing_is_left_of_notes_that_are_gone(steps):
+def test_ended_pending_prefixes_leave_no_state(steps):
     """Against fresh notes of what is still noted."""
     notes, made, alive = PendingBlocks(), [], {}
     for step in steps:
@@ -136,7 +136,7 @@ def test_nothing_is_left_of_notes_that_are_gone(steps):
     assert not notes._counts[:, 1].any()
 
 
-def test_notes_of_many_requests_are_kept_and_all_gone_in_the_end():
+def test_pending_prefixes_of_many_requests_all_end():
     notes = PendingBlocks()
     made = [
         notes.note(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)]), deadline=1) for n in range(400)

@@ -37,21 +37,21 @@ class World:
         return Counter(self.choose(**kwargs).slot for _ in range(count))
 
 
-def test_round_robin_visits_all_in_turn():
+def test_round_robin_visits_all_in_order():
     world = World("round-robin", [5, 0, 0])
     assert [world.choose().slot for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_round_robin_goes_on_behind_the_last_when_candidates_change():
+def test_round_robin_continues_after_the_last_when_candidates_change():
     world = World("round-robin", [0, 0, 0, 0])
     assert [world.choose(candidates=mask).slot for mask in (0b1111, 0b1011, 0b1111, 0b0111)] == [0, 1, 2, 0]
 
 
-def test_least_loaded_looks_at_sequences_alone():
+def test_least_loaded_considers_only_sequences():
     assert World("least-loaded", [3, 1, 2]).choose(prefixes=[60, 0, 0]).slot == 1
 
 
-def test_prefix_only_looks_at_the_prefix_alone():
+def test_prefix_only_considers_only_the_prefix():
     assert World("prefix-only", [90, 0, 0]).choose(prefixes=[9, 8, 0]).slot == 0
 
 
@@ -62,11 +62,11 @@ def test_cost_weighs_both():
 
 
 @pytest.mark.parametrize("name", ["cost", "least-loaded", "prefix-only", "round-robin"])
-def test_ties_go_round(name):
+def test_ties_are_broken_round_robin(name):
     assert World(name, [0, 0, 0]).picks(9) == {0: 3, 1: 3, 2: 3}
 
 
-def test_random_is_even_and_repeats_with_its_seed():
+def test_random_is_uniform_and_reproducible_by_seed():
     picks = World("random", [50, 0]).picks(400)
     assert 150 < picks[0] < 250
     assert World("random", [50, 0]).picks(400) == picks
@@ -84,7 +84,7 @@ def test_alternatives_are_the_next_best_in_order():
     assert choice.alternatives == [(1, 1.0, 0), (3, 2.0, 0), (2, 3.0, 0)]
 
 
-def test_only_candidate_has_no_alternatives():
+def test_single_candidate_has_no_alternatives():
     assert World("cost", [0, 0]).choose(candidates=0b10).alternatives == []
 
 
@@ -103,13 +103,13 @@ def test_only_candidates_are_chosen(name, loads, data):
 
 
 @pytest.mark.parametrize("temperature_ms", [0.0, 0.001, 1e6])
-def test_who_is_no_candidate_is_never_picked(temperature_ms):
+def test_non_candidates_are_never_picked(temperature_ms):
     world = World("cost", [0, 200, 0], temperature_ms=temperature_ms)
     assert set(world.picks(50, candidates=0b010)) == {1}
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=150), st.data())
-def test_least_goes_round_and_the_next_best_follow_as_sorted(loads, data):
+def test_least_rotates_among_ties_and_alternatives_follow_sorted(loads, data):
     """Against sorting, over more slots than a word has bits."""
     world, last = World("least-loaded", loads), -1
     for _ in range(5):

@@ -62,12 +62,12 @@ def test_tokens_are_counted_as_predicted_and_as_reported(world):
     assert (counts.num_fewer, counts.num_more) == (1, 1)
 
 
-def test_blocks_that_come_confirm(world):
+def test_arriving_blocks_confirm_the_prediction(world):
     world.serve()
     assert (world.counts.num_stored, world.counts.num_never_stored) == (1, 0)
 
 
-def test_blocks_that_never_come_are_counted_after_the_grace(world):
+def test_missing_blocks_are_counted_after_the_grace_period(world):
     _, expected = world.send()
     world.watch.prefilled(expected, 0)
     world.wait(9)
@@ -76,7 +76,7 @@ def test_blocks_that_never_come_are_counted_after_the_grace(world):
     assert world.counts.num_never_stored == 1
 
 
-def test_worker_whose_blocks_never_come_is_warned_of(world, caplog):
+def test_worker_with_missing_blocks_causes_a_warning(world, caplog):
     for _ in range(8):
         world.serve(stores=False)
     assert world.counts.num_warnings == 1
@@ -92,21 +92,21 @@ def test_warning_is_not_repeated_within_minutes(world, caplog):
     assert world.counts.num_warnings == 2
 
 
-def test_worker_that_does_not_use_what_it_tells_is_warned_of(world):
+def test_worker_not_using_its_reported_blocks_causes_a_warning(world):
     for _ in range(16):
         world.serve(held=3, reported=0)
     assert world.counts.num_unexplained == 16
     assert world.counts.num_warnings == 1
 
 
-def test_a_bad_outcome_now_and_then_is_no_warning(world):
+def test_occasional_mispredictions_cause_no_warning(world):
     for number in range(60):
         world.serve(held=3, stores=number % 3 != 0)
     assert world.counts.num_never_stored == 20
     assert world.counts.num_warnings == 0
 
 
-def test_eviction_before_the_prefill_does_not_cry_wolf(world):
+def test_eviction_before_the_prefill_is_no_false_alarm(world):
     for _ in range(20):
         ids, expected = world.send(held=3)
         world.watch.removed(0, np.array([ids[2], 77], np.uint64))
@@ -117,7 +117,7 @@ def test_eviction_before_the_prefill_does_not_cry_wolf(world):
     assert (world.counts.num_unexplained, world.counts.num_warnings) == (0, 0)
 
 
-def test_eviction_after_the_store_does_not_cry_wolf(world):
+def test_eviction_after_the_store_is_no_false_alarm(world):
     for _ in range(20):
         ids, expected = world.send()
         world.watch.stored(0, ids)
@@ -127,24 +127,24 @@ def test_eviction_after_the_store_does_not_cry_wolf(world):
     assert (world.counts.num_stored, world.counts.num_warnings) == (20, 0)
 
 
-def test_blocks_of_a_request_in_flight_are_no_promise(world):
+def test_pending_blocks_are_not_held_against_the_worker(world):
     for _ in range(20):
         world.serve(held=3, reported=0, is_reported=False)
     assert (world.counts.num_unexplained, world.counts.num_warnings) == (0, 0)
 
 
-def test_one_block_less_than_predicted_is_no_fault(world):
+def test_one_block_less_than_predicted_is_tolerated(world):
     world.serve(held=3, reported=2 * BLOCK)
     assert (world.counts.num_fewer, world.counts.num_unexplained) == (1, 0)
 
 
-def test_prompt_that_was_cached_already_needs_no_event(world):
+def test_already_cached_prompt_needs_no_event(world):
     for _ in range(20):
         world.serve(held=0, reported=4 * BLOCK, stores=False)
     assert world.counts.num_never_stored == 0
 
 
-def test_engine_that_does_not_report_is_judged_by_its_blocks(world):
+def test_engine_without_cached_token_counts_is_judged_by_its_blocks(world):
     ids, expected = world.send()
     world.watch.prefilled(expected, None)
     world.watch.stored(0, ids)
@@ -152,7 +152,7 @@ def test_engine_that_does_not_report_is_judged_by_its_blocks(world):
     assert (world.counts.num_reported, world.counts.num_stored) == (0, 1)
 
 
-def test_request_that_ended_early_teaches_nothing(world):
+def test_early_ended_request_is_not_evaluated(world):
     for _ in range(20):
         _, expected = world.send(held=2)
         world.watch.drop(expected)
@@ -163,7 +163,7 @@ def test_request_that_ended_early_teaches_nothing(world):
     assert not world.watch._slots[0].by_prefix
 
 
-def test_snapshot_ends_what_is_in_flight(world):
+def test_snapshot_ends_evaluations_in_flight(world):
     _, expected = world.send(held=2)
     world.watch.forget_all(0)
     world.watch.prefilled(expected, 0)
@@ -181,7 +181,7 @@ def test_same_prompt_twice_is_confirmed_twice(world):
     assert world.counts.num_stored == 2
 
 
-def test_prompt_without_a_full_block_is_not_awaited(world):
+def test_prompt_without_a_full_block_awaits_no_event(world):
     expected = world.watch.sent(
         0, np.empty(0, np.uint64), block_size=BLOCK, num_usable=0, num_held=0, is_reported=False
     )
@@ -190,7 +190,7 @@ def test_prompt_without_a_full_block_is_not_awaited(world):
     assert (world.counts.num_stored, world.counts.num_never_stored) == (0, 0)
 
 
-def test_nothing_is_kept_of_a_slot_that_left(world):
+def test_removed_slot_leaves_no_state(world):
     _, expected = world.send(held=2)
     world.watch.leave(0)
     world.watch.join(0, "other")

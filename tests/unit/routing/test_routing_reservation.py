@@ -49,13 +49,13 @@ def world():
     return World()
 
 
-def test_request_counts_in_queue_in_flight_and_both_caches(world):
+def test_request_is_counted_in_queue_in_flight_and_both_caches(world):
     world.reserve()
     assert world.taken() == (1, 1, [6], 1)
     assert world.slot.queued_ms > 0
 
 
-def test_first_token_ends_the_queueing_and_release_the_rest(world):
+def test_first_token_ends_queueing_and_release_ends_the_rest(world):
     reservation = world.reserve()
     for _ in range(2):
         reservation.prefilled(0)
@@ -68,7 +68,7 @@ def test_first_token_ends_the_queueing_and_release_the_rest(world):
     assert world.taken() == (0, 0, [0], 1)
 
 
-def test_request_that_ends_before_its_first_token_leaves_nothing(world):
+def test_request_ended_before_its_first_token_leaves_no_state(world):
     reservation = world.reserve()
     for _ in range(2):
         reservation.release()
@@ -76,7 +76,7 @@ def test_request_that_ends_before_its_first_token_leaves_nothing(world):
         assert world.taken() == (0, 0, [0], 0)
 
 
-def test_slot_that_left_is_owed_nothing_even_if_its_number_is_used_again(world):
+def test_removed_slot_is_not_updated_even_if_its_number_is_reused(world):
     reservation = world.reserve()
     state = world.state
     state.slots.leave(world.slot)

@@ -78,7 +78,7 @@ def serve(router, asked):
     return routed
 
 
-def test_prompt_goes_where_its_prefix_is(make):
+def test_prompt_goes_to_the_worker_with_its_prefix(make):
     router = make(4)
     first = serve(router, request(text(1)))
     again = begin(router, request(text(1) + text(2)))
@@ -93,7 +93,7 @@ def test_engine_computes_at_least_the_last_token(make):
     assert begin(router, request(text(1, 96))).decision.cached_tokens == 80
 
 
-def test_removed_blocks_are_not_counted_on(make):
+def test_removed_blocks_are_not_matched(make):
     router = make(1)
     asked = request(text(1))
     serve(router, asked)
@@ -101,7 +101,7 @@ def test_removed_blocks_are_not_counted_on(make):
     assert begin(router, request(text(1))).decision.cached_tokens == 32
 
 
-def test_snapshot_replaces_what_was_known(make):
+def test_snapshot_replaces_known_blocks(make):
     router = make(1)
     old, new = request(text(1)), request(text(2))
     serve(router, old)
@@ -110,20 +110,20 @@ def test_snapshot_replaces_what_was_known(make):
     assert begin(router, old).decision.cached_tokens == 0
 
 
-def test_same_prompts_arriving_together_go_to_one_worker(make):
+def test_concurrent_equal_prompts_go_to_one_worker(make):
     router = make(4)
     both = [begin(router, request(text(1, 2000))) for _ in range(2)]
     assert both[0].slot == both[1].slot
     assert both[1].decision.cached_tokens == 1984
 
 
-def test_what_was_only_sent_is_forgotten_with_its_request(make):
+def test_pending_blocks_end_with_their_request(make):
     router = make(1)
     begin(router, request(text(1))).release()
     assert begin(router, request(text(1))).decision.cached_tokens == 0
 
 
-def test_answer_that_overtakes_its_blocks_events_is_counted_on_for_half_a_second(make, clock):
+def test_pending_blocks_stay_half_a_second_after_the_output(make, clock):
     router = make(1)
     asked = request(text(1))
     routed = begin(router, asked)
@@ -135,7 +135,7 @@ def test_answer_that_overtakes_its_blocks_events_is_counted_on_for_half_a_second
     assert router.index.num_notes == 0
 
 
-def test_removal_that_comes_with_an_answer_is_believed(make):
+def test_removal_arriving_with_an_output_is_applied(make):
     router = make(1)
     asked = request(text(1))
     routed = begin(router, asked)
@@ -146,14 +146,14 @@ def test_removal_that_comes_with_an_answer_is_believed(make):
     assert begin(router, asked).decision.cached_tokens == 0
 
 
-def test_what_was_only_sent_expires(make, clock):
+def test_pending_blocks_expire(make, clock):
     router = make(1, pending_ttl_s=30)
     begin(router, request(text(1)))
     clock.now += 31
     assert begin(router, request(text(1))).decision.cached_tokens == 0
 
 
-def test_same_images_arriving_together_go_to_one_worker(make):
+def test_concurrent_equal_images_go_to_one_worker(make):
     router = make(4)
     image = MediaSpan("cat", 0, 400)
     shared = text(1, 400)
@@ -173,14 +173,14 @@ def test_image_elsewhere_in_a_prompt_need_not_be_encoded_again(make):
     assert (other.decision.cached_tokens, other.decision.encoder_items_cached) == (0, 1)
 
 
-def test_image_of_a_request_that_was_given_up_is_not_counted_on(make):
+def test_image_of_an_aborted_request_is_not_counted(make):
     router = make(1)
     image = MediaSpan("cat", 40, 400)
     begin(router, request(text(1, 500), media=[image])).release()
     assert begin(router, request(text(2, 500), media=[image])).decision.encoder_items_cached == 0
 
 
-def test_item_whose_length_nobody_knows_yet_draws_others_to_its_worker(make):
+def test_item_of_unknown_length_attracts_equal_items_to_its_worker(make):
     router = make(4)
     unknown = MediaSpan("cat", 30, 0)
     first = begin(router, request(text(1, 30), media=[unknown]))
@@ -194,13 +194,13 @@ def test_item_within_the_cached_prefix_counts_as_cached(make):
     assert begin(router, asked).decision.encoder_items_cached == 1
 
 
-def test_queue_sends_the_next_elsewhere(make):
+def test_queued_work_sends_the_next_request_elsewhere(make):
     router = make(2)
     first = begin(router, request(text(1, 1000)))
     assert begin(router, request(text(2))).slot != first.slot
 
 
-def test_past_a_difference_in_load_another_worker_learns_a_hot_prompt(make):
+def test_load_imbalance_replicates_a_hot_prompt(make):
     router = make(2)
     hot = text(1, 1000)
     serve(router, request(hot))
@@ -210,7 +210,7 @@ def test_past_a_difference_in_load_another_worker_learns_a_hot_prompt(make):
     assert "longer prefix elsewhere, but higher load" in {r.decision.reason for r in router.decisions()}
 
 
-def test_full_worker_is_left_out_and_returns(make):
+def test_full_worker_is_excluded_until_it_has_capacity(make):
     router = make(1, max_in_flight=1)
     routed = begin(router, request(text(1)))
     with pytest.raises(NoWorkerReady, match="reached their limit") as caught:
@@ -220,7 +220,7 @@ def test_full_worker_is_left_out_and_returns(make):
     assert begin(router, request(text(2))).slot == 0
 
 
-def test_draining_and_lost_workers_are_left_out(make):
+def test_draining_and_lost_workers_are_excluded(make):
     router = make(2)
     router.join(endpoint("draining", draining=True))
     router.leave(0)
@@ -236,12 +236,12 @@ def test_no_worker_at_all_is_unavailable(make):
     assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
 
 
-def test_model_that_nobody_serves_is_unavailable(make):
+def test_model_without_a_worker_is_unavailable(make):
     with pytest.raises(NoWorkerReady, match="no worker serves"):
         make(1).pick(request(text(1), model="other"))
 
 
-def test_rank_that_the_client_asks_for_is_taken():
+def test_requested_rank_is_chosen():
     router = Router()
     for rank in range(3):
         router.join(endpoint("w", rank=rank, num_ranks=3))
@@ -249,7 +249,7 @@ def test_rank_that_the_client_asks_for_is_taken():
     assert (decision.worker_id, decision.rank, decision.num_ranks) == ("w", 2, 3)
 
 
-def test_worker_that_left_holds_nothing_when_it_is_back(make):
+def test_returning_worker_holds_nothing(make):
     router = make(1)
     asked = request(text(1), media=[MediaSpan("cat", 0, 64)])
     serve(router, asked)
@@ -261,7 +261,7 @@ def test_worker_that_left_holds_nothing_when_it_is_back(make):
         router.leave(3)
 
 
-def test_request_that_outlives_its_worker_ends_without_a_trace(make):
+def test_request_outliving_its_worker_leaves_no_state(make):
     router = make(1)
     routed = begin(router, request(text(1), media=[MediaSpan("cat", 0, 64)]))
     router.leave(0)
@@ -271,7 +271,7 @@ def test_request_that_outlives_its_worker_ends_without_a_trace(make):
     assert begin(router, request(text(2))).decision.parts.queue == 0
 
 
-def test_session_stays_with_its_worker_while_nothing_speaks_against(make):
+def test_session_stays_with_its_worker_by_default(make):
     router = make(4, session_ms=5.0)
     for number in range(3):
         routed = begin(router, request(text(number, 10), session_id="s"))
@@ -281,7 +281,7 @@ def test_session_stays_with_its_worker_while_nothing_speaks_against(make):
     assert router.decisions()[1].decision.reason == "worker of the session's last request"
 
 
-def test_session_comes_back_with_its_worker(make):
+def test_session_returns_with_its_worker(make):
     router = make(3, session_ms=5.0)
     begin(router, request(text(1, 10))).release()
     assert begin(router, request(text(1, 10), session_id="s")).slot == 1
@@ -292,13 +292,13 @@ def test_session_comes_back_with_its_worker(make):
     assert router.num_sessions == 2
 
 
-def test_report_of_load_sends_elsewhere(make):
+def test_reported_load_sends_requests_elsewhere(make):
     router = make(2)
     router.report(0, WorkerLoad(num_running=4, num_waiting=6, kv_usage=0.2))
     assert {begin(router, request(text(n, 10))).slot for n in range(3)} == {1}
 
 
-def test_decision_tells_its_reasons_and_what_came_of_it(make, clock):
+def test_decision_records_reasons_and_outcome(make, clock):
     router = make(5)
     routed = begin(router, request(text(1), request_id="r1"))
     clock.now += 0.25
@@ -321,7 +321,7 @@ def test_every_policy_predicts_and_records(make, policy):
     assert (decision.policy, decision.cached_tokens) == (policy, 96)
 
 
-def test_worker_that_does_not_cache_as_predicted_is_reported_of(make, clock, caplog):
+def test_worker_not_caching_as_predicted_is_reported(make, clock, caplog):
     caplog.set_level(logging.WARNING)
     router = make(1)
     for number in range(12):
@@ -334,7 +334,7 @@ def test_worker_that_does_not_cache_as_predicted_is_reported_of(make, clock, cap
     assert "worker w0 (rank 0) does not cache as predicted" in caplog.text
 
 
-def test_worker_that_caches_as_predicted_is_not_reported_of(make, clock):
+def test_worker_caching_as_predicted_is_not_reported(make, clock):
     router = make(2)
     for number in range(40):
         serve(router, request(text(number % 5) + text(number)))
@@ -344,7 +344,7 @@ def test_worker_that_caches_as_predicted_is_not_reported_of(make, clock):
     assert counts.predicted_tokens == counts.reported_tokens > 0
 
 
-def test_worker_is_known_before_the_books_are_kept(make):
+def test_pick_changes_no_router_state_before_begin(make):
     router = make(2)
     routed = router.pick(request(text(1), session_id="s"))
     assert (routed.worker_id, routed.rank, routed.num_ranks) == ("w0", 0, 1)
@@ -358,7 +358,7 @@ def test_worker_is_known_before_the_books_are_kept(make):
     assert router._slots[0].num_in_flight == 1
 
 
-def test_request_that_never_began_takes_nothing_and_gives_nothing_back(make):
+def test_request_that_never_began_changes_no_state(make):
     router = make(1)
     routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)]))
     routed.prefilled(0)
@@ -368,7 +368,7 @@ def test_request_that_never_began_takes_nothing_and_gives_nothing_back(make):
     assert router._slots[0].num_in_flight == 0
 
 
-def test_request_whose_worker_left_before_it_began_ends_without_a_trace(make):
+def test_request_whose_worker_left_before_it_began_leaves_no_state(make):
     router = make(1)
     routed = router.pick(request(text(1)))
     router.leave(0)
@@ -381,7 +381,7 @@ def test_request_whose_worker_left_before_it_began_ends_without_a_trace(make):
 
 
 @pytest.mark.parametrize("ids", [np.arange(4, dtype=np.int64), np.arange(8, dtype=np.uint64)[::2]])
-def test_ids_that_native_code_would_be_compiled_for_anew_are_refused(ids):
+def test_block_ids_of_uncompiled_types_are_rejected(ids):
     with pytest.raises(ValueError, match="block_ids"):
         RoutingRequest(ids, BLOCK, 100)
 

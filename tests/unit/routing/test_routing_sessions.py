@@ -20,14 +20,14 @@ def sessions(clock):
     return Sessions(ttl_s=10, max_sessions=3, clock=clock)
 
 
-def test_session_is_found_where_it_was_last(sessions):
+def test_session_is_found_at_its_last_worker(sessions):
     sessions.note("s", ("a", 0))
     sessions.note("s", ("b", 1))
     assert sessions.find("s") == ("b", 1)
     assert sessions.find("other") is None
 
 
-def test_session_is_forgotten_after_its_time(sessions, clock):
+def test_session_expires(sessions, clock):
     sessions.note("s", ("a", 0))
     clock.now = 10.0
     assert sessions.find("s") == ("a", 0)
@@ -43,7 +43,7 @@ def test_request_renews_its_session(sessions, clock):
     assert sessions.find("s") == ("a", 0)
 
 
-def test_oldest_session_makes_room(sessions):
+def test_oldest_session_is_evicted(sessions):
     for name in ("s", "t", "u"):
         sessions.note(name, ("a", 0))
     sessions.note("s", ("a", 0))
@@ -53,7 +53,7 @@ def test_oldest_session_makes_room(sessions):
     assert len(sessions) == 3
 
 
-def test_old_sessions_take_no_memory(sessions, clock):
+def test_expired_sessions_use_no_memory(sessions, clock):
     sessions.note("s", ("a", 0))
     sessions.note("t", ("a", 0))
     clock.now = 11.0

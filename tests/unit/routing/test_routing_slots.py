@@ -25,7 +25,7 @@ def anyone(slots, **kwargs):
     return slots.candidates(RoutingRequest(np.empty(0, np.uint64), 16, 10, **kwargs))
 
 
-def test_numbers_are_used_again():
+def test_slot_numbers_are_reused():
     slots = table()
     first, second = slots.join(endpoint("a")), slots.join(endpoint("b"))
     slots.leave(first)
@@ -34,7 +34,7 @@ def test_numbers_are_used_again():
     assert not slots.is_current(first)
 
 
-def test_arrays_grow_and_keep_what_they_had():
+def test_arrays_grow_and_keep_their_contents():
     slots = table()
     for number in range(100):
         slots.join(endpoint(f"w{number}", load=WorkerLoad(num_running=number)))
@@ -43,7 +43,7 @@ def test_arrays_grow_and_keep_what_they_had():
     assert anyone(slots) == (1 << 100) - 1
 
 
-def test_ranks_of_a_worker_have_slots_of_their_own():
+def test_each_rank_of_a_worker_has_its_own_slot():
     slots = table()
     slots.join(endpoint("a", rank=0))
     second = slots.join(endpoint("a", rank=1))
@@ -54,7 +54,7 @@ def test_ranks_of_a_worker_have_slots_of_their_own():
         slots.join(endpoint("a", rank=1))
 
 
-def test_worker_that_drains_or_is_not_ready_takes_nothing():
+def test_draining_or_unready_worker_gets_no_requests():
     slots = table()
     draining = slots.join(endpoint("a", draining=True))
     not_ready = slots.join(Endpoint("b", "unix:/b", ready=False, load=WorkerLoad(), num_in_flight=0))
@@ -63,7 +63,7 @@ def test_worker_that_drains_or_is_not_ready_takes_nothing():
     assert np.isinf(slots.base_cost_ms[[draining.number, not_ready.number]]).all()
 
 
-def test_full_worker_takes_nothing_until_one_ends():
+def test_full_worker_gets_no_requests_until_one_ends():
     slots = table(max_in_flight=2)
     slot = slots.join(endpoint())
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_model_and_adapter_must_be_served():
     assert anyone(slots, model="m", lora="x") == 0b1010
 
 
-def test_names_of_strangers_are_not_kept():
+def test_unknown_model_names_are_not_stored():
     slots = table()
     slots.join(endpoint(card=card()))
     for number in range(50):
@@ -92,7 +92,7 @@ def test_names_of_strangers_are_not_kept():
     assert len(slots._serving) == 0
 
 
-def test_queue_is_the_work_sent_and_not_prefilled():
+def test_queue_is_the_work_sent_but_not_yet_prefilled():
     slots = table()
     slot = slots.join(endpoint())
     slots.queue(slot, 30.0)
@@ -104,7 +104,7 @@ def test_queue_is_the_work_sent_and_not_prefilled():
     assert slots.queue_ms(slot) == 0
 
 
-def test_requests_of_others_count_by_the_mean_of_ours():
+def test_requests_of_other_gateways_count_with_our_mean():
     slots = table(request_ms=10.0)
     mine, theirs = slots.join(endpoint("a")), slots.join(endpoint("b", load=WorkerLoad(num_waiting=3)))
     slots.queue(mine, 10.0)
@@ -122,7 +122,7 @@ def test_own_requests_in_the_report_do_not_count_twice():
     assert slot.num_sequences == 2
 
 
-def test_sequence_above_the_seats_waits_for_an_end():
+def test_sequence_above_max_num_seqs_waits():
     slots = table(running_ms=1.0, over_capacity_ms=100.0)
     slot = slots.join(endpoint(load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))
     assert slots.running_ms(slot) == pytest.approx(104.0)
@@ -130,7 +130,7 @@ def test_sequence_above_the_seats_waits_for_an_end():
     assert slots.running_ms(slot) == pytest.approx(3.0)
 
 
-def test_kv_pressure_rises_from_its_start_to_the_whole():
+def test_kv_pressure_rises_from_its_threshold_to_one():
     slots = table(kv_pressure_ms=200.0, kv_pressure_threshold=0.8)
     assert [slots.kv_pressure_ms(WorkerLoad(kv_usage=usage)) for usage in (0.5, 0.8, 0.9, 1.0)] == pytest.approx(
         [0, 0, 100, 200]

@@ -22,7 +22,7 @@ ENTRIES = [
 ]
 
 
-def test_nothing_is_compiled_after_a_router_was_made():
+def test_nothing_is_compiled_after_router_construction():
     router = Router(RoutingConfig(), seed=1)
     assert all(len(entry.signatures) == 1 for entry in ENTRIES), "each is warm, for one kind of arguments"
     for entry in ENTRIES:
@@ -56,6 +56,6 @@ def test_nothing_is_compiled_after_a_router_was_made():
         "medialane.worker.block_reports",
     ],
 )
-def test_who_does_not_route_loads_no_numba(module):
+def test_process_without_routing_does_not_import_numba(module):
     program = f"import sys, {module}; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=dict(os.environ)).returncode == 0

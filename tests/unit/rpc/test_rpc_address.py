@@ -16,7 +16,7 @@ from medialane.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, 
         ("tcp://b\u00fccher.example:7000", TcpAddress("xn--bcher-kva.example", 7000)),
     ],
 )
-def test_address_is_read(address, parsed):
+def test_address_is_parsed(address, parsed):
     assert parse_address(address) == parsed
 
 
@@ -33,7 +33,7 @@ def test_address_is_read(address, parsed):
         "tcp://[fe80::1%\0]:7000", "tcp://[fe80::1%]:7000",
     ],
 )  # fmt: skip
-def test_malformed_address_is_refused_naming_it(address):
+def test_malformed_address_error_names_it(address):
     with pytest.raises(StartupFailed, match="worker address"):
         parse_address(address)
 
@@ -44,5 +44,5 @@ def test_longest_unix_path_is_accepted():
 
 
 @pytest.mark.parametrize("target", [TcpAddress("127.0.0.1", 80), TcpAddress("::1", 80)])
-def test_formatted_tcp_address_is_read_back(target):
+def test_formatted_tcp_address_round_trips(target):
     assert parse_address(format_tcp(*target)) == target

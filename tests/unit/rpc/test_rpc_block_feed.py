@@ -69,7 +69,7 @@ class View:
         return self.held
 
 
-def test_everything_held_is_reported_first_rank_by_rank_and_then_changes():
+def test_held_blocks_are_sent_first_per_rank_and_then_changes():
     cache, view = Cache(num_ranks=2), View()
     cache.change([1, 2], rank=0)
     first = cache.pieces()
@@ -84,7 +84,7 @@ def test_everything_held_is_reported_first_rank_by_rank_and_then_changes():
     assert view.settle() == {0: {2, 3}, 1: set()}
 
 
-def test_large_snapshot_comes_in_pieces_with_changes_behind_it():
+def test_large_snapshot_is_chunked_and_changes_follow():
     cache, view = Cache(), View()
     cache.change(range(3 * PIECE_BLOCKS + 1))
     first = cache.feed.next()
@@ -98,7 +98,7 @@ def test_large_snapshot_comes_in_pieces_with_changes_behind_it():
     assert view.settle()[0] == cache.held[0]
 
 
-def test_large_change_comes_in_pieces():
+def test_large_change_is_chunked():
     cache, view = Cache(), View()
     view.receive(*cache.pieces())
     cache.change(range(2 * PIECE_BLOCKS + 5))
@@ -109,7 +109,7 @@ def test_large_change_comes_in_pieces():
     assert view.settle()[0] == cache.held[0]
 
 
-def test_too_many_waiting_changes_become_one_snapshot():
+def test_too_many_queued_changes_become_one_snapshot():
     cache, view = Cache(), View()
     view.receive(*cache.pieces())
     for start in range(0, 2 * MAX_WAITING_BLOCKS, 4096):
@@ -121,7 +121,7 @@ def test_too_many_waiting_changes_become_one_snapshot():
     assert view.settle()[0] == cache.held[0]
 
 
-def test_feed_asks_for_a_turn_once_and_again_when_it_has_something_new():
+def test_feed_schedules_itself_once_per_new_data():
     cache = Cache()
     assert cache.feed.wants_to_send()
     assert not cache.feed.wants_to_send()
@@ -135,7 +135,7 @@ def test_feed_asks_for_a_turn_once_and_again_when_it_has_something_new():
     assert not cache.feed.wants_to_send()
 
 
-def test_pieces_travel_as_messages():
+def test_chunks_are_sent_as_messages():
     cache = Cache()
     cache.change([1, 2**64 - 1])
     buffer = bytearray()
@@ -146,7 +146,7 @@ def test_pieces_travel_as_messages():
     assert unpack(message.change.stored) == [1, 2**64 - 1]
 
 
-def test_changes_that_asking_for_what_is_held_brings_up_are_not_reported_twice():
+def test_changes_found_while_taking_a_snapshot_are_not_sent_twice():
     """The worker tells what waits before it says what it holds: that is in the snapshot already."""
     told = []
 
@@ -161,7 +161,7 @@ def test_changes_that_asking_for_what_is_held_brings_up_are_not_reported_twice()
     assert told == [True]
 
 
-def test_gap_is_noticed_asked_about_once_and_mended_by_the_next_snapshot():
+def test_gap_is_detected_requested_once_and_repaired_by_the_next_snapshot():
     cache, view = Cache(num_ranks=2), View()
     view.receive(*cache.pieces())
     for number in range(4):
@@ -177,7 +177,7 @@ def test_gap_is_noticed_asked_about_once_and_mended_by_the_next_snapshot():
     assert view.settle() == {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}
 
 
-def test_lost_snapshot_is_asked_for_again():
+def test_lost_snapshot_is_requested_again():
     cache, view = Cache(), View()
     view.receive(*cache.pieces())
     cache.change([1])
@@ -193,7 +193,7 @@ def test_lost_snapshot_is_asked_for_again():
     assert view.settle() == {0: {1, 2, 3}}
 
 
-def test_inbox_that_nobody_empties_is_bounded_and_asks_again():
+def test_undrained_inbox_is_bounded_and_requests_a_snapshot():
     view = View(num_blocks=10)
     piece = KvChange(0, 0, bytes(1 << 20), b"", snapshot=True)
     asked = [view.receive(msgspec.structs.replace(piece, sequence=n)) for n in range(10)]
@@ -227,7 +227,7 @@ def small_limits():
 
 @settings(max_examples=300, deadline=None)
 @given(EVENTS, st.integers(0, 1))
-def test_gateway_knows_what_is_held_after_any_loss_overflow_and_reconnection(events, rank):
+def test_gateway_state_converges_after_any_loss_overflow_and_reconnection(events, rank):
     with small_limits():
         cache, view = Cache(num_ranks=2), View()
 

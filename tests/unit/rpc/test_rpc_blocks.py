@@ -40,7 +40,7 @@ async def handler(net):
     return handler
 
 
-async def test_what_is_held_is_reported_at_once_and_then_every_change(net, handler):
+async def test_held_blocks_are_sent_immediately_and_then_every_change(net, handler):
     handler.change_blocks([1, 2])
     view = View(await net.connect())
     await eventually(lambda: view.held == {1, 2})
@@ -52,13 +52,13 @@ async def test_what_is_held_is_reported_at_once_and_then_every_change(net, handl
     assert [change.sequence for change in view.changes] == [0, 1, 2]
 
 
-async def test_every_gateway_is_reported(net, handler):
+async def test_every_gateway_receives_the_blocks(net, handler):
     views = [View(await net.connect(gateway_id=f"g{i}")) for i in range(3)]
     handler.change_blocks([1])
     await eventually(lambda: [view.held for view in views] == [{1}] * 3)
 
 
-async def test_what_was_told_before_anybody_watched_is_kept(net, handler):
+async def test_updates_before_the_first_watcher_are_kept(net, handler):
     handler.change_blocks([1])
     client = await net.connect()
     handler.change_blocks([2])
@@ -67,7 +67,7 @@ async def test_what_was_told_before_anybody_watched_is_kept(net, handler):
     await eventually(lambda: view.held == {1, 2})
 
 
-async def test_gateway_that_connects_again_is_right_within_one_snapshot(net, handler):
+async def test_reconnected_gateway_is_consistent_after_one_snapshot(net, handler):
     handler.change_blocks([1])
     first = await net.connect()
     await first.close()
@@ -78,7 +78,7 @@ async def test_gateway_that_connects_again_is_right_within_one_snapshot(net, han
     assert len(view.changes) == 1
 
 
-async def test_connection_that_is_gone_is_reported_nothing(net, handler):
+async def test_lost_connection_receives_no_updates(net, handler):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
@@ -88,7 +88,7 @@ async def test_connection_that_is_gone_is_reported_nothing(net, handler):
     assert view.held == set()
 
 
-async def test_many_blocks_let_both_loops_go_in_between(net, handler):
+async def test_many_blocks_do_not_block_either_event_loop(net, handler):
     handler.blocks = MANY
     client = await net.connect()
     rounds = 0
@@ -108,7 +108,7 @@ async def test_many_blocks_let_both_loops_go_in_between(net, handler):
     await client.close()
 
 
-async def test_answers_do_not_wait_behind_many_blocks(net, handler):
+async def test_outputs_are_not_delayed_by_many_blocks(net, handler):
     handler.blocks = MANY
     client = await net.connect()
     told = []
@@ -118,7 +118,7 @@ async def test_answers_do_not_wait_behind_many_blocks(net, handler):
     await client.close()
 
 
-async def test_worker_tells_all_again_when_it_is_asked(net, handler, raw):
+async def test_worker_sends_a_new_snapshot_on_request(net, handler, raw):
     handler.change_blocks([1])
     gateway = await raw()
     assert (await gateway.next(KvBlocks)).change.snapshot
@@ -127,7 +127,7 @@ async def test_worker_tells_all_again_when_it_is_asked(net, handler, raw):
     assert (again.snapshot, again.sequence) == (True, 1)
 
 
-async def test_gap_is_mended(net, handler, monkeypatch):
+async def test_gap_is_repaired(net, handler, monkeypatch):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
@@ -142,7 +142,7 @@ async def test_gap_is_mended(net, handler, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [KvChange(3, 0, b"", b""), KvChange(0, 0, b"1234567", b"")])
-async def test_blocks_that_cannot_be_end_the_connection(net, handler, change):
+async def test_invalid_blocks_close_the_connection(net, handler, change):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
@@ -151,6 +151,6 @@ async def test_blocks_that_cannot_be_end_the_connection(net, handler, change):
         client._reports.receive_blocks(change)
 
 
-async def test_load_reports_are_reported(net, handler):
+async def test_load_reports_reach_the_gateway(net, handler):
     view = View(await net.connect())
     await eventually(lambda: len(view.loads) > 1)

@@ -30,7 +30,7 @@ async def handler(net):
 
 
 @pytest.mark.parametrize("result", [None, True, False])
-async def test_call_is_done_by_the_handler_and_answered(net, handler, result):
+async def test_call_is_executed_by_the_handler_and_returns(net, handler, result):
     handler.admin_result = result
     client = await net.connect()
     assert await client.administer(Sleep(2, "wait"), 5) is result
@@ -38,19 +38,19 @@ async def test_call_is_done_by_the_handler_and_answered(net, handler, result):
 
 
 @pytest.mark.parametrize("call", [ResetPrefixCache(True, True), AddLora(b"\x93\0\1\2"), IsSleeping()])
-async def test_call_arrives_as_it_was_made(net, handler, call):
+async def test_call_arguments_round_trip(net, handler, call):
     await (await net.connect()).administer(call, 5)
     assert handler.calls == [call]
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("no such level"), GenerationFailed("it failed")])
-async def test_error_of_the_tree_comes_back_as_it_is(net, handler, error):
+async def test_medialane_error_round_trips(net, handler, error):
     handler.admin_result = error
     with pytest.raises(type(error), match=error.message):
         await (await net.connect()).administer(IsSleeping(), 5)
 
 
-async def test_unforeseen_error_fails_the_call_alone(net, handler):
+async def test_unexpected_error_fails_only_its_call(net, handler):
     handler.admin_result = ZeroDivisionError("at 0x7f00")
     client = await net.connect()
     with pytest.raises(GenerationFailed) as failed:
@@ -59,7 +59,7 @@ async def test_unforeseen_error_fails_the_call_alone(net, handler):
     assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
 
 
-async def test_call_has_a_deadline_and_a_late_answer_harms_nobody(net):
+async def test_call_times_out_and_a_late_result_is_ignored(net):
     handler = FakeHandler(delay_s=0.2)
     await net.serve(handler)
     client = await net.connect()
@@ -70,7 +70,7 @@ async def test_call_has_a_deadline_and_a_late_answer_harms_nobody(net):
     assert not client.closed.is_set()
 
 
-async def test_requests_are_answered_while_a_call_takes_its_time(net):
+async def test_requests_proceed_during_a_slow_call(net):
     handler = FakeHandler()
     done = asyncio.Event()
     handler.administer = lambda _call: done.wait()
@@ -83,7 +83,7 @@ async def test_requests_are_answered_while_a_call_takes_its_time(net):
     assert await call is True
 
 
-async def test_call_is_cancelled_when_its_gateway_leaves(net):
+async def test_call_is_cancelled_when_its_gateway_disconnects(net):
     handler = FakeHandler()
     started, cancelled = asyncio.Event(), asyncio.Event()
 
@@ -121,7 +121,7 @@ async def test_calls_in_flight_are_bounded(net, raw):
 
 
 @pytest.mark.parametrize("call", [["Shutdown"], ["collective_rpc", "eval"], ["Sleep", "now"], ["Sleep", 1, "never"]])
-async def test_what_is_no_administrative_call_ends_the_connection(call, net, handler, raw):
+async def test_unknown_call_closes_the_connection(call, net, handler, raw):
     with pytest.raises(ProtocolViolation):
         decode_to_worker(memoryview(raw_frame(["Administer", 1, call])[4:]))
     gateway = await raw()
@@ -131,12 +131,12 @@ async def test_what_is_no_administrative_call_ends_the_connection(call, net, han
 
 
 @pytest.mark.parametrize("answer", [["AdminDone", 1, "yes"], ["AdminDone", "1", True], ["MetricValues", None, False]])
-def test_answers_are_typed(answer):
+def test_results_are_typed(answer):
     with pytest.raises(ProtocolViolation):
         decode_from_worker(memoryview(raw_frame(answer)[4:]))
 
 
-async def test_metrics_are_those_of_now_at_every_reading(net, handler):
+async def test_metrics_are_current_at_every_read(net, handler):
     counter = Counter("vllm:a", "A", registry=handler.registry)
     client = await net.connect()
     for expected in (0, 3):
@@ -145,7 +145,7 @@ async def test_metrics_are_those_of_now_at_every_reading(net, handler):
         counter.inc(3)
 
 
-async def test_readings_at_the_same_time_are_one(net, handler):
+async def test_concurrent_reads_share_one_call(net, handler):
     read = handler.metrics()
     num_reads = 0
 
@@ -160,7 +160,7 @@ async def test_readings_at_the_same_time_are_one(net, handler):
     assert num_reads == 1
 
 
-async def test_every_connection_begins_with_everything(net, handler):
+async def test_every_connection_starts_with_all_metrics(net, handler):
     Counter("vllm:a", "A", registry=handler.registry).inc()
     for gateway in ("g1", "g2"):
         client = await net.connect(gateway_id=gateway)
@@ -168,7 +168,7 @@ async def test_every_connection_begins_with_everything(net, handler):
         assert len(client.metrics) == 2
 
 
-async def test_worker_that_does_not_answer_keeps_its_last_values(net):
+async def test_unresponsive_worker_keeps_its_last_values(net):
     handler = FakeHandler()
     await net.serve(handler)
     Counter("vllm:a", "A", registry=handler.registry).inc()
@@ -181,14 +181,14 @@ async def test_worker_that_does_not_answer_keeps_its_last_values(net):
     assert not await client.read_metrics(5)
 
 
-async def test_registry_that_cannot_be_read_is_an_answer_without_changes(net, handler):
+async def test_unreadable_registry_gives_a_result_without_changes(net, handler):
     handler.metrics = lambda: lambda: 1 / 0
     client = await net.connect()
     assert await client.read_metrics(5)
     assert len(client.metrics) == 0
 
 
-async def test_metrics_asked_for_twice_at_a_time_end_the_connection(net, handler, raw):
+async def test_concurrent_metrics_requests_close_the_connection(net, handler, raw):
     gateway = await raw()
     gateway.send(ReadMetrics())
     gateway.send(ReadMetrics())
@@ -196,13 +196,13 @@ async def test_metrics_asked_for_twice_at_a_time_end_the_connection(net, handler
 
 
 @pytest.mark.parametrize("answer", [AdminDone(1, True), MetricValues(MetricChanges())])
-async def test_answer_to_what_was_not_asked_ends_the_connection(net, handler, answer):
+async def test_unsolicited_result_closes_the_connection(net, handler, answer):
     client = await net.connect()
     with pytest.raises(ProtocolViolation):
         client._calls.received(answer)
 
 
-async def test_metrics_that_make_no_sense_end_the_connection(net, handler):
+async def test_invalid_metrics_close_the_connection(net, handler):
     handler.metrics = lambda: lambda: [MetricChanges(ids=bytes(4), values=bytes(8))]
     client = await net.connect()
     assert not await client.read_metrics(5)

@@ -63,12 +63,12 @@ async def worker_that_says(tmp_path):
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/w.sock", "tcp://127.0.0.1:1", "tcp://localhost:1"])
-async def test_nobody_listening_is_no_worker(address):
+async def test_no_listener_means_no_worker(address):
     with pytest.raises(NoWorkerReady):
         await RpcClient.connect(address, HELLO, QUICK)
 
 
-async def test_dead_workers_socket_is_no_worker(tmp_path):
+async def test_socket_of_a_dead_worker_means_no_worker(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(f"{tmp_path}/w.sock")
     with pytest.raises(NoWorkerReady):
@@ -76,14 +76,14 @@ async def test_dead_workers_socket_is_no_worker(tmp_path):
 
 
 @pytest.mark.parametrize("size", [{"block_size": 0}, {"data_parallel_size": 1 << 40}, {"num_kv_blocks": -1}])
-async def test_card_with_impossible_sizes_ends_the_connection(worker_that_says, size):
+async def test_card_with_impossible_sizes_closes_the_connection(worker_that_says, size):
     card = msgspec.structs.replace(FAKE_CARD, **size)
     address = await worker_that_says(frames(Welcome("w", 1, card, False)))
     with pytest.raises(ProtocolViolation, match="sizes out of range"):
         await RpcClient.connect(address, HELLO, QUICK)
 
 
-async def test_loss_is_reported_as_the_connection_is_closed_and_not_a_turn_of_the_loop_later(worker_that_says):
+async def test_loss_is_reported_in_the_same_loop_iteration(worker_that_says):
     client = await RpcClient.connect(await worker_that_says(frames(WELCOME)), HELLO, QUICK)
     told = []
     client.watch(on_blocks=told.append, on_loads=told.append, on_lost=lambda: told.append(client.closed.is_set()))
@@ -92,17 +92,17 @@ async def test_loss_is_reported_as_the_connection_is_closed_and_not_a_turn_of_th
     assert told == ["closing", True]
 
 
-async def test_unknown_host_is_a_lost_worker_not_a_dead_one():
+async def test_unknown_host_means_lost_not_dead():
     with pytest.raises(WorkerLost):
         await RpcClient.connect("tcp://no-such-host.invalid:1", HELLO, QUICK)
 
 
-async def test_malformed_address_is_refused():
+async def test_malformed_address_is_rejected():
     with pytest.raises(StartupFailed):
         await RpcClient.connect("worker:1", HELLO, QUICK)
 
 
-async def test_worker_that_accepts_and_says_nothing_is_lost_at_the_deadline(worker_that_says):
+async def test_silent_worker_is_lost_at_the_connect_timeout(worker_that_says):
     with pytest.raises(WorkerLost, match="in time"):
         await RpcClient.connect(await worker_that_says(b""), HELLO, QUICK)
 
@@ -124,18 +124,18 @@ async def test_cancelled_connect_leaves_no_connection(net):
         await connecting
 
 
-async def test_worker_that_hangs_up_at_once_is_lost(worker_that_says):
+async def test_worker_that_disconnects_immediately_is_lost(worker_that_says):
     with pytest.raises(WorkerLost):
         await RpcClient.connect(await worker_that_says(b"", hang_up=True), HELLO, QUICK)
 
 
 @pytest.mark.parametrize("noise", [b"HTTP/1.1 400 Bad Request\r\n\r\n", raw_frame(["Hello", 1]), frames(Released("r"))])
-async def test_listener_that_is_no_worker_is_a_violation(worker_that_says, noise):
+async def test_foreign_listener_is_a_protocol_violation(worker_that_says, noise):
     with pytest.raises(ProtocolViolation):
         await RpcClient.connect(await worker_that_says(noise), HELLO, QUICK)
 
 
-async def test_load_of_ranks_that_the_worker_does_not_have_ends_the_connection(worker_that_says, caplog):
+async def test_load_of_unknown_ranks_closes_the_connection(worker_that_says, caplog):
     address = await worker_that_says(frames(WELCOME, LoadReport((WorkerLoad(), WorkerLoad()))))
     client = await RpcClient.connect(address, HELLO, QUICK)
     async with asyncio.timeout(5):
@@ -143,19 +143,19 @@ async def test_load_of_ranks_that_the_worker_does_not_have_ends_the_connection(w
     assert "the load of 2 ranks from a worker with 1" in caplog.text
 
 
-async def test_refusal_is_never_taken_for_a_dead_worker(worker_that_says):
+async def test_rejection_is_not_mistaken_for_a_dead_worker(worker_that_says):
     address = await worker_that_says(frames(Refused(to_report(NoWorkerReady("still loading")))))
     with pytest.raises(WorkerLost, match="still loading"):
         await RpcClient.connect(address, HELLO, QUICK)
 
 
-async def test_handlers_refusal_reaches_the_gateway(net):
+async def test_handler_rejection_reaches_the_gateway(net):
     await net.serve(FakeHandler(refusal=StartupFailed("another model")))
     with pytest.raises(StartupFailed, match="another model"):
         await net.connect()
 
 
-async def test_heartbeats_keep_an_idle_connection(net):
+async def test_heartbeats_keep_an_idle_connection_alive(net):
     quick = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2)
     await net.serve(FakeHandler([1]), quick)
     client = await net.connect(quick)
@@ -179,7 +179,7 @@ async def test_silent_worker_is_lost_at_the_heartbeat_timeout(worker_that_says):
     [frames(Released("unknown")), frames(WELCOME), b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1"],
     ids=["unknown id", "second welcome", "oversize", "garbage"],
 )
-async def test_violation_by_the_worker_ends_the_connection_and_its_requests(worker_that_says, answer):
+async def test_violation_by_the_worker_closes_the_connection_and_its_requests(worker_that_says, answer):
     client = await RpcClient.connect(await worker_that_says(frames(WELCOME), answer, b"", b""), HELLO, RpcConfig())
     remote = client.submit(engine_request("r"))
     with pytest.raises(WorkerLost):
@@ -245,7 +245,7 @@ async def test_request_larger_than_a_message_fails_and_the_others_go_on(net):
     assert await tokens_of(running) == [1]
 
 
-async def test_requests_for_a_worker_that_does_not_read_are_refused_in_time(worker_that_says):
+async def test_requests_to_a_worker_that_does_not_read_time_out(worker_that_says):
     address = await worker_that_says(frames(WELCOME))
     client = await RpcClient.connect(address, HELLO, RpcConfig(max_write_buffer_bytes=1_000_000))
     remotes = [client.submit(engine_request(f"r{i}", num_tokens=100_000)) for i in range(40)]
@@ -256,7 +256,7 @@ async def test_requests_for_a_worker_that_does_not_read_are_refused_in_time(work
     await client.close()
 
 
-async def test_duplicate_request_id_is_refused_before_anything_is_sent(net):
+async def test_duplicate_request_id_is_rejected_before_sending(net):
     handler = FakeHandler([1], delay_s=0.05)
     await net.serve(handler)
     client = await net.connect()
@@ -267,7 +267,7 @@ async def test_duplicate_request_id_is_refused_before_anything_is_sent(net):
     assert len(handler.requests) == 1
 
 
-async def test_slow_consumer_is_aborted_when_its_bound_is_reached(net):
+async def test_slow_consumer_is_aborted_at_its_buffer_limit(net):
     handler = FakeHandler(range(100_000))
     await net.serve(handler)
     client = await net.connect(RpcConfig(max_queued_bytes=10_000))
@@ -291,14 +291,14 @@ async def test_close_fails_what_is_in_flight_and_is_idempotent(net):
     assert client.num_in_flight == 0
 
 
-async def test_tcp_sends_small_messages_at_once(tcp_net):
+async def test_tcp_sends_small_messages_immediately(tcp_net):
     await tcp_net.serve(FakeHandler())
     client = await tcp_net.connect()
     sock = client._connection._transport.get_extra_info("socket")
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-async def test_answers_of_finished_requests_stay_readable_after_the_connection(net):
+async def test_outputs_of_finished_requests_outlive_the_connection(net):
     server = await net.serve(FakeHandler([1, 2]))
     client = await net.connect()
     remote = client.submit(engine_request("r"))

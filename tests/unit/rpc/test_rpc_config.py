@@ -23,6 +23,6 @@ def test_defaults_are_valid():
         ("release_timeout_s", 0.0),
     ],
 )
-def test_setting_that_cannot_work_is_refused_by_name(setting, value):
+def test_invalid_setting_is_rejected_by_name(setting, value):
     with pytest.raises(StartupFailed, match=setting):
         RpcConfig(**{setting: value}).validate()

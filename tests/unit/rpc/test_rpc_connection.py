@@ -80,7 +80,7 @@ async def test_messages_arrive_in_order(connect):
     assert await end.read_messages(100) == messages
 
 
-async def test_messages_of_one_turn_of_the_loop_are_one_write(connect):
+async def test_messages_of_one_loop_iteration_are_one_write(connect):
     end = await connect()
     writes = []
     end.connection._transport = Wiretap(end.connection._transport, writes)
@@ -105,7 +105,7 @@ class Wiretap:
         self._transport.abort()
 
 
-async def test_violation_ends_the_connection_after_the_frames_before_it(connect):
+async def test_violation_closes_the_connection_after_earlier_frames(connect):
     end = await connect()
     await end.say(b"\0\0\0\4fine" + b"\0\0\0\3bad" + b"\0\0\0\5never")
     await end.connection.closed.wait()
@@ -113,14 +113,14 @@ async def test_violation_ends_the_connection_after_the_frames_before_it(connect)
     assert [type(error) for error in end.peer.errors] == [ProtocolViolation]
 
 
-async def test_large_frames_are_accepted_once_the_peer_is_known(connect):
+async def test_large_frames_are_accepted_after_the_handshake(connect):
     end = await connect(RpcConfig(max_frame_bytes=10_000), max_frame_bytes=10)
     end.connection.accept_large_frames()
     await end.say((9000).to_bytes(4, "big") + bytes(9000))
     await eventually(lambda: end.peer.frames == [bytes(9000)])
 
 
-async def test_paused_connection_is_writable_again_when_the_peer_has_read(connect):
+async def test_paused_connection_resumes_when_the_peer_reads(connect):
     end = await connect()
     while not end.connection.paused:
         end.connection.send(Abort("x" * 300_000))
@@ -133,7 +133,7 @@ async def test_paused_connection_is_writable_again_when_the_peer_has_read(connec
     assert not end.connection.paused
 
 
-async def test_lost_connection_wakes_who_waits_to_write(connect):
+async def test_lost_connection_wakes_pending_writers(connect):
     end = await connect()
     while not end.connection.paused:
         end.connection.send(Abort("x" * 300_000))
@@ -144,7 +144,7 @@ async def test_lost_connection_wakes_who_waits_to_write(connect):
         await waiting
 
 
-async def test_buffer_for_a_peer_that_does_not_read_is_bounded(connect):
+async def test_send_buffer_is_bounded(connect):
     end = await connect(RpcConfig(max_write_buffer_bytes=1_000_000, max_frame_bytes=400_000))
     for _ in range(100):
         end.connection.send(Abort("x" * 300_000))
@@ -153,7 +153,7 @@ async def test_buffer_for_a_peer_that_does_not_read_is_bounded(connect):
     assert [error.message for error in end.peer.errors] == ["the peer does not read"]
 
 
-async def test_close_delivers_what_was_sent_before(connect):
+async def test_close_delivers_pending_messages(connect):
     end = await connect()
     end.connection.send(Abort("last words"))
     end.connection.close()
@@ -161,7 +161,7 @@ async def test_close_delivers_what_was_sent_before(connect):
     await end.connection.closed.wait()
 
 
-async def test_sending_on_a_lost_connection_does_nothing(connect):
+async def test_sending_on_a_lost_connection_is_a_no_op(connect):
     end = await connect()
     end.far.close()
     await end.connection.closed.wait()
@@ -170,7 +170,7 @@ async def test_sending_on_a_lost_connection_does_nothing(connect):
     assert len(end.peer.errors) == 1
 
 
-async def test_connection_beats_until_it_is_gone(connect):
+async def test_heartbeats_are_sent_until_the_connection_is_lost(connect):
     end = await connect(RpcConfig(heartbeat_interval_s=0.02, heartbeat_timeout_s=60.0))
     end.connection.start_heartbeat()
     await eventually(lambda: end.peer.num_beats >= 3)
@@ -189,7 +189,7 @@ async def test_silent_peer_is_lost(connect):
     assert [error.message for error in end.peer.errors] == ["missed heartbeats of the peer"]
 
 
-async def test_own_stall_is_not_taken_for_the_peers_silence(connect):
+async def test_local_stall_is_not_mistaken_for_a_silent_peer(connect):
     end = await connect(RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1))
     end.connection.start_heartbeat()
     await asyncio.sleep(0.04)

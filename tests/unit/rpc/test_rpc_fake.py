@@ -11,7 +11,7 @@ async def collect(handler):
     return [delta async for delta in handler.run(engine_request("r"))]
 
 
-async def test_fake_fills_the_protocol_and_answers_with_its_tokens():
+async def test_fake_implements_the_protocol_and_outputs_its_tokens():
     handler: Handler = FakeHandler([4, 5])
     deltas = await collect(handler)
     assert [delta.completions[0].token_ids for delta in deltas] == [[4], [5]]
@@ -19,7 +19,7 @@ async def test_fake_fills_the_protocol_and_answers_with_its_tokens():
     assert [delta.prompt_token_ids for delta in deltas] == [[0, 1, 2], None]
 
 
-async def test_fake_fails_at_the_token_it_is_reported():
+async def test_fake_fails_at_the_configured_token():
     handler = FakeHandler([4, 5], error=GenerationFailed("no"), fail_at=1)
     answer = handler.run(engine_request("r"))
     assert (await anext(answer)).completions[0].token_ids == [4]
@@ -28,12 +28,12 @@ async def test_fake_fails_at_the_token_it_is_reported():
     assert handler.num_active == 0
 
 
-async def test_fake_refuses_when_told():
+async def test_fake_rejects_when_configured():
     with pytest.raises(StartupFailed):
         await FakeHandler(refusal=StartupFailed("no")).register(Hello(gateway_id="g"))
 
 
-async def test_cancelled_fake_takes_its_time_to_let_go():
+async def test_cancelled_fake_releases_after_its_delay():
     handler = FakeHandler([1], delay_s=60, release_s=0.05)
     running = asyncio.create_task(collect(handler))
     await eventually(lambda: handler.num_active == 1)

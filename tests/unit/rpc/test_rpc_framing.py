@@ -56,7 +56,7 @@ def test_frames_left_in_the_reader_survive_later_chunks(bodies, size):
 
 
 @given(st.binary(max_size=2000), st.integers(1, 64))
-def test_any_bytes_give_frames_within_the_limit_or_a_violation(noise, limit):
+def test_any_bytes_give_bounded_frames_or_a_violation(noise, limit):
     reader = FrameReader(limit)
     reader.receive(noise)
     try:
@@ -66,7 +66,7 @@ def test_any_bytes_give_frames_within_the_limit_or_a_violation(noise, limit):
         pass
 
 
-def test_too_large_frame_is_refused_by_its_header_after_the_frames_before_it():
+def test_too_large_frame_is_rejected_by_its_header_after_earlier_frames():
     reader = FrameReader(LIMIT)
     reader.receive(stream_of([b"fine"]) + HEADER.pack(LIMIT + 1))
     assert bytes(reader.next_frame()) == b"fine"
@@ -79,7 +79,7 @@ def test_frame_of_exactly_the_limit_passes():
     assert frames_of(FrameReader(LIMIT), [stream_of([body])]) == [body]
 
 
-def test_appended_messages_are_the_frames_that_are_read():
+def test_appended_messages_are_read_back_as_frames():
     buffer = bytearray()
     sizes = [append_frame(buffer, Abort(f"request-{i}"), LIMIT) for i in range(3)]
     frames = frames_of(FrameReader(LIMIT), [bytes(buffer)])
@@ -87,7 +87,7 @@ def test_appended_messages_are_the_frames_that_are_read():
 
 
 @pytest.mark.parametrize(("message", "error"), [(Abort("x" * 100), ProtocolViolation), (Abort(object()), TypeError)])
-def test_message_that_cannot_be_appended_leaves_the_buffer_as_it_was(message, error):
+def test_failed_append_leaves_the_buffer_unchanged(message, error):
     buffer = bytearray(b"before")
     with pytest.raises(error):
         append_frame(buffer, message, 64)

@@ -24,7 +24,7 @@ async def test_close_is_idempotent_and_removes_the_socket(net):
         os.stat(net.path)
 
 
-async def test_address_in_use_is_refused_and_its_owner_goes_on(net, tcp_net):
+async def test_address_in_use_is_rejected_without_affecting_its_owner(net, tcp_net):
     for one in (net, tcp_net):
         await one.serve(FakeHandler([1]))
         with pytest.raises(StartupFailed, match="in use"):
@@ -39,13 +39,13 @@ async def test_socket_of_a_dead_worker_is_replaced(net):
     assert await tokens_of((await net.connect()).submit(engine_request("r"))) == [1]
 
 
-async def test_file_that_is_no_socket_is_left_alone(net):
+async def test_non_socket_file_is_left_alone(net):
     os.mknod(net.path)
     with pytest.raises(StartupFailed, match="in use"):
         await RpcServer(FakeHandler(), RpcConfig()).serve(net.address)
     assert stat.S_ISREG(os.stat(net.path).st_mode)
 
 
-async def test_tcp_without_token_is_warned_about(tcp_net, caplog):
+async def test_tcp_without_token_logs_a_warning(tcp_net, caplog):
     await tcp_net.serve(FakeHandler())
     assert "without a token" in caplog.text

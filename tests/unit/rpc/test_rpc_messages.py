@@ -40,7 +40,7 @@ def encoded(message):
     ],
     ids=lambda m: type(m).__name__,
 )
-def test_gateways_message_survives_the_wire(message):
+def test_gateway_message_round_trips(message):
     assert decode_to_worker(encoded(message)) == message
 
 
@@ -57,7 +57,7 @@ def test_gateways_message_survives_the_wire(message):
     ],
     ids=lambda m: type(m).__name__,
 )
-def test_workers_message_survives_the_wire(message):
+def test_worker_message_round_trips(message):
     assert decode_from_worker(encoded(message)) == message
 
 
@@ -83,7 +83,7 @@ def test_workers_message_survives_the_wire(message):
     ],
     ids=["tokens", "kind", "shape"],
 )
-def test_submit_with_unreadable_content_still_tells_whose_it_is(prompt):
+def test_submit_with_unreadable_content_keeps_its_request_id(prompt):
     message = decode_to_worker(encoded(["Submit", {"request_id": "r", "prompt": prompt, "sampling_params": b""}]))
     assert message == UnreadableSubmit(UnreadableSubmit.Request("r"))
 
@@ -103,17 +103,17 @@ def test_submit_with_unreadable_content_still_tells_whose_it_is(prompt):
     ],
     ids=["empty", "opcode", "utf-8", "deep", "endless", "id", "type", "tag", "direction"],
 )
-def test_frame_that_is_no_message_is_a_violation(frame):
+def test_invalid_frame_is_a_violation(frame):
     with pytest.raises(ProtocolViolation):
         decode_to_worker(memoryview(frame))
 
 
 @given(st.binary(max_size=300))
-def test_noise_is_a_violation_and_nothing_else(noise):
+def test_random_bytes_raise_only_a_violation(noise):
     for decode in (decode_to_worker, decode_from_worker):
         with pytest.raises(ProtocolViolation):
             decode(memoryview(noise))
 
 
-def test_hello_does_not_show_its_token():
+def test_repr_of_hello_hides_its_token():
     assert "secret" not in repr(Hello(gateway_id="g", token="secret"))

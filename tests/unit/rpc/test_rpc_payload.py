@@ -74,7 +74,7 @@ SIZES = st.one_of(st.integers(0, 40), st.sampled_from([PIECE_BYTES - 1, PIECE_BY
 
 
 @given(st.lists(st.lists(SIZES, max_size=3), max_size=3), st.sampled_from([ExpandedPrompt, SourcePrompt]))
-def test_request_arrives_as_it_was_sent(sizes, kind):
+def test_request_round_trips(sizes, kind):
     whole = request_with(*[[os.urandom(n) for n in item] for item in sizes], kind=kind)
     message, tensors = split(whole)
     assert bytes_in(message) == [[b"" for _ in item] for item in sizes]
@@ -88,7 +88,7 @@ def test_request_arrives_as_it_was_sent(sizes, kind):
     assert found == whole
 
 
-def test_tensors_in_an_arena_stay_descriptors():
+def test_arena_tensors_stay_descriptors():
     item = MediaPayload("image", "h", b"", (STORED, inline(b"abc")))
     whole = EngineRequest("r", ExpandedPrompt([1], (item,)), b"")
     (found,) = received(b"".join(sent(outgoing(whole))))
@@ -97,7 +97,7 @@ def test_tensors_in_an_arena_stay_descriptors():
     assert split(text) == (text, [])
 
 
-def test_end_is_reported_once_when_the_last_byte_is_copied():
+def test_completion_is_reported_once_when_the_last_byte_is_copied():
     ended = []
     out = outgoing(request_with((bytes(PIECES_AT_ONCE * PIECE_BYTES + 1),)), lambda: ended.append(1))
     assert out.append_next(bytearray())
@@ -107,7 +107,7 @@ def test_end_is_reported_once_when_the_last_byte_is_copied():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_request_given_up_leaves_room_for_the_next(num_steps):
+def test_aborted_request_frees_space_for_the_next(num_steps):
     ended, stream = [], bytearray()
     out = outgoing(request_with((bytes(MIB), b"x")), lambda: ended.append(1))
     for _ in range(num_steps):
@@ -120,7 +120,7 @@ def test_request_given_up_leaves_room_for_the_next(num_steps):
     assert (num_steps == 0) == (not stream)
 
 
-def test_request_larger_than_allowed_is_refused_with_its_tensors_counted():
+def test_size_limit_of_a_request_includes_its_tensors():
     outgoing(request_with((bytes(999),)), max_bytes=1000)
     with pytest.raises(ProtocolViolation):
         outgoing(request_with((bytes(500), bytes(500))), max_bytes=1000)
@@ -137,7 +137,7 @@ def test_request_larger_than_allowed_is_refused_with_its_tensors_counted():
         ((), [b"abc"]),
     ],
 )
-def test_tensors_that_are_not_the_requests_are_an_invalid_feature(lacking, given):
+def test_tensors_of_another_request_are_an_invalid_feature(lacking, given):
     message, _ = split(request_with(lacking))
     found = [memoryview(data) for data in given]
     if given:
@@ -168,12 +168,12 @@ def incoming(*sizes, max_bytes=100):
         lambda: incoming(3).take(),
     ],
 )
-def test_payload_out_of_place_is_a_violation(violate):
+def test_unexpected_payload_is_a_violation(violate):
     with pytest.raises(ProtocolViolation):
         violate()
 
 
-def test_tensors_of_a_payload_are_read_only_and_aligned():
+def test_payload_tensors_are_read_only_and_aligned():
     payload = incoming(3, 8, max_bytes=1000)
     payload.add(memoryview(b"abc"))
     payload.add(memoryview(b"defghijk"))
@@ -193,7 +193,7 @@ class Keeping(FakeHandler):
             yield delta
 
 
-async def test_large_tensors_arrive_whole_beside_other_requests(net):
+async def test_large_tensors_arrive_intact_along_with_other_requests(net):
     handler = Keeping([1, 2])
     await net.serve(handler)
     client = await net.connect()
@@ -209,7 +209,7 @@ async def test_large_tensors_arrive_whole_beside_other_requests(net):
     assert all(await asyncio.gather(*(remote.released() for remote in remotes)))
 
 
-async def test_abort_while_tensors_are_sent_ends_here_and_the_next_request_arrives(net):
+async def test_abort_during_tensor_sending_stops_and_the_next_request_arrives(net):
     handler = Keeping()
     await net.serve(handler)
     client = await net.connect()
@@ -230,7 +230,7 @@ async def test_abort_while_tensors_are_sent_ends_here_and_the_next_request_arriv
     await eventually(lambda: client.num_in_flight == 0)
 
 
-async def test_lost_connection_ends_what_is_being_sent(net):
+async def test_lost_connection_stops_sending(net):
     server = await net.serve(FakeHandler())
     client = await net.connect()
     ended = []
@@ -241,7 +241,7 @@ async def test_lost_connection_ends_what_is_being_sent(net):
     await eventually(lambda: server.num_in_flight == 0)
 
 
-async def test_tensors_that_wait_for_a_slow_worker_are_bounded(net):
+async def test_queued_tensors_for_a_slow_worker_are_bounded(net):
     config = RpcConfig(max_write_buffer_bytes=2 * MIB, max_frame_bytes=8 * MIB)
     await net.serve(FakeHandler())
     client = await net.connect(config)
@@ -251,7 +251,7 @@ async def test_tensors_that_wait_for_a_slow_worker_are_bounded(net):
     assert await asyncio.gather(*map(tokens_of, first[:3])) == [[1, 2, 3]] * 3
 
 
-async def test_tensors_larger_than_a_message_may_be_are_a_failed_handover(net):
+async def test_tensors_exceeding_the_message_limit_fail_the_hand_over(net):
     await net.serve(FakeHandler())
     client = await net.connect(RpcConfig(max_frame_bytes=MIB))
     ended = []
@@ -262,7 +262,7 @@ async def test_tensors_larger_than_a_message_may_be_are_a_failed_handover(net):
     assert ended == []
 
 
-async def test_request_that_lacks_other_tensors_fails_alone(net, raw):
+async def test_request_with_missing_tensors_fails_alone(net, raw):
     await net.serve(FakeHandler([1], delay_s=HOUR_S))
     gateway = await raw()
     message, _ = split(request_with((b"abc",), request_id="bad"))
@@ -276,7 +276,7 @@ async def test_request_that_lacks_other_tensors_fails_alone(net, raw):
     assert await gateway.next(Released) == Released("good")
 
 
-async def test_unreadable_request_takes_its_payload_with_it(net, raw):
+async def test_payload_of_an_unreadable_request_is_discarded(net, raw):
     await net.serve(FakeHandler([1]))
     gateway = await raw()
     gateway.send(Payload([2]))
@@ -299,7 +299,7 @@ async def test_unreadable_request_takes_its_payload_with_it(net, raw):
         lambda gateway: gateway.send(Submit(split(request_with((b"abc",)))[0], with_payload=True)),
     ],
 )
-async def test_payload_that_breaks_the_protocol_ends_the_connection(net, raw, say):
+async def test_payload_violating_the_protocol_closes_the_connection(net, raw, say):
     server = await net.serve(FakeHandler([1]))
     gateway = await raw()
     say(gateway)

@@ -36,7 +36,7 @@ async def test_iteration_ends_after_the_finished_delta(told):
     assert await tokens_of(told.remote) == []
 
 
-async def test_iteration_waits_for_what_comes_later(told):
+async def test_iteration_waits_for_later_deltas(told):
     reading = asyncio.create_task(tokens_of(told.remote))
     await asyncio.sleep(0)
     told.remote.on_output(delta(1), 10)
@@ -45,7 +45,7 @@ async def test_iteration_waits_for_what_comes_later(told):
     assert await reading == [1, 2]
 
 
-async def test_deltas_that_wait_for_their_reader_are_given_as_one(told):
+async def test_queued_deltas_are_merged(told):
     for token in (1, 2, 3):
         told.remote.on_output(delta(token), 30)
     told.remote.on_output(delta(4, finished=True), 10)
@@ -55,7 +55,7 @@ async def test_deltas_that_wait_for_their_reader_are_given_as_one(told):
     assert await tokens_of(told.remote) == []
 
 
-async def test_merged_deltas_make_room_for_others(told):
+async def test_merging_deltas_frees_buffer_space(told):
     for token in (1, 2):
         told.remote.on_output(delta(token), 50)
     await anext(told.remote)
@@ -64,14 +64,14 @@ async def test_merged_deltas_make_room_for_others(told):
     assert told.aborts == []
 
 
-async def test_cumulative_outputs_are_given_one_by_one():
+async def test_cumulative_outputs_are_delivered_individually():
     told = Told(mergeable=False)
     told.remote.on_output(delta(1), 10)
     told.remote.on_output(delta(2, finished=True), 10)
     assert [(await anext(told.remote)).completions[0].token_ids for _ in range(2)] == [[1], [2]]
 
 
-async def test_error_comes_after_the_deltas_before_it(told):
+async def test_error_is_raised_after_earlier_deltas(told):
     told.remote.on_output(delta(1), 10)
     told.remote.on_error(GenerationFailed("no"))
     assert (await anext(told.remote)).completions[0].token_ids == [1]
@@ -79,7 +79,7 @@ async def test_error_comes_after_the_deltas_before_it(told):
         await anext(told.remote)
 
 
-async def test_lost_connection_does_not_spoil_a_complete_answer(told):
+async def test_lost_connection_does_not_affect_a_complete_output(told):
     told.remote.on_output(delta(1, finished=True), 10)
     told.remote.on_lost(WorkerLost("gone"))
     assert await tokens_of(told.remote) == [1]
@@ -87,7 +87,7 @@ async def test_lost_connection_does_not_spoil_a_complete_answer(told):
     assert told.releases == []
 
 
-async def test_release_is_reported_once_and_to_all_who_wait(told):
+async def test_release_is_reported_once_to_every_waiter(told):
     waiting = [asyncio.create_task(told.remote.released()) for _ in range(2)]
     await asyncio.sleep(0)
     told.remote.on_output(delta(1, finished=True), 10)
@@ -96,7 +96,7 @@ async def test_release_is_reported_once_and_to_all_who_wait(told):
     assert told.releases == ["r"]
 
 
-async def test_release_before_the_answer_is_complete_fails_the_iteration(told):
+async def test_release_before_the_output_is_complete_fails_the_iteration(told):
     told.remote.on_release()
     with pytest.raises(GenerationFailed, match="before its output was complete"):
         await anext(told.remote)
@@ -116,13 +116,13 @@ async def test_abort_is_sent_once_and_ends_the_iteration(told):
 @pytest.mark.parametrize(
     "end", [lambda r: r.on_output(delta(1, finished=True), 1), lambda r: r.on_lost(WorkerLost(""))]
 )
-async def test_abort_after_the_end_does_nothing(told, end):
+async def test_abort_after_the_end_is_a_no_op(told, end):
     end(told.remote)
     told.remote.abort()
     assert told.aborts == []
 
 
-async def test_overflow_drops_what_waits_and_aborts(told):
+async def test_overflow_drops_queued_deltas_and_aborts(told):
     for token in range(11):
         told.remote.on_output(delta(token), 10)
     assert told.aborts == ["r"]
@@ -130,19 +130,19 @@ async def test_overflow_drops_what_waits_and_aborts(told):
         await anext(told.remote)
 
 
-async def test_consumed_deltas_make_room_again(told):
+async def test_consumed_deltas_free_buffer_space(told):
     for token in range(50):
         told.remote.on_output(delta(token), 60)
         assert (await anext(told.remote)).completions[0].token_ids == [token]
     assert told.aborts == []
 
 
-async def test_single_delta_larger_than_the_bound_passes(told):
+async def test_single_delta_over_the_limit_passes(told):
     told.remote.on_output(delta(1, finished=True), 1000)
     assert await tokens_of(told.remote) == [1]
 
 
-async def test_second_consumer_is_refused(told):
+async def test_second_consumer_is_rejected(told):
     reading = asyncio.create_task(anext(told.remote))
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="one consumer"):
@@ -151,7 +151,7 @@ async def test_second_consumer_is_refused(told):
     await reading
 
 
-async def test_cancelled_consumer_can_be_followed_by_another(told):
+async def test_another_consumer_may_follow_a_cancelled_one(told):
     reading = asyncio.create_task(anext(told.remote))
     await asyncio.sleep(0)
     reading.cancel()

@@ -18,7 +18,7 @@ from medialane.rpc.session import MAX_HELLO_BYTES
 HOUR_S = 3600.0
 
 
-async def test_worker_sees_who_connects(net):
+async def test_worker_sees_connecting_gateways(net):
     handler = FakeHandler()
     await net.serve(handler)
     client = await net.connect(processor={"dtype": "float32"})
@@ -26,7 +26,7 @@ async def test_worker_sees_who_connects(net):
     assert client.welcome.pid == os.getpid()
 
 
-async def test_reconnecting_gateway_is_welcomed_only_after_its_requests_have_released(net):
+async def test_reconnecting_gateway_is_registered_after_its_requests_are_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
     await net.serve(handler)
     first = await net.connect()
@@ -37,7 +37,7 @@ async def test_reconnecting_gateway_is_welcomed_only_after_its_requests_have_rel
     assert first.closed.is_set()
 
 
-async def test_other_gateway_is_welcomed_at_once(net):
+async def test_other_gateway_is_registered_immediately(net):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     first = await net.connect()
@@ -48,7 +48,7 @@ async def test_other_gateway_is_welcomed_at_once(net):
     assert not first.closed.is_set()
 
 
-async def test_reconnection_is_refused_while_requests_do_not_release(net):
+async def test_reconnection_is_rejected_while_requests_are_unreleased(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
     await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     (await net.connect()).submit(engine_request("r"))
@@ -61,7 +61,7 @@ async def test_reconnection_is_refused_while_requests_do_not_release(net):
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "secret "])
-async def test_wrong_token_is_refused_before_the_handler_sees_it(net, token):
+async def test_wrong_token_is_rejected_before_the_handler(net, token):
     handler = FakeHandler()
     await net.serve(handler, RpcConfig(token="secret"))
     with pytest.raises(StartupFailed, match="token"):
@@ -70,13 +70,13 @@ async def test_wrong_token_is_refused_before_the_handler_sees_it(net, token):
     await net.connect(RpcConfig(token="secret"))
 
 
-async def test_other_protocol_version_is_refused(net):
+async def test_other_protocol_version_is_rejected(net):
     await net.serve(FakeHandler())
     with pytest.raises(StartupFailed, match="protocol 99"):
         await net.connect(version=99)
 
 
-async def test_handler_that_fails_at_registration_refuses_with_a_generic_error(net, caplog):
+async def test_handler_failure_at_registration_gives_a_generic_error(net, caplog):
     class Broken(FakeHandler):
         async def register(self, hello):
             raise ZeroDivisionError("secret detail")
@@ -88,7 +88,7 @@ async def test_handler_that_fails_at_registration_refuses_with_a_generic_error(n
     assert "secret detail" in caplog.text
 
 
-async def test_registration_is_cancelled_when_its_gateway_leaves(net):
+async def test_registration_is_cancelled_when_its_gateway_disconnects(net):
     cancelled = asyncio.Event()
 
     class Slow(FakeHandler):
@@ -117,7 +117,7 @@ async def test_registration_is_cancelled_when_its_gateway_leaves(net):
     ],
     ids=["http", "msgpack", "order", "hello", "large", "huge"],
 )
-async def test_stranger_is_hung_up_on_and_hurts_nobody(net, raw, noise):
+async def test_unauthenticated_peer_is_disconnected_without_affecting_others(net, raw, noise):
     await net.serve(FakeHandler([1, 2], delay_s=0.05))
     running = (await net.connect()).submit(engine_request("r"))
     stranger = await raw(hello=False)
@@ -126,12 +126,12 @@ async def test_stranger_is_hung_up_on_and_hurts_nobody(net, raw, noise):
     assert await tokens_of(running) == [1, 2]
 
 
-async def test_stranger_that_says_nothing_is_hung_up_on(net, raw):
+async def test_silent_unauthenticated_peer_is_disconnected(net, raw):
     await net.serve(FakeHandler(), RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2))
     assert await (await raw(hello=False)).hung_up()
 
 
-async def test_more_connections_than_allowed_are_refused(net):
+async def test_connections_over_the_limit_are_rejected(net):
     await net.serve(FakeHandler(), RpcConfig(max_connections=1))
     first = await net.connect(gateway_id="a")
     with pytest.raises(WorkerLost):
@@ -139,7 +139,7 @@ async def test_more_connections_than_allowed_are_refused(net):
     assert not first.closed.is_set()
 
 
-async def test_connections_without_a_token_keep_no_gateway_out(net, raw):
+async def test_unauthenticated_connections_do_not_exclude_gateways(net, raw):
     await net.serve(FakeHandler(), RpcConfig(max_connections=2, token="secret"))
     strangers = [await raw(hello=False) for _ in range(4)]
     for name in ("a", "b"):
@@ -150,7 +150,7 @@ async def test_connections_without_a_token_keep_no_gateway_out(net, raw):
     assert len(strangers) == 4
 
 
-async def test_too_many_connections_without_a_token_end_the_oldest(net, raw, monkeypatch):
+async def test_too_many_unauthenticated_connections_close_the_oldest(net, raw, monkeypatch):
     monkeypatch.setattr(session_registry, "MAX_UNIDENTIFIED", 2)
     await net.serve(FakeHandler())
     oldest, _, newest = [await raw(hello=False) for _ in range(3)]
@@ -160,7 +160,7 @@ async def test_too_many_connections_without_a_token_end_the_oldest(net, raw, mon
     assert await newest.next(Welcome)
 
 
-async def test_handler_hears_that_a_gateway_has_left_once_its_requests_have_released(net):
+async def test_handler_is_notified_of_a_disconnect_after_its_requests_are_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.1)
     await net.serve(handler)
     client = await net.connect()
@@ -172,7 +172,7 @@ async def test_handler_hears_that_a_gateway_has_left_once_its_requests_have_rele
     await eventually(lambda: seen == [("gateway", 0)])
 
 
-async def test_server_listens_on_and_keeps_the_connection_while_a_request_has_not_let_go(net, caplog):
+async def test_server_keeps_listening_while_a_request_is_unreleased(net, caplog):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
     server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     client = await net.connect()
@@ -188,7 +188,7 @@ async def test_server_listens_on_and_keeps_the_connection_while_a_request_has_no
         await net.connect(gateway_id="late")
 
 
-async def test_close_fails_and_releases_what_is_in_flight(net):
+async def test_close_fails_and_releases_requests_in_flight(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.05)
     server = await net.serve(handler)
     client = await net.connect()
@@ -202,7 +202,7 @@ async def test_close_fails_and_releases_what_is_in_flight(net):
     assert handler.num_active == 0
 
 
-async def test_somebody_listens_until_everything_has_released(net):
+async def test_listener_stays_until_everything_is_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
     server = await net.serve(handler)
     (await net.connect()).submit(engine_request("r"))
@@ -217,7 +217,7 @@ async def test_somebody_listens_until_everything_has_released(net):
         await net.connect(gateway_id="late")
 
 
-async def test_close_ends_though_a_request_does_not_release(net, caplog):
+async def test_close_returns_despite_an_unreleased_request(net, caplog):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=HOUR_S)
     server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     (await net.connect()).submit(engine_request("r"))

@@ -23,19 +23,19 @@ async def _answer_and_release(remote):
     return await tokens_of(remote), await remote.released()
 
 
-async def test_answer_streams_to_the_gateway(net):
+async def test_output_streams_to_the_gateway(net):
     await net.serve(FakeHandler([5, 6, 7]))
     client = await net.connect()
     assert await tokens_of(client.submit(engine_request("r"))) == [5, 6, 7]
 
 
-async def test_answer_streams_over_tcp(tcp_net):
+async def test_output_streams_over_tcp(tcp_net):
     await tcp_net.serve(FakeHandler([5, 6, 7]))
     client = await tcp_net.connect()
     assert await tokens_of(client.submit(engine_request("r"))) == [5, 6, 7]
 
 
-async def test_thousand_requests_at_once_are_answered_and_released(net):
+async def test_thousand_concurrent_requests_complete_and_are_released(net):
     server = await net.serve(FakeHandler([1, 2, 3], delay_s=0.005))
     client = await net.connect()
     asked = []
@@ -50,7 +50,7 @@ async def test_thousand_requests_at_once_are_answered_and_released(net):
 @pytest.mark.parametrize(
     "shown", [PromptRejected("too long", param="messages"), NoWorkerReady("full", retry_after_s=7)]
 )
-async def test_error_of_the_tree_reaches_the_gateway_as_it_was(net, shown):
+async def test_medialane_error_reaches_the_gateway_unchanged(net, shown):
     await net.serve(FakeHandler(error=shown, fail_at=1))
     remote = (await net.connect()).submit(engine_request("r"))
     with pytest.raises(type(shown), match=shown.message) as caught:
@@ -59,7 +59,7 @@ async def test_error_of_the_tree_reaches_the_gateway_as_it_was(net, shown):
     assert await remote.released()
 
 
-async def test_foreign_error_is_logged_and_not_shown(net, caplog):
+async def test_foreign_error_is_logged_and_not_exposed(net, caplog):
     await net.serve(FakeHandler(error=ZeroDivisionError("secret detail")))
     remote = (await net.connect()).submit(engine_request("r"))
     with pytest.raises(GenerationFailed) as caught:
@@ -69,7 +69,7 @@ async def test_foreign_error_is_logged_and_not_shown(net, caplog):
     assert await remote.released()
 
 
-async def test_one_failing_request_leaves_the_others_alone(net):
+async def test_failing_request_does_not_affect_others(net):
     await net.serve(FakeHandler([1, 2], delay_s=0.02))
     client = await net.connect()
     good = client.submit(engine_request("good"))
@@ -78,14 +78,14 @@ async def test_one_failing_request_leaves_the_others_alone(net):
     assert await tokens_of(good) == [1, 2]
 
 
-async def test_answer_that_ends_unfinished_is_a_failure(net):
+async def test_output_ending_unfinished_is_a_failure(net):
     await net.serve(FakeHandler([]))
     remote = (await net.connect()).submit(engine_request("r"))
     with pytest.raises(GenerationFailed, match="before it was finished"):
         await tokens_of(remote)
 
 
-async def test_step_larger_than_a_message_fails_its_request_alone(net):
+async def test_step_larger_than_a_message_fails_only_its_request(net):
     class Talkative(FakeHandler):
         async def run(self, request):
             text = "x" * 5000 if request.request_id == "large" else "x"
@@ -98,7 +98,7 @@ async def test_step_larger_than_a_message_fails_its_request_alone(net):
     assert await tokens_of(client.submit(engine_request("small"))) == [1]
 
 
-async def test_abort_cancels_the_generator_and_is_answered_by_released(net):
+async def test_abort_cancels_the_generator_and_is_confirmed_by_released(net):
     handler = FakeHandler(range(1000), delay_s=0.005, release_s=0.05)
     await net.serve(handler)
     remote = (await net.connect()).submit(engine_request("r"))
@@ -119,7 +119,7 @@ async def test_release_comes_after_the_generator_has_released(net):
     assert handler.num_active == 0
 
 
-async def test_second_abort_does_not_interrupt_the_letting_go(net, raw):
+async def test_second_abort_does_not_interrupt_the_release(net, raw):
     handler = FakeHandler([1, 2], delay_s=HOUR_S, release_s=0.1)
     await net.serve(handler)
     gateway = await raw()
@@ -157,7 +157,7 @@ async def test_lost_gateway_closes_its_generators(net):
     assert (handler.num_active, handler.num_cancelled) == (0, 10)
 
 
-async def test_oversize_frame_of_a_gateway_ends_its_connection_and_its_requests(net, raw):
+async def test_oversized_frame_closes_the_connection_and_its_requests(net, raw):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler, RpcConfig(max_frame_bytes=100_000))
     gateway = await raw()
@@ -168,7 +168,7 @@ async def test_oversize_frame_of_a_gateway_ends_its_connection_and_its_requests(
     await eventually(lambda: handler.num_active == 0)
 
 
-async def test_request_whose_content_is_unreadable_fails_alone(net, raw):
+async def test_unreadable_request_fails_alone(net, raw):
     await net.serve(FakeHandler([1]))
     gateway = await raw()
     gateway.write(raw_frame(["Submit", {"request_id": "bad", "prompt": {"type": "expanded"}, "sampling_params": b""}]))
@@ -179,7 +179,7 @@ async def test_request_whose_content_is_unreadable_fails_alone(net, raw):
     assert await gateway.next(Released) == Released("good")
 
 
-async def test_duplicate_request_id_is_refused_and_the_first_goes_on(net, raw):
+async def test_duplicate_request_id_is_rejected_and_the_first_continues(net, raw):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     gateway, other = await raw(), await raw()
@@ -195,7 +195,7 @@ async def test_duplicate_request_id_is_refused_and_the_first_goes_on(net, raw):
     assert await gateway.next(Failed, Released) == Released("r")
 
 
-async def test_more_requests_than_allowed_are_refused(net, raw):
+async def test_requests_over_the_limit_are_rejected(net, raw):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler, RpcConfig(max_in_flight=2))
     gateway = await raw()
@@ -206,7 +206,7 @@ async def test_more_requests_than_allowed_are_refused(net, raw):
     assert await gateway.next(Released) == Released("r2")
 
 
-async def test_gateway_that_does_not_read_pauses_its_generators(net, raw):
+async def test_unread_output_pauses_the_generators(net, raw):
     handler = FakeHandler(range(1_000_000))
     await net.serve(handler, RpcConfig(heartbeat_interval_s=5.0, heartbeat_timeout_s=10.0))
     gateway = await raw()
@@ -218,7 +218,7 @@ async def test_gateway_that_does_not_read_pauses_its_generators(net, raw):
     assert handler.num_active == 1
 
 
-async def test_gateway_that_pings_and_does_not_read_is_dropped(net, raw):
+async def test_gateway_that_pings_but_does_not_read_is_dropped(net, raw):
     await net.serve(FakeHandler(), RpcConfig(max_write_buffer_bytes=10_000, max_frame_bytes=10_000))
     gateway = await raw()
     with pytest.raises(ConnectionError):
@@ -235,7 +235,7 @@ async def test_silent_gateway_is_dropped_with_its_requests(net, raw):
     assert await gateway.hung_up()
 
 
-async def test_load_is_reported_at_changes_and_by_heartbeat(net):
+async def test_load_is_reported_on_change_and_by_heartbeat(net):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     client = await net.connect()

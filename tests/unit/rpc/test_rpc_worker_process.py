@@ -60,7 +60,7 @@ async def seconds_until_lost(client, remotes) -> float:
     return loop.time() - started
 
 
-async def test_killed_workers_requests_fail_at_once(worker):
+async def test_requests_of_a_killed_worker_fail_immediately(worker):
     client = await RpcClient.connect(worker.address, HELLO, RpcConfig())
     remotes = await streams(client, 5)
     worker.process.send_signal(signal.SIGKILL)
@@ -70,7 +70,7 @@ async def test_killed_workers_requests_fail_at_once(worker):
         await RpcClient.connect(worker.address, HELLO, CONFIG)
 
 
-async def test_stopped_workers_requests_fail_at_the_heartbeat_timeout(worker):
+async def test_requests_of_a_stopped_worker_fail_at_the_heartbeat_timeout(worker):
     client = await RpcClient.connect(worker.address, HELLO, CONFIG)
     remotes = await streams(client, 5)
     worker.process.send_signal(signal.SIGSTOP)
@@ -83,7 +83,7 @@ async def test_stopped_workers_requests_fail_at_the_heartbeat_timeout(worker):
     await again.close()
 
 
-async def test_worker_stopped_for_less_than_the_timeout_loses_nothing(worker):
+async def test_worker_stopped_for_less_than_the_timeout_loses_no_requests(worker):
     client = await RpcClient.connect(worker.address, HELLO, RpcConfig())
     (remote,) = await streams(client, 1)
     worker.process.send_signal(signal.SIGSTOP)

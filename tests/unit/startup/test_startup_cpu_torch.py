@@ -65,23 +65,23 @@ def probe(site: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_beside_a_cpu_torch_cuda_builds_import_without_their_operators_and_torchcodec_is_absent(site):
+def test_with_cpu_torch_cuda_builds_import_without_operators_and_torchcodec_is_absent(site):
     assert probe(site) == ["torchaudio imported True", "torchcodec absent True", "torchvision imported"]
 
 
-def test_cpu_companions_are_left_alone(site):
+def test_cpu_builds_are_left_alone(site):
     write(site / "torchaudio/lib/_torchaudio.abi3.so", "ELF libtorch_cpu.so")
     write(site / "torchcodec/libtorchcodec_core4.so", "ELF libtorch_cpu.so")
     assert probe(site)[:2] == ["torchaudio the real one ran", "torchcodec imported True"]
 
 
-def test_meta_registrations_run_where_torchvision_has_its_operators(site):
+def test_meta_registrations_run_if_torchvision_has_its_operators(site):
     write_torchvision(site, has_ops=True)
     assert probe(site)[2] == "torchvision the real one ran"
 
 
 @pytest.mark.parametrize("version", [CUDA, ROCM])
-def test_nothing_is_done_beside_a_torch_for_a_device(site, version):
+def test_nothing_is_done_with_a_device_build_of_torch(site, version):
     write(site / "torch/version.py", version)
     assert probe(site) == ["torchaudio the real one ran", "torchcodec imported True", "torchvision the real one ran"]
 
@@ -91,7 +91,7 @@ def test_nothing_is_done_without_torch(site):
     assert probe(site)[2] == "torchvision the real one ran"
 
 
-def test_an_interpreter_starts_whatever_goes_wrong(site):
+def test_interpreter_starts_despite_any_failure(site):
     (site / "torch/version.py").unlink()
     (site / "torch/version.py").mkdir()
     code = f"import sys; sys.path[:0] = [{str(STARTUP)!r}, {str(site)!r}]; import medialane_cpu_torch; print('started')"
@@ -100,11 +100,11 @@ def test_an_interpreter_starts_whatever_goes_wrong(site):
     assert "IsADirectoryError" in done.stderr
 
 
-def test_the_pth_file_imports_the_module_and_nothing_else():
+def test_pth_file_imports_only_the_module():
     assert (STARTUP / "medialane-cpu-torch.pth").read_text() == "import medialane_cpu_torch\n"
 
 
-def test_the_installed_torch_is_judged_from_its_own_version_file():
+def test_torch_build_is_read_from_its_version_file():
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         pytest.skip("torch is not installed")

@@ -27,23 +27,23 @@ def settings(project):
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
-def test_wheel_of_medialane_has_its_package_and_nothing_beside_it(tmp_path):
+def test_medialane_wheel_contains_only_its_package(tmp_path):
     tops = {name.split("/")[0] for name in names_in_wheel(ROOT, tmp_path)}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"medialane"}
 
 
-def test_wheel_of_the_hook_has_the_hook(tmp_path):
+def test_hook_wheel_contains_the_hook(tmp_path):
     names = names_in_wheel(CPU_TORCH, tmp_path)
     assert {"medialane-cpu-torch.pth", "medialane_cpu_torch/__init__.py"} <= set(names)
     assert sum(name.endswith(".pth") for name in names) == 1
 
 
-def test_nothing_but_the_package_is_put_into_the_wheel_of_medialane():
+def test_medialane_wheel_is_configured_to_contain_only_the_package():
     assert settings(ROOT)["tool"]["hatch"]["build"]["targets"] == {"wheel": {"packages": ["src/medialane"]}}
     assert not list((ROOT / "src").rglob("*.pth"))
 
 
-def test_extra_of_cpus_alone_asks_for_the_hook():
+def test_only_the_cpu_extra_requires_the_hook():
     extras = settings(ROOT)["project"]["optional-dependencies"]
     asking = {name for name, wanted in extras.items() if any("medialane-cpu-torch" in each for each in wanted)}
     assert asking == {"cpu"}
@@ -51,7 +51,7 @@ def test_extra_of_cpus_alone_asks_for_the_hook():
 
 
 @pytest.mark.parametrize(("extra", "expected"), [("cpu", True), ("vllm", False)])
-def test_make_gives_pip_the_folder_of_what_the_extra_asks_for(extra, expected):
+def test_make_passes_the_hook_folder_to_pip(extra, expected):
     words = ["make", "--dry-run", "--always-make", f"EXTRA={extra}", "venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=15)
     (install,) = (line for line in done.stdout.splitlines() if " pip install " in line)

@@ -29,14 +29,12 @@ FEATURES_INLINE, DECODED_INLINE, URL_INLINE = FEATURES[1:], DECODED[1:], URL[1:]
         ("url", "shm", False, True, True, URL_INLINE),
     ],
 )
-def test_ways_are_tried_best_first_within_what_the_operator_allows(
-    stage, transport, same_host, same_processor, prepared, expected
-):
+def test_allowed_transfer_paths_are_tried_best_first(stage, transport, same_host, same_processor, prepared, expected):
     found = transfer_paths(stage, transport, same_host=same_host, same_processor=same_processor, prepared=prepared)
     assert list(found) == expected
 
 
-def test_way_is_printed_as_stage_and_transport():
+def test_transfer_path_is_formatted_as_stage_and_transport():
     assert [str(transfer_path) for transfer_path in FEATURES + DECODED_INLINE] == [
         "features/shm",
         "features/inline",
@@ -44,7 +42,7 @@ def test_way_is_printed_as_stage_and_transport():
     ]
 
 
-def test_stage_that_is_new_is_a_row_of_the_table(monkeypatch):
+def test_new_stage_needs_only_a_table_row(monkeypatch):
     row = Stage("embeddings", "embedded", (), ("shm",), same_processor=True, instead="features", fallback="features")
     monkeypatch.setitem(STAGES, "embeddings", row)
     monkeypatch.setattr(selection, "BEST_STAGE", "embeddings")

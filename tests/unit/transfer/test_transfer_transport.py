@@ -45,32 +45,32 @@ def test_attached_arena_is_read_without_a_copy(arena, receiver, tensor):
     assert data.readonly
 
 
-def test_attaching_again_is_the_same_mapping(arena, receiver, tensor):
+def test_attaching_again_returns_the_same_mapping(arena, receiver, tensor):
     assert receiver.attach(arena.id, arena.nonce)
     assert receiver.attach(arena.id, arena.nonce)
     assert receiver.fetch(tensor)
 
 
 @pytest.mark.parametrize("arena_id", ["f" * 32, "../../etc/shadow", ""])
-def test_arena_that_is_not_here_is_not_attached(receiver, arena_id):
+def test_missing_arena_is_not_attached(receiver, arena_id):
     assert not receiver.attach(arena_id, b"n" * 16)
 
 
-def test_arena_with_another_nonce_is_not_attached(arena, receiver, tensor):
+def test_arena_with_wrong_nonce_is_not_attached(arena, receiver, tensor):
     """Another host may have an arena of the same name: only the nonce is proof."""
     assert not receiver.attach(arena.id, b"n" * 16)
     with pytest.raises(HandoverFailed):
         receiver.fetch(tensor)
 
 
-def test_wrong_nonce_leaves_the_mapping_of_the_arenas_own_gateway(arena, receiver, tensor):
+def test_wrong_nonce_does_not_affect_the_owners_mapping(arena, receiver, tensor):
     assert receiver.attach(arena.id, arena.nonce)
     assert not receiver.attach(arena.id, b"n" * 16)
     assert receiver.fetch(tensor)
     assert receiver.attach(arena.id, arena.nonce)
 
 
-def test_detached_arena_is_unmapped_and_others_stay(receiver, tensor, arena):
+def test_only_the_detached_arena_is_unmapped(receiver, tensor, arena):
     other = Arena.create(ArenaConfig(size_bytes=16 << 20))
     assert receiver.attach(arena.id, arena.nonce)
     assert receiver.attach(other.id, other.nonce)
@@ -82,7 +82,7 @@ def test_detached_arena_is_unmapped_and_others_stay(receiver, tensor, arena):
     other.close()
 
 
-def test_bytes_that_are_held_outlive_the_mapping(arena, receiver, tensor):
+def test_held_bytes_outlive_the_mapping(arena, receiver, tensor):
     receiver.attach(arena.id, arena.nonce)
     data = receiver.fetch(tensor)
     receiver.close()
@@ -99,7 +99,7 @@ def ends(name, arena, receiver):
 
 
 @pytest.mark.parametrize("name", ["shm", "inline"])
-def test_tensors_arrive_as_they_were_published(arena, receiver, tensor, name):
+def test_tensors_arrive_as_published(arena, receiver, tensor, name):
     transport, other_end = ends(name, arena, receiver)
     assert transport.name == name
     (handed,) = transport.publish((tensor,))
@@ -108,24 +108,24 @@ def test_tensors_arrive_as_they_were_published(arena, receiver, tensor, name):
 
 
 @pytest.mark.parametrize("name", ["shm", "inline"])
-def test_receiver_refuses_the_other_transports_tensors(arena, receiver, tensor, name):
+def test_receiver_rejects_tensors_of_the_other_transport(arena, receiver, tensor, name):
     transport, _ = ends(name, arena, receiver)
     _, other = ends("inline" if name == "shm" else "shm", arena, receiver)
     with pytest.raises(HandoverFailed):
         other.fetch(transport.publish((tensor,))[0])
 
 
-def test_shm_carries_descriptors_and_no_bytes(tensor):
+def test_shm_sends_descriptors_without_bytes(tensor):
     tensors = (tensor,)
     assert ShmTransport().publish(tensors) is tensors
 
 
-def test_tensors_too_large_for_inline_are_a_failed_handover(arena, tensor):
+def test_tensors_too_large_for_inline_fail_the_hand_over(arena, tensor):
     with pytest.raises(HandoverFailed, match="2000 bytes exceed the inline limit of 1999"):
         InlineTransport(arena.view.tensor, max_bytes=1999).publish((tensor, tensor))
 
 
-def test_arena_that_is_not_mapped_is_a_failed_handover(arena, receiver, tensor):
+def test_unmapped_arena_fails_the_hand_over(arena, receiver, tensor):
     receiver.attach(arena.id, arena.nonce)
     receiver.detach(arena.id)
     with pytest.raises(HandoverFailed, match="not mapped"):

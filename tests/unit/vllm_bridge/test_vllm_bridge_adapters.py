@@ -30,7 +30,7 @@ def adapters(engine):
     return LoadedAdapters(engine.load)
 
 
-async def test_adapter_is_loaded_before_its_first_request_only(adapters, engine):
+async def test_adapter_is_loaded_once_before_its_first_request(adapters, engine):
     for _ in range(3):
         await adapters.ensure(SQL)
         await adapters.ensure(None)
@@ -43,7 +43,7 @@ async def test_adapter_from_another_place_is_another_adapter(adapters, engine):
     assert engine.loaded == ["/adapters/sql", "/adapters/new"]
 
 
-async def test_adapter_that_cannot_be_loaded_fails_its_requests_and_is_tried_again(adapters, engine):
+async def test_unloadable_adapter_fails_its_requests_and_is_retried(adapters, engine):
     engine.error = GenerationFailed("the engine failed a call of add_lora")
     with pytest.raises(GenerationFailed, match="'sql' cannot be loaded"):
         await adapters.ensure(SQL)
@@ -52,7 +52,7 @@ async def test_adapter_that_cannot_be_loaded_fails_its_requests_and_is_tried_aga
     assert engine.loaded == ["/adapters/sql"]
 
 
-async def test_engine_that_dies_is_lost(adapters, engine):
+async def test_dead_engine_is_reported_as_lost(adapters, engine):
     engine.error = WorkerLost("the worker's engine has died")
     with pytest.raises(WorkerLost):
         await adapters.ensure(SQL)

@@ -74,7 +74,7 @@ async def outputs(generator):
         return [output async for output in found]
 
 
-async def test_answer_has_the_apps_own_id_and_the_workers_prompt():
+async def test_output_has_the_apps_request_id_and_the_workers_prompt():
     backend = RequestBackend()
     found = await outputs(client(backend).generate(tokens_input([1, 2]), SamplingParams(), "app-id"))
     assert [o.request_id for o in found] == ["app-id"] * 3
@@ -84,7 +84,7 @@ async def test_answer_has_the_apps_own_id_and_the_workers_prompt():
     assert backend.num_ended == 1
 
 
-async def test_closing_the_answer_closes_the_backend():
+async def test_closing_the_output_stream_closes_the_backend():
     backend = RequestBackend()
     answer = client(backend).generate(tokens_input([1, 2]), SamplingParams(), "r")
     await anext(answer)
@@ -92,7 +92,7 @@ async def test_closing_the_answer_closes_the_backend():
     assert backend.num_ended == 1
 
 
-async def test_fields_of_the_request_are_carried():
+async def test_request_fields_are_forwarded():
     backend = RequestBackend()
     prompt = tokens_input([1, 2], prompt="hi", cache_salt="tenant")
     arguments = {"priority": 3, "session_id": "s", "trace_headers": {"a": "b"}, "reasoning_ended": True}
@@ -105,7 +105,7 @@ async def test_fields_of_the_request_are_carried():
     assert request.reasoning
 
 
-async def test_our_error_travels_as_one_that_vllm_knows():
+async def test_medialane_error_is_translated_to_a_vllm_error():
     with pytest.raises(BridgedError) as failed:
         await outputs(client(RequestBackend(ArenaFull("full"))).generate(tokens_input([1]), SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.SERVICE_UNAVAILABLE
@@ -114,28 +114,28 @@ async def test_our_error_travels_as_one_that_vllm_knows():
 
 
 @pytest.mark.parametrize("prompt", ["text", {"type": "embeds"}, {"prompt": "unrendered"}])
-async def test_prompt_that_was_not_rendered_is_the_clients_error(prompt):
+async def test_unrendered_prompt_is_a_client_error(prompt):
     with pytest.raises(BridgedError) as failed:
         await outputs(client(RequestBackend()).generate(prompt, SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
 @pytest.mark.parametrize("value", [object(), "\udcff"])
-async def test_parameter_that_cannot_be_encoded_is_the_clients_error(value):
+async def test_unserialisable_parameter_is_a_client_error(value):
     params = SamplingParams(extra_args={"a": value})
     with pytest.raises(BridgedError) as failed:
         await outputs(client(RequestBackend()).generate(tokens_input([1]), params, "r"))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
-async def test_integer_that_does_not_fit_a_message_is_the_clients_error():
+async def test_too_large_integer_is_a_client_error():
     generate = client(RequestBackend()).generate
     with pytest.raises(BridgedError) as failed:
         await outputs(generate(tokens_input([1]), SamplingParams(), "r", reasoning_parser_kwargs={"a": 1 << 80}))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
 
 
-async def test_placeholders_are_where_vllm_left_them():
+async def test_placeholders_equal_vllms():
     backend = RequestBackend()
     prepared = prepared_prompt(PlaceholderRange(5, 3), PlaceholderRange(10, 2, is_embed=b"\0\1"))
     prompt = engine_input(prepared)
@@ -147,7 +147,7 @@ async def test_placeholders_are_where_vllm_left_them():
     assert prepared.features[0].placeholder.offset == 5
 
 
-async def test_prompt_left_to_the_worker_has_no_placed_items():
+async def test_prompt_processed_by_the_worker_has_no_placed_items():
     prepared = PreparedPrompt([1, 2], (), ("a" * 64,), MediaPrompt([1, 2], (MediaRef("image", "p", data=b"x"),)), None)
     backend = RequestBackend()
     prompt = engine_input(prepared)
@@ -156,7 +156,7 @@ async def test_prompt_left_to_the_worker_has_no_placed_items():
     assert backend.prepared == [prepared]
 
 
-async def test_gateway_without_a_worker_is_not_healthy_and_takes_nothing():
+async def test_gateway_without_a_worker_is_unhealthy_and_rejects_requests():
     backend = RequestBackend()
     found = client(backend)
     await found.check_health()
@@ -193,7 +193,7 @@ class BranchingBackend(RequestBackend):
 
 
 @pytest.mark.parametrize("placeholders", [(), (PlaceholderRange(5, 3),)], ids=["left to the worker", "expanded"])
-async def test_every_beam_has_the_prompts_media(placeholders):
+async def test_every_beam_has_the_media_of_the_prompt(placeholders):
     backend = BranchingBackend()
     prepared = prepared_prompt(*placeholders)
     prompt = engine_input(prepared)
@@ -211,7 +211,7 @@ async def test_beam_search_of_text():
     assert backend.prepared == [None] * 5
 
 
-async def test_media_that_are_tensors_already_are_not_taken_for_text():
+async def test_precomputed_tensors_are_not_mistaken_for_text():
     prompt = mm_input([1, 2], MultiModalKwargsItems({"image": [None]}), {"image": ["a"]}, {"image": []})
     with pytest.raises(BridgedError) as failed:
         await outputs(client(RequestBackend()).generate(prompt, SamplingParams(), "r"))
@@ -274,7 +274,7 @@ class AdminBackend(RequestBackend):
 
 
 @pytest.mark.parametrize("name", ADMIN)
-async def test_administrative_call_is_every_workers(name):
+async def test_administrative_call_reaches_every_worker(name):
     ask, call, answer, result = ADMIN[name]
     backend = AdminBackend([answer, answer])
     assert await ask(client(backend)) == result
@@ -282,13 +282,13 @@ async def test_administrative_call_is_every_workers(name):
 
 
 @pytest.mark.parametrize("name", ADMIN)
-async def test_administrative_call_that_fails_says_who_has_not_done_it(name):
+async def test_failed_administrative_call_names_the_workers(name):
     with pytest.raises(BridgedError, match="unix:/w1") as failed:
         await ADMIN[name][0](client(AdminBackend(error=AdminCallIncomplete("1 of 2 have done it; not: unix:/w1"))))
     assert failed.value.status_code == 503
 
 
-def test_every_administrative_method_of_vllms_protocol_is_known_here():
+def test_every_administrative_method_of_vllms_protocol_is_handled():
     methods = {n for n in EngineClient.__abstractmethods__ if not isinstance(vars(EngineClient)[n], property)}
     assert methods == set(ADMIN) | OTHERS
     assert {type(call) for _, call, *_ in ADMIN.values()} | {admin.AddLora} == set(get_args(admin.AdminCall))
@@ -296,16 +296,16 @@ def test_every_administrative_method_of_vllms_protocol_is_known_here():
 
 
 @pytest.mark.parametrize("name", ["is_sleeping", "is_paused"])
-async def test_workers_that_differ_are_no_yes_and_no_no(name):
+async def test_differing_workers_give_an_error_instead_of_a_boolean(name):
     with pytest.raises(BridgedError, match="1 of 2 workers"):
         await getattr(client(AdminBackend([True, False])), name)()
 
 
-async def test_one_worker_that_could_not_reset_is_no_success():
+async def test_reset_fails_if_one_worker_fails():
     assert await client(AdminBackend([True, False])).reset_prefix_cache() is False
 
 
-async def test_adapter_has_the_same_number_in_every_gateway_whenever_it_is_loaded():
+async def test_adapter_id_is_the_same_in_every_gateway():
     backend = AdminBackend([True])
     found = client(backend)
     found.is_serving = True
@@ -323,13 +323,13 @@ async def test_adapter_has_the_same_number_in_every_gateway_whenever_it_is_loade
     assert all(0 < lora.lora_int_id < 1 << 31 for lora in loaded)
 
 
-async def test_adapters_of_the_command_line_wait_for_no_worker():
+async def test_command_line_adapters_do_not_wait_for_workers():
     backend = AdminBackend(error=NoWorkerReady("no worker is ready"))
     assert await client(backend).add_lora(LORA)
     assert backend.calls == []
 
 
 @pytest.mark.parametrize("name", ["abort", "notify_kv_transfer_request_rejected"])
-async def test_what_is_not_done_is_no_success(name):
+async def test_unsupported_call_raises(name):
     with pytest.raises(NotImplementedError, match="several"):
         await getattr(client(RequestBackend()), name)("r")

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 from medialane.vllm_bridge.event_sequence import EventSequence, Verdict
 
 
-def test_batches_in_order_are_taken():
+def test_batches_in_order_are_accepted():
     sequence = EventSequence()
     assert [sequence.live(n) for n in range(3)] == [Verdict.TAKE] * 3
 
 
-def test_missing_batches_are_noticed_and_filled():
+def test_missing_batches_are_detected_and_filled():
     sequence = EventSequence()
     sequence.live(0)
     assert sequence.live(3) is Verdict.GAP
@@ -17,14 +17,14 @@ def test_missing_batches_are_noticed_and_filled():
     assert sequence.live(4) is Verdict.TAKE
 
 
-def test_what_the_buffer_told_is_not_taken_again():
+def test_replayed_batches_are_not_applied_twice():
     sequence = EventSequence()
     for n in range(3):
         sequence.buffered(n)
     assert [sequence.live(n) for n in range(4)] == [*[Verdict.SEEN] * 3, Verdict.TAKE]
 
 
-def test_publisher_that_counts_again_is_noticed():
+def test_restarted_sequence_numbers_are_detected():
     sequence = EventSequence()
     for n in range(3):
         sequence.live(n)
@@ -32,7 +32,7 @@ def test_publisher_that_counts_again_is_noticed():
     assert sequence.live(0) is Verdict.TAKE
 
 
-def test_what_is_lost_can_be_skipped():
+def test_lost_batches_can_be_skipped():
     sequence = EventSequence()
     assert sequence.live(5) is Verdict.GAP
     sequence.skip_to(5)
@@ -40,7 +40,7 @@ def test_what_is_lost_can_be_skipped():
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(1, 50))
-def test_every_batch_is_taken_once_and_in_order_whatever_is_lost_on_the_way(lost, count):
+def test_every_batch_is_applied_once_in_order_despite_losses(lost, count):
     sequence, taken = EventSequence(), []
     for n in range(count):
         if n in lost:

@@ -47,7 +47,7 @@ def errors_of(adapter, value):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_the_first_bad_element_ends_a_collection(adapter, name):
+def test_first_invalid_element_ends_a_collection(adapter, name):
     body = {name: MANY[name]}
     found = errors_of(adapter, body)
     elements = {error["loc"][:2] for error in found}
@@ -55,30 +55,30 @@ def test_the_first_bad_element_ends_a_collection(adapter, name):
     assert found == errors_of(TypeAdapter(Drawing), body)[: len(found)]
 
 
-def test_every_member_of_a_model_is_still_looked_at(adapter):
+def test_every_model_field_is_still_validated(adapter):
     assert {error["loc"][0] for error in errors_of(adapter, MANY)} == MANY.keys()
 
 
 @pytest.mark.parametrize(
     "value", [{}, {"type": [{"x": 1}, {"kind": "dict"}, "x"], "default": {"b": 2}, "members": [1], "metadata": [1, 2]}]
 )
-def test_what_is_accepted_is_read_alike(adapter, value):
+def test_accepted_values_are_parsed_identically(adapter, value):
     assert adapter.validate_python(value) == Drawing.model_validate(value)
 
 
-def test_a_model_that_is_validated_by_itself_is_left_alone():
+def test_separately_validated_model_is_left_alone():
     with failing_fast():
         TypeAdapter(Drawing)
     assert len(errors_of(TypeAdapter(Drawing), {"metadata": ["no"] * 100})) == 100
 
 
-def test_an_adapter_with_a_configuration_is_left_alone():
+def test_adapter_with_a_configuration_is_left_alone():
     with failing_fast():
         strict = TypeAdapter(list[int], config={"strict": True})
     assert len(errors_of(strict, ["1", "2"])) == 2
 
 
-def test_names_of_the_caller_are_found():
+def test_names_in_the_callers_scope_are_resolved():
     class Local(BaseModel):
         x: int
 
@@ -87,7 +87,7 @@ def test_names_of_the_caller_are_found():
     assert adapter.validate_python([{"x": 1}]) == [Local(x=1)]
 
 
-def test_adapters_made_later_list_every_error():
+def test_adapters_created_later_list_every_error():
     with failing_fast():
         pass
     assert len(errors_of(TypeAdapter(list[int]), ["no"] * 3)) == 3

@@ -25,7 +25,7 @@ def nested(depth: int, make=lambda inner: {"a": inner}) -> object:
         nested(MAX_DEPTH),
     ],
 )
-def test_options_of_any_use_pass(options):
+def test_realistic_options_pass(options):
     check_options(options, "mm_processor_kwargs")
 
 
@@ -49,14 +49,14 @@ def test_options_of_any_use_pass(options):
         ({"a": object()}, "JSON"),
     ],
 )
-def test_options_too_large_too_deep_or_not_json_are_refused_by_field(options, message):
+def test_options_too_large_too_deep_or_not_json_are_rejected_by_field(options, message):
     with pytest.raises(InvalidRequest, match=message) as refused:
         check_options(options, "mm_processor_kwargs")
     assert refused.value.status == 400
     assert re.fullmatch(r"mm_processor_kwargs([.\[].*)?", refused.value.param)
 
 
-def test_the_check_stops_at_the_limit():
+def test_check_stops_at_the_limit():
     huge = {"a": [[0] * 1000] * 100_000}
     started = time.thread_time()
     with pytest.raises(InvalidRequest):

@@ -42,7 +42,7 @@ def travelled(found):
     return to_request_output(delta, request_id="ours", prompt="hi", prompt_token_ids=delta.prompt_token_ids)
 
 
-def test_output_survives_the_way_to_the_gateway():
+def test_output_round_trips_to_the_gateway():
     original = output(completion(), finished=True)
     found = travelled(original)
     assert found.request_id == "ours"
@@ -53,7 +53,7 @@ def test_output_survives_the_way_to_the_gateway():
 
 
 @pytest.mark.parametrize(("finish", "stop"), [("stop", "END"), ("stop", 151645), ("length", None), ("error", None)])
-def test_reasons_survive(finish, stop):
+def test_finish_and_stop_reasons_round_trip(finish, stop):
     (found,) = travelled(output(completion(finish_reason=finish, stop_reason=stop))).outputs
     assert (found.finish_reason, found.stop_reason) == (finish, stop)
 
@@ -62,7 +62,7 @@ def test_several_completions_keep_their_index():
     assert [c.index for c in travelled(output(completion(1), completion(0))).outputs] == [1, 0]
 
 
-def test_sampled_token_stays_first_among_the_candidates():
+def test_sampled_token_stays_first_among_logprobs():
     (found,) = travelled(output(completion())).outputs
     assert list(found.logprobs[0]) == [7, 3]
 
@@ -78,18 +78,18 @@ def test_output_without_logprobs_has_none():
     assert found.outputs[0].logprobs is None
 
 
-def test_prompt_goes_with_the_first_step_only():
+def test_prompt_is_sent_only_with_the_first_step():
     assert to_delta(output(completion()), first=True, expanded_here=True).prompt_token_ids == [1, 2]
     assert to_delta(output(completion()), first=False, expanded_here=True).prompt_token_ids is None
     assert to_delta(output(completion()), first=True).prompt_token_ids is None  # the gateway has them
 
 
-def test_engine_times_are_taken_from_its_own_clock():
+def test_engine_times_use_the_engine_clock():
     stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5)
     times = to_delta(output(completion(), metrics=stats), first=True).times
     assert (times.queue_s, times.prefill_s) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])
-def test_unknown_times_are_left_out(metrics):
+def test_unknown_times_are_omitted(metrics):
     assert to_delta(output(completion(), metrics=metrics), first=True).times is None

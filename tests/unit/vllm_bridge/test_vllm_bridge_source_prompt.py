@@ -6,7 +6,7 @@ from medialane.core.stage import STAGES
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 
 
-def test_every_stage_that_leaves_processing_to_the_worker_has_its_code_there():
+def test_worker_implements_every_stage_left_to_it():
     source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
     try:
         assert set(source._loads) == {stage.name for stage in STAGES.values() if not stage.is_processed}

@@ -20,14 +20,14 @@ def quick(monkeypatch):
     return built
 
 
-def test_second_build_finds_the_first(tmp_path, quick):
+def test_second_build_reuses_the_first(tmp_path, quick):
     first = build_tiny_model(tmp_path / "cache")
     assert build_tiny_model(tmp_path / "cache") == first
     assert len(quick) == 1
     assert [path.name for path in first.iterdir()] == ["config.json"]
 
 
-def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_build_leaves_no_folder(tmp_path, monkeypatch):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("")
         raise OSError("disk full")
@@ -38,7 +38,7 @@ def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_builders_at_once_get_one_complete_folder(tmp_path, monkeypatch):
+def test_concurrent_builders_share_one_complete_folder(tmp_path, monkeypatch):
     together = threading.Barrier(2)
 
     def write(folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_cache_folder_follows_the_xdg_specification(environ, folder):
 
 
 @pytest.mark.timeout(120)
-def test_every_id_of_the_model_has_a_text_and_parts_of_a_message_keep_their_order(tiny_model):
+def test_every_token_id_has_text_and_message_parts_keep_their_order(tiny_model):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     config = transformers.AutoConfig.from_pretrained(tiny_model)

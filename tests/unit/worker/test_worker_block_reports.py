@@ -34,7 +34,7 @@ def ids(data):
     return set(np.frombuffer(data, "<u8").tolist())
 
 
-async def test_events_of_some_milliseconds_are_one_change(reports):
+async def test_events_within_milliseconds_are_batched(reports):
     heard = []
     reports.watch(heard.append)
     for number in range(5):
@@ -55,7 +55,7 @@ async def test_ranks_are_distinguished(reports):
     assert [change.rank for change in heard] == [0, 1]
 
 
-async def test_asking_for_what_is_held_tells_listeners_first(reports):
+async def test_snapshot_notifies_listeners_of_pending_changes_first(reports):
     """Else a change from before would be told after the snapshot that has it."""
     heard = []
     reports.watch(heard.append)
@@ -67,7 +67,7 @@ async def test_asking_for_what_is_held_tells_listeners_first(reports):
     assert len(heard) == 1
 
 
-async def test_listener_that_comes_late_hears_of_later_changes_only_and_one_that_left_of_none(reports):
+async def test_listeners_receive_changes_only_while_subscribed(reports):
     heard = []
     reports.apply(batch(1))
     unwatch = reports.watch(heard.append)
@@ -80,7 +80,7 @@ async def test_listener_that_comes_late_hears_of_later_changes_only_and_one_that
     assert len(heard) == 1
 
 
-async def test_many_events_do_not_wait(reports):
+async def test_many_events_are_flushed_immediately(reports):
     heard = []
     reports.watch(heard.append)
     reports.apply(KvEventBatch(0, [BlockRemoved([n]) for n in range(5000)] + list(batch(1).events)))
@@ -96,7 +96,7 @@ async def test_clear_is_a_snapshot(reports):
     assert (heard[-1].snapshot, heard[-1].stored) == (True, b"")
 
 
-async def test_events_that_are_not_understood_are_reported_in_the_log_now_and_then(reports, caplog):
+async def test_unsupported_events_are_logged_with_rate_limiting(reports, caplog):
     caplog.set_level(logging.WARNING)
     for number in range(100):
         reports.apply(batch(number, parent=10**6))
@@ -105,7 +105,7 @@ async def test_events_that_are_not_understood_are_reported_in_the_log_now_and_th
     assert "64 with an unknown parent" in caplog.messages[-1]
 
 
-async def test_rank_that_the_engine_does_not_have_is_reported_in_the_log(reports, caplog):
+async def test_unknown_rank_is_logged(reports, caplog):
     reports.apply(batch(1, rank=7))
     assert "rank 7" in caplog.text
     assert reports.held() == {0: [], 1: []}

@@ -63,7 +63,7 @@ def table():
     return BlockTable(SIZE)
 
 
-def test_blocks_of_a_prompt_are_its_ids_whatever_the_parts_they_came_in(table):
+def test_blocks_do_not_depend_on_event_chunking(table):
     table.apply([stored(1, 0, 2)])
     table.apply([stored(1, 2, 3), stored(1, 3, 7)])
     assert table.held() == ids_of(1, 7)
@@ -87,13 +87,13 @@ def test_block_with_two_copies_is_held_until_both_are_removed(table):
     assert table.held() == []
 
 
-def test_copy_may_begin_before_what_is_new(table):
+def test_duplicate_blocks_may_precede_new_ones(table):
     table.apply([stored(1, 0, 2)])
     table.apply([stored(1, 1, 4), removed(ids_of(1, 2)[1])])
     assert table.held() == ids_of(1, 4)
 
 
-def test_clear_is_reported_as_a_snapshot_of_what_came_after(table):
+def test_clear_is_reported_as_a_snapshot_of_later_blocks(table):
     table.apply([stored(1, 0, 3)])
     table.take()
     table.apply([stored(2, 0, 1), AllBlocksCleared(), stored(4, 0, 2)])
@@ -102,21 +102,21 @@ def test_clear_is_reported_as_a_snapshot_of_what_came_after(table):
     assert change.stored == pack(ids_of(4, 2))
 
 
-def test_events_of_other_media_and_hosts_do_not_count(table):
+def test_events_of_other_storage_media_are_ignored(table):
     table.apply([stored(1, 0, 2, medium="CPU"), stored(2, 0, 2, locality="REMOTE")])
     assert table.held() == []
     table.apply([stored(1, 0, 2), removed(*ids_of(1, 2), medium="CPU")])
     assert table.held() == ids_of(1, 2)
 
 
-def test_engine_that_names_neither_medium_nor_group_is_understood(table):
+def test_events_without_medium_or_group_are_accepted(table):
     table.apply([stored(1, 0, 2, medium=None, group_idx=None, kv_cache_spec_kind=None)])
     assert table.held() == ids_of(1, 2)
     table.apply([removed(ids_of(1, 2)[1], medium=None, group_idx=None)])
     assert table.held() == ids_of(1, 1)
 
 
-def test_block_counts_when_every_full_attention_group_holds_it(table):
+def test_block_is_held_once_every_full_attention_group_holds_it(table):
     table.apply([stored(1, 0, 3), stored(1, 0, 2, group_idx=1, kv_cache_spec_kind="mla_attention")])
     assert table.held() == ids_of(1, 2)
     table.apply([removed(ids_of(1, 1)[0], group_idx=1)])
@@ -131,13 +131,13 @@ def test_groups_without_full_attention_are_ignored(table):
     assert table.held() == ids_of(1, 3)
 
 
-def test_lowest_group_counts_where_none_has_full_attention(table):
+def test_lowest_group_is_used_without_full_attention(table):
     sliding = {"kv_cache_spec_kind": "sliding_window"}
     table.apply([stored(2, 0, 3, group_idx=2, **sliding), stored(1, 0, 3, group_idx=1, **sliding)])
     assert table.held() == ids_of(1, 3)
 
 
-def test_full_attention_that_shows_up_late_takes_over(table):
+def test_late_full_attention_group_takes_over(table):
     table.apply([stored(1, 0, 3, kv_cache_spec_kind="mamba")])
     assert table.held() == ids_of(1, 3)
     table.take()
@@ -147,12 +147,12 @@ def test_full_attention_that_shows_up_late_takes_over(table):
     assert change.stored == pack(ids_of(2, 3))
 
 
-def test_child_of_an_unknown_block_is_counted_and_not_held(table):
+def test_child_of_an_unknown_block_is_counted_but_not_held(table):
     table.apply([stored(1, 2, 4)])
     assert (table.held(), table.num_unknown_parents) == ([], 1)
 
 
-def test_parts_of_blocks_do_not_count(table):
+def test_partial_blocks_are_ignored(table):
     event = stored(1, 0, 1)
     table.apply([BlockStored(event.block_hashes, None, event.token_ids[:2], 2, medium="GPU", group_idx=0)])
     assert (table.held(), table.num_faults) == ([], 0)
@@ -162,14 +162,14 @@ def test_parts_of_blocks_do_not_count(table):
     "changes",
     [{"token_ids": [1, 2, 3]}, {"token_ids": [-1] * 8}, {"extra_keys": [[["h", "x"]], None]}, {"block_hashes": [5]}],
 )
-def test_event_that_does_not_add_up_is_counted_and_the_next_one_taken(table, changes):
+def test_inconsistent_event_is_counted_and_the_next_is_applied(table, changes):
     event = stored(1, 0, 2)
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     table.apply([BlockStored(**(fields | changes)), stored(4, 0, 2)])
     assert (table.held(), table.num_unreadable) == (ids_of(4, 2), 1)
 
 
-def test_table_is_never_larger_than_the_engines_cache():
+def test_table_never_exceeds_the_engine_cache():
     table = BlockTable(SIZE, max_blocks=5)
     table.apply([stored(1, 0, 4)])
     table.apply([stored(4, 0, 4)])
@@ -191,7 +191,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ACTIONS)
-def test_view_of_the_changes_is_the_cache(actions):
+def test_applied_changes_equal_the_cache(actions):
     """A cache that keeps no order of eviction: blocks in the middle of a chain may go, too."""
     table, view, cache = BlockTable(SIZE), View(), {}
     for action, first, second in actions:

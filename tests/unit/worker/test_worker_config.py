@@ -10,6 +10,6 @@ def test_defaults_are_valid():
 
 
 @pytest.mark.parametrize("name", WorkerConfig.__struct_fields__)
-def test_setting_that_cannot_work_is_named(name):
+def test_invalid_setting_is_named(name):
     with pytest.raises(StartupFailed, match=name):
         msgspec.structs.replace(WorkerConfig(), **{name: 0.0}).validate()

@@ -34,7 +34,7 @@ async def test_dead_engine_fails_everything_until_it_recovers():
     await engine.ping(1)
 
 
-async def test_engine_that_dies_fails_what_is_in_flight():
+async def test_dying_engine_fails_requests_in_flight():
     engine = FakeEngine()
     async with aclosing(engine.generate(request(100, token_s=0.001), [])) as deltas:
         await anext(deltas)
@@ -44,7 +44,7 @@ async def test_engine_that_dies_fails_what_is_in_flight():
     assert engine.num_reading == 0
 
 
-async def test_tensors_are_read_a_little_longer_than_the_answer_lasts():
+async def test_tensors_are_read_slightly_after_the_output_ends():
     engine = FakeEngine(release_s=0.05)
     deltas = engine.generate(request(100), [])
     await anext(deltas)
@@ -77,7 +77,7 @@ async def prefill(engine, token_ids, *media, cache_salt=None):
     return only.num_cached_tokens
 
 
-async def test_blocks_of_prompts_are_reported_and_found_again():
+async def test_blocks_of_prompts_are_reported_and_reused():
     engine = FakeEngine()
     blocks = Blocks(engine)
     prompt = list(range(100))
@@ -90,7 +90,7 @@ async def test_blocks_of_prompts_are_reported_and_found_again():
     assert abs(blocks.batches[0].time_s - time.time()) < 60
 
 
-async def test_media_and_salt_are_part_of_blocks():
+async def test_block_ids_depend_on_media_and_salt():
     engine = FakeEngine()
     blocks = Blocks(engine)
     prompt, item = list(range(64)), MediaPayload("image", "h", b"", (), placeholder=PlaceholderRange(10, 22))
@@ -100,7 +100,7 @@ async def test_media_and_salt_are_part_of_blocks():
     assert await prefill(engine, prompt, item) == 0
 
 
-async def test_blocks_that_are_forgotten_are_reported():
+async def test_evicted_blocks_are_reported():
     engine = FakeEngine()
     blocks = Blocks(engine)
     prompt = list(range(64))

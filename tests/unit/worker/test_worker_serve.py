@@ -46,7 +46,7 @@ async def num_tokens(remote):
     return sum([len(completion.token_ids) async for delta in remote for completion in delta.completions])
 
 
-async def test_gateway_gets_its_answer(address):
+async def test_gateway_gets_its_output(address):
     serving = Serving(FakeEngine(), address)
     client = await serving.connect()
     assert await num_tokens(client.submit(request())) == 3
@@ -56,7 +56,7 @@ async def test_gateway_gets_its_answer(address):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_stops_the_worker_when_the_engine_has_released(address, number):
+async def test_signal_stops_the_worker_after_the_engine_has_released(address, number):
     engine = FakeEngine(release_s=0.05)
     serving = Serving(engine, address)
     client = await serving.connect()
@@ -72,7 +72,7 @@ async def test_signal_stops_the_worker_when_the_engine_has_released(address, num
     await client.close()
 
 
-async def test_lost_engine_ends_the_worker_with_a_status_of_its_own(address):
+async def test_lost_engine_ends_the_worker_with_a_distinct_exit_status(address):
     engine = FakeEngine()
     serving = Serving(engine, address)
     client = await serving.connect()
@@ -87,7 +87,7 @@ async def test_lost_engine_ends_the_worker_with_a_status_of_its_own(address):
     await client.close()
 
 
-async def test_worker_listens_until_what_did_not_release_has_ended_with_its_engine(address):
+async def test_worker_listens_until_unreleased_requests_end_with_the_engine(address):
     """A gateway that finds nobody listening reuses every byte that it has handed over."""
 
     class Slow(FakeEngine):
@@ -111,7 +111,7 @@ async def test_worker_listens_until_what_did_not_release_has_ended_with_its_engi
     await client.close()
 
 
-async def test_failed_request_leaves_the_worker_up(address):
+async def test_failed_request_does_not_stop_the_worker(address):
     engine = FakeEngine()
     serving = Serving(engine, address)
     client = await serving.connect()
@@ -128,14 +128,14 @@ async def test_failed_request_leaves_the_worker_up(address):
     assert await serving.task == 0
 
 
-async def test_address_that_cannot_be_had_fails_the_start_and_stops_the_engine():
+async def test_unusable_address_fails_the_start_and_stops_the_engine():
     engine = FakeEngine()
     with pytest.raises(StartupFailed):
         await serve_worker(WorkerConfig(), RPC, engine, "unix:/no/such/folder/w", arena_directory="/dev/shm")
     assert engine.closed
 
 
-async def test_engine_that_does_not_stop_is_left_after_the_deadline(address):
+async def test_unstoppable_engine_is_abandoned_after_the_timeout(address):
     class Stuck(FakeEngine):
         async def close(self):
             await asyncio.Event().wait()

@@ -16,7 +16,7 @@ def removed(pool):
     return [h for event in pool.take_events() if isinstance(event, BlockRemoved) for h in event.block_hashes]
 
 
-def test_one_block_is_never_used():
+def test_null_block_is_never_allocated():
     pool = BlockPool(8)
     assert pool.num_free == 7
     pool.take(7)
@@ -24,7 +24,7 @@ def test_one_block_is_never_used():
     assert BlockPool(8).usage == 0.0
 
 
-def test_freed_blocks_are_found_until_their_room_is_needed():
+def test_freed_blocks_are_cached_until_reallocated():
     pool = BlockPool(5)
     pool.free(reversed(stored(pool, [1, 2])))
     assert len(pool.find([1, 2, 3])) == 2
@@ -35,7 +35,7 @@ def test_freed_blocks_are_found_until_their_room_is_needed():
     assert len(pool.find([1, 2])) == 1
 
 
-def test_least_recently_freed_goes_first_and_of_a_request_its_last_block():
+def test_eviction_is_least_recently_freed_and_tail_first():
     pool = BlockPool(7)
     first, second = stored(pool, [1, 2]), stored(pool, [3, 4])
     pool.free(reversed(second))
@@ -44,7 +44,7 @@ def test_least_recently_freed_goes_first_and_of_a_request_its_last_block():
     assert removed(pool) == [4, 3, 2, 1]
 
 
-def test_use_makes_a_block_recent():
+def test_using_a_block_makes_it_recent():
     pool = BlockPool(5)
     pool.free(stored(pool, [1]))
     pool.free(stored(pool, [2]))
@@ -67,7 +67,7 @@ def test_blocks_in_use_are_shared_and_not_evicted():
     assert pool.num_free == 1
 
 
-def test_empty_blocks_are_taken_before_those_with_content():
+def test_empty_blocks_are_allocated_first():
     pool = BlockPool(4)
     pool.free(stored(pool, [1]))
     pool.free(pool.take(2))
@@ -75,7 +75,7 @@ def test_empty_blocks_are_taken_before_those_with_content():
     assert len(pool.find([1])) == 1
 
 
-def test_equal_blocks_are_kept_and_removed_one_by_one():
+def test_duplicate_blocks_are_kept_and_removed_individually():
     pool = BlockPool(4)
     pool.free(stored(pool, [1]) + stored(pool, [1]))
     pool.take(2)
@@ -86,7 +86,7 @@ def test_equal_blocks_are_kept_and_removed_one_by_one():
     assert pool.find([1]) == []
 
 
-def test_clear_is_refused_while_blocks_are_used():
+def test_clear_is_rejected_while_blocks_are_in_use():
     pool = BlockPool(4)
     blocks = stored(pool, [1])
     assert not pool.clear()
@@ -104,7 +104,7 @@ def test_engine_hashes_are_not_block_ids():
     assert removed(pool) == [0xFE]
 
 
-def test_nothing_that_is_not_free_is_handed_out():
+def test_only_free_blocks_are_allocated():
     pool = BlockPool(3)
     pool.take(2)
     with pytest.raises(KeyError):

@@ -1,7 +1,7 @@
 from medialane.worker.simulated.encoder_cache import EncoderCache
 
 
-def test_item_is_held_after_its_request_until_room_is_needed():
+def test_item_is_cached_after_its_request_until_evicted():
     cache = EncoderCache(10)
     assert cache.make_room(6)
     cache.add("a", 6, "r1")
@@ -11,14 +11,14 @@ def test_item_is_held_after_its_request_until_room_is_needed():
     assert "a" not in cache
 
 
-def test_item_in_use_is_not_let_go():
+def test_item_in_use_is_not_evicted():
     cache = EncoderCache(10)
     cache.add("a", 6, "r1")
     assert not cache.make_room(5)
     assert "a" in cache
 
 
-def test_item_let_go_first_goes_first_and_use_makes_it_recent():
+def test_eviction_is_least_recently_released_and_use_makes_recent():
     cache = EncoderCache(10)
     for name in "ab":
         cache.add(name, 5, "r")
@@ -30,7 +30,7 @@ def test_item_let_go_first_goes_first_and_use_makes_it_recent():
     assert "b" not in cache
 
 
-def test_item_with_two_users_is_freeable_after_both():
+def test_item_with_two_users_is_evictable_after_both():
     cache = EncoderCache(10)
     cache.add("a", 6, "r1")
     assert cache.use("a", "r2")
@@ -41,5 +41,5 @@ def test_item_with_two_users_is_freeable_after_both():
     assert cache.make_room(10)
 
 
-def test_what_is_not_held_cannot_be_used():
+def test_absent_item_cannot_be_used():
     assert not EncoderCache(10).use("a", "r")

@@ -34,7 +34,7 @@ async def engine():
     await made.close()
 
 
-async def test_answer_comes_token_by_token_and_says_what_was_cached(engine):
+async def test_output_streams_token_by_token_and_reports_cached_tokens(engine):
     first = await answer(engine, request())
     again = await answer(engine, request(name="s"))
     assert [len(d.completions[0].token_ids) for d in first] == [1, 1, 1, 1]
@@ -45,7 +45,7 @@ async def test_answer_comes_token_by_token_and_says_what_was_cached(engine):
     assert first[0].completions[0].token_ids == again[0].completions[0].token_ids
 
 
-async def test_output_kinds_are_vllms(engine):
+async def test_output_kinds_match_vllm(engine):
     cumulative = await answer(engine, request(output_kind=0))
     final = await answer(engine, request(output_kind=2))
     assert [len(d.completions[0].token_ids) for d in cumulative] == [1, 2, 3, 4]
@@ -53,7 +53,7 @@ async def test_output_kinds_are_vllms(engine):
     assert final[0].times is not None
 
 
-async def test_tokens_after_the_first_are_sent_together_where_asked():
+async def test_tokens_after_the_first_are_batched_on_request():
     engine = SimulatedEngine(SimulatedConfig(speedup=1000.0, stream_interval=3), model="m")
     found = await answer(engine, request(max_tokens=6))
     assert [len(d.completions[0].token_ids) for d in found] == [1, 3, 2]
@@ -72,7 +72,7 @@ async def test_first_token_takes_the_time_of_its_prompt_and_images():
     await engine.close()
 
 
-async def test_blocks_are_reported_when_their_step_is_over(engine):
+async def test_blocks_are_reported_after_their_step(engine):
     batches = []
     engine.watch_blocks(batches.append)
     await answer(engine, request(range(40)))
@@ -83,7 +83,7 @@ async def test_blocks_are_reported_when_their_step_is_over(engine):
     assert (await answer(engine, request(range(40))))[0].num_cached_tokens == 0
 
 
-async def test_load_counts_what_runs_and_what_waits():
+async def test_load_counts_running_and_waiting_requests():
     engine = SimulatedEngine(SimulatedConfig(max_num_seqs=1), model="m")
     async with aclosing(engine.generate(request(max_tokens=1000), [])) as deltas:
         await anext(deltas)
@@ -107,7 +107,7 @@ async def test_cancelled_request_frees_its_blocks(engine):
     assert len(await answer(engine, request())) == 4
 
 
-async def test_engine_that_is_closed_fails_what_is_in_flight():
+async def test_closed_engine_fails_requests_in_flight():
     engine = SimulatedEngine(SimulatedConfig(), model="m")
     task = asyncio.create_task(answer(engine, request(max_tokens=1000)))
     await asyncio.sleep(0.01)
@@ -118,7 +118,7 @@ async def test_engine_that_is_closed_fails_what_is_in_flight():
         await engine.ping(1)
 
 
-async def test_fault_of_a_step_ends_the_engine_and_its_requests(engine):
+async def test_step_failure_ends_the_engine_and_its_requests(engine):
     def fail(_batch):
         raise RuntimeError("the listener is broken")
 
@@ -129,7 +129,7 @@ async def test_fault_of_a_step_ends_the_engine_and_its_requests(engine):
         await engine.ping(1)
 
 
-async def test_answer_ends_where_the_model_does(engine):
+async def test_output_ends_at_the_model_length(engine):
     found = await answer(engine, request(range(FAST.max_model_len - 2), max_tokens=None, output_kind=2))
     assert len(found[0].completions[0].token_ids) == 2
 
@@ -146,7 +146,7 @@ async def test_answer_ends_where_the_model_does(engine):
         (EngineRequest("r", SourcePrompt([1], ()), b"\x80"), GenerationFailed),
     ],
 )
-async def test_what_it_cannot_answer_is_refused(engine, asked, error):
+async def test_unsupported_requests_are_rejected(engine, asked, error):
     with pytest.raises(error):
         await answer(engine, asked)
     assert engine.loads()[0].num_waiting == 0

@@ -39,7 +39,7 @@ def run(found, limit=200):
     raise AssertionError("it does not end")
 
 
-def test_prompt_is_computed_in_chunks_and_then_token_by_token():
+def test_prefill_is_chunked_and_decode_is_token_by_token():
     found, one = scheduler(budget=10), sequence("a", range(25))
     found.add(one)
     assert run(found) == [{"a": 10}, {"a": 10}, {"a": 5}, {"a": 1}, {"a": 1}]
@@ -48,21 +48,21 @@ def test_prompt_is_computed_in_chunks_and_then_token_by_token():
     assert found.pool.usage == 0.0
 
 
-def test_running_requests_go_first_and_share_the_budget_with_new_ones():
+def test_running_requests_are_scheduled_first_and_share_the_budget():
     found = scheduler(budget=10)
     found.add(sequence("a", range(6)))
     found.add(sequence("b", range(100, 120)))
     assert run(found)[:3] == [{"a": 6, "b": 4}, {"a": 1, "b": 9}, {"a": 1, "b": 7}]
 
 
-def test_no_more_requests_run_at_once_than_may():
+def test_running_requests_are_limited():
     found = scheduler(max_num_seqs=1)
     found.add(sequence("a", range(6), max_tokens=1))
     found.add(sequence("b", range(6), max_tokens=1))
     assert run(found) == [{"a": 6}, {"b": 2}]
 
 
-def test_repeated_prompt_takes_whole_blocks_from_the_cache_but_not_its_last_token():
+def test_repeated_prompt_reuses_full_blocks_except_its_last_token():
     found = scheduler()
     for name in "ab":
         one = sequence(name, range(12))
@@ -72,7 +72,7 @@ def test_repeated_prompt_takes_whole_blocks_from_the_cache_but_not_its_last_toke
     assert one.num_cached_tokens == 8
 
 
-def test_a_longer_prompt_takes_the_answer_before_it_from_the_cache():
+def test_longer_prompt_reuses_the_previous_output():
     found, first = scheduler(), sequence("a", range(10), max_tokens=7)
     found.add(first)
     run(found)
@@ -82,21 +82,21 @@ def test_a_longer_prompt_takes_the_answer_before_it_from_the_cache():
     assert second.num_cached_tokens == 16, "the last token of an answer is never computed"
 
 
-def test_equal_prompts_of_one_step_share_what_the_first_will_compute():
+def test_equal_prompts_of_one_step_share_blocks():
     found = scheduler()
     found.add(sequence("a", range(12)))
     found.add(sequence("b", range(12)))
     assert run(found)[0] == {"a": 12, "b": 4}
 
 
-def test_request_waits_until_all_of_its_prompt_has_room():
+def test_request_waits_until_its_whole_prompt_fits():
     found = scheduler(blocks=6, budget=8)
     found.add(sequence("a", range(12), max_tokens=1))
     found.add(sequence("b", range(100, 112), max_tokens=1))
     assert run(found) == [{"a": 8}, {"a": 4}, {"b": 8}, {"b": 4}]
 
 
-def test_last_request_is_put_back_where_blocks_are_short_and_comes_through_later():
+def test_last_request_is_preempted_when_blocks_run_out_and_completes_later():
     found = scheduler(blocks=7)
     first, last = sequence("a", range(11), max_tokens=6), sequence("b", range(100, 111), max_tokens=6)
     found.add(first)
@@ -108,7 +108,7 @@ def test_last_request_is_put_back_where_blocks_are_short_and_comes_through_later
     assert last.num_cached_tokens == 0, "what it finds of itself is no hit"
 
 
-def test_events_tell_what_is_stored_and_what_is_evicted():
+def test_events_report_stored_and_evicted_blocks():
     found = scheduler(blocks=4)
     found.add(sequence("a", range(12), max_tokens=1))
     run(found)
@@ -143,13 +143,13 @@ def test_image_in_the_cached_prefix_is_not_encoded_again():
     assert found.step().num_embeds == 0
 
 
-def test_chunk_ends_before_an_image_that_finds_no_room():
+def test_chunk_ends_before_an_image_that_does_not_fit():
     found = scheduler(embeds=8)
     found.add(sequence("a", range(20), items=[image("i", 2, 8), image("j", 11, 8)]))
     assert run(found)[:2] == [{"a": 11}, {"a": 9}]
 
 
-def test_image_that_stands_twice_is_encoded_once():
+def test_image_occurring_twice_is_encoded_once():
     found = scheduler(embeds=8)
     found.add(sequence("a", range(20), items=[image("i", 1, 8), image("i", 11, 8)]))
     step = found.step()
@@ -159,7 +159,7 @@ def test_image_that_stands_twice_is_encoded_once():
     assert found.encoder_cache.make_room(8)
 
 
-def test_removed_request_leaves_its_blocks_and_its_images_behind():
+def test_removed_request_leaves_its_blocks_and_images_cached():
     found, one = scheduler(embeds=8), sequence("a", range(20), items=[image("i", 1, 8)])
     found.add(one)
     step = found.step()
@@ -175,7 +175,7 @@ def test_removed_request_leaves_its_blocks_and_its_images_behind():
 
 
 @pytest.mark.parametrize("budget", [7, 16, 64])
-def test_work_of_a_step_is_counted(budget):
+def test_work_per_step_is_counted(budget):
     found = scheduler(budget=budget)
     found.add(sequence("a", range(40), max_tokens=5, items=[image("i", 4, 9)]))
     steps = []

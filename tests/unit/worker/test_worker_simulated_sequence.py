@@ -16,13 +16,13 @@ def store(sequence, pool, num_tokens):
     return pool.take_events()
 
 
-def test_last_token_of_a_prompt_is_never_taken_from_the_cache():
+def test_last_token_of_a_prompt_is_always_computed():
     assert len(made(8).cacheable_ids()) == 1
     assert len(made(9).cacheable_ids()) == 2
     assert made(1).cacheable_ids() == []
 
 
-def test_chunks_are_stored_one_after_the_other_with_their_parents():
+def test_chunks_are_stored_in_order_with_their_parents():
     pool, sequence = BlockPool(9), made(11)
     [first] = store(sequence, pool, 5)
     [second] = store(sequence, pool, 11)
@@ -31,7 +31,7 @@ def test_chunks_are_stored_one_after_the_other_with_their_parents():
     assert (second.parent_block_hash, second.token_ids) == (first.block_hashes[-1], [4, 5, 6, 7])
 
 
-def test_events_say_what_went_into_a_block():
+def test_events_contain_the_contents_of_a_block():
     items = [Item("a" * 64, PlaceholderRange(2, 4)), Item("b" * 64, PlaceholderRange(6, 2))]
     sequence = made(12, items=items, lora="l", cache_salt="s")
     [event] = store(sequence, BlockPool(9), 12)
@@ -45,7 +45,7 @@ def test_events_say_what_went_into_a_block():
 
 @pytest.mark.parametrize("lora", [None, "l"])
 @pytest.mark.parametrize("salt", [None, "s"])
-def test_ids_made_from_the_events_are_those_of_the_prompt_and_of_what_it_grows_into(lora, salt):
+def test_ids_from_events_equal_those_of_the_growing_prompt(lora, salt):
     items = [Item("a" * 64, PlaceholderRange(2, 4)), Item("b" * 64, PlaceholderRange(6, 7))]
     pool, sequence = BlockPool(9), made(13, items=items, lora=lora, cache_salt=salt)
     events = store(sequence, pool, 13)
@@ -66,7 +66,7 @@ def test_ids_made_from_the_events_are_those_of_the_prompt_and_of_what_it_grows_i
     assert found[:3] != prompt_block_ids(range(12), block_size=4).tolist()
 
 
-def test_an_item_is_needed_where_one_of_its_embeddings_is():
+def test_item_is_needed_where_one_of_its_embeddings_is():
     item = Item("a", PlaceholderRange(4, 4, is_embed=bytes([0, 1, 1, 0])))
     assert item.needs(0, 6)
     assert not item.needs(0, 5)

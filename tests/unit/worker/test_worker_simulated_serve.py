@@ -24,7 +24,7 @@ async def connect(address, processor):
     raise TimeoutError
 
 
-async def test_several_workers_of_a_process_answer_and_agree_with_any_gateway(tmp_path):
+async def test_workers_of_one_process_serve_every_gateway(tmp_path):
     config = SimulatedConfig(num_workers=3, speedup=100.0, block_size=32)
     listen = f"unix:{tmp_path}/w-{{}}"
     serving = asyncio.create_task(
@@ -44,7 +44,7 @@ async def test_several_workers_of_a_process_answer_and_agree_with_any_gateway(tm
     assert await serving == 0
 
 
-async def test_address_that_cannot_be_had_ends_all_workers(tmp_path):
+async def test_unusable_address_stops_all_workers(tmp_path):
     (tmp_path / "w-1").mkdir()
     serving = serve_simulated(
         SimulatedConfig(num_workers=2),
@@ -58,7 +58,7 @@ async def test_address_that_cannot_be_had_ends_all_workers(tmp_path):
         await serving
 
 
-def test_each_worker_has_an_address():
+def test_each_worker_has_its_own_address():
     assert addresses_of("unix:/a/w", 1) == ["unix:/a/w"]
     assert addresses_of("unix:/a/w-{}", 2) == ["unix:/a/w-0", "unix:/a/w-1"]
     assert addresses_of("tcp://h:70", 2) == ["tcp://h:70", "tcp://h:71"]
@@ -76,6 +76,6 @@ def test_each_worker_has_an_address():
         {"max_items": -1},
     ],
 )
-def test_settings_that_cannot_work_are_named(wrong):
+def test_invalid_settings_are_named(wrong):
     with pytest.raises(StartupFailed, match=next(iter(wrong))):
         SimulatedConfig(**wrong).validate()

@@ -95,14 +95,14 @@ def put(arena, data):
     return tensor, arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
 
 
-async def test_gateway_learns_what_the_worker_serves(worker, engine):
+async def test_gateway_receives_the_model_card(worker, engine):
     welcome = await worker.register(hello())
     assert welcome.card == engine.card
     assert welcome.worker_id == worker.worker_id
     assert not welcome.shm
 
 
-async def test_worker_ids_are_never_the_same(engine):
+async def test_worker_ids_are_unique(engine):
     assert make(engine).worker_id != make(engine).worker_id
 
 
@@ -127,7 +127,7 @@ async def test_different_processor_settings_are_reported(worker, caplog):
     assert "dtype is x there and None here" in caplog.messages[0]
 
 
-async def test_features_by_value_and_by_descriptor_have_the_same_answer(arena, worker):
+async def test_inline_and_descriptor_features_give_the_same_output(arena, worker):
     await worker.register(hello(arena))
     tensor, lease = put(arena, b"abcdef")
     expected = await answer(worker, request(inline()))
@@ -136,7 +136,7 @@ async def test_features_by_value_and_by_descriptor_have_the_same_answer(arena, w
     lease.release()
 
 
-async def test_items_of_a_source_prompt_are_read_as_features_are(arena, worker):
+async def test_source_prompt_items_are_read_like_features(arena, worker):
     await worker.register(hello(arena))
     tensor, lease = put(arena, b"abcdef")
     item = MediaPayload("image", "h", b"", (tensor,))
@@ -147,14 +147,14 @@ async def test_items_of_a_source_prompt_are_read_as_features_are(arena, worker):
     lease.release()
 
 
-async def test_descriptor_of_an_arena_that_is_not_mapped_is_a_failed_handover(arena, worker):
+async def test_descriptor_of_an_unmapped_arena_fails_the_hand_over(arena, worker):
     tensor, lease = put(arena, b"abcdef")
     with pytest.raises(HandoverFailed):
         await answer(worker, request(feature(tensor)))
     lease.release()
 
 
-async def test_descriptor_of_a_freed_entry_is_a_failed_handover(arena, worker, engine):
+async def test_descriptor_of_a_freed_entry_fails_the_hand_over(arena, worker, engine):
     await worker.register(hello(arena))
     tensor, lease = put(arena, b"abcdef")
     lease.release()
@@ -164,14 +164,14 @@ async def test_descriptor_of_a_freed_entry_is_a_failed_handover(arena, worker, e
     assert engine.num_reading == 0
 
 
-async def test_malformed_feature_leaves_the_next_request_alone(worker):
+async def test_malformed_feature_does_not_affect_the_next_request(worker):
     beyond = feature(InlineTensor(SPEC, b"abcdef"), PlaceholderRange(offset=3, length=9))
     with pytest.raises(InvalidFeature):
         await answer(worker, request(beyond))
     assert len(await answer(worker, request(inline()))) == 3
 
 
-async def test_closing_an_answer_waits_until_the_engine_has_released():
+async def test_closing_an_output_waits_until_the_engine_has_released():
     engine = FakeEngine(release_s=0.03)
     worker = make(engine)
     deltas = worker.run(request(inline(), max_tokens=100))
@@ -181,21 +181,21 @@ async def test_closing_an_answer_waits_until_the_engine_has_released():
     assert worker.loads()[0].num_running == 0
 
 
-async def test_watch_goes_on_while_the_engine_answers(engine):
+async def test_health_watch_continues_while_the_engine_responds(engine):
     watching = asyncio.create_task(make(engine, ping_interval_s=0.001).watch())
     await eventually(lambda: engine.num_pings > 3)
     assert not watching.done()
     watching.cancel()
 
 
-async def test_dead_engine_ends_the_watch_at_once(engine):
+async def test_dead_engine_ends_the_health_watch_immediately(engine):
     engine.die()
     with pytest.raises(WorkerLost):
         await make(engine, ping_interval_s=60.0).watch()
     assert engine.num_pings == 1
 
 
-async def test_one_silence_is_forgiven_and_two_are_not(engine):
+async def test_one_missed_ping_is_tolerated_and_two_are_not(engine):
     worker = make(engine, ping_interval_s=0.05)
     engine.die(GenerationFailed("silent"))
     watching = asyncio.create_task(worker.watch())
@@ -209,7 +209,7 @@ async def test_one_silence_is_forgiven_and_two_are_not(engine):
         await watching
 
 
-async def test_failed_request_makes_the_watch_look_at_once(engine):
+async def test_failed_request_triggers_an_immediate_health_check(engine):
     worker = make(engine, ping_interval_s=60.0)
     watching = asyncio.create_task(worker.watch())
     await asyncio.sleep(0.01)
@@ -221,7 +221,7 @@ async def test_failed_request_makes_the_watch_look_at_once(engine):
             await watching
 
 
-async def test_arena_of_a_gateway_that_has_left_is_unmapped_here_and_in_the_engine(engine):
+async def test_arena_of_a_departed_gateway_is_unmapped_in_worker_and_engine(engine):
     worker = make(engine, ping_interval_s=60.0)
     gone = Arena.create(ArenaConfig(size_bytes=16 << 20))
     await worker.register(hello(gone))
@@ -235,7 +235,7 @@ async def test_arena_of_a_gateway_that_has_left_is_unmapped_here_and_in_the_engi
     watching.cancel()
 
 
-async def test_gateway_that_comes_again_at_once_keeps_its_arena(engine, arena):
+async def test_immediately_reconnecting_gateway_keeps_its_arena(engine, arena):
     worker = make(engine, ping_interval_s=60.0)
     await worker.register(hello(arena))
     worker.left(hello(arena))
@@ -275,19 +275,19 @@ async def known(worker):
 
 
 @pytest.mark.parametrize("call", [ResetPrefixCache(), Sleep(), PauseGeneration(), ReleaseKvCacheMemory()])
-async def test_gateways_are_reported_of_emptied_caches_before_the_next_step(worker, known, call):
+async def test_gateways_are_notified_of_cleared_caches_before_the_next_step(worker, known, call):
     await worker.administer(call)
     assert (known.held, known.snapshots) == (set(), 1)
 
 
 @pytest.mark.parametrize("call", [IsSleeping(), ResetMmCache(), Sleep(0), PauseGeneration("keep")])
-async def test_calls_that_empty_nothing_leave_the_blocks(worker, known, call):
+async def test_calls_that_clear_no_cache_keep_the_blocks(worker, known, call):
     held = set(known.held)
     await worker.administer(call)
     assert (known.held, known.snapshots) == (held, 0)
 
 
-async def test_cache_that_was_in_use_keeps_its_blocks(worker, engine, known):
+async def test_cache_in_use_keeps_its_blocks(worker, engine, known):
     async def refuses(_call):
         return False
 
@@ -296,7 +296,7 @@ async def test_cache_that_was_in_use_keeps_its_blocks(worker, engine, known):
     assert known.held
 
 
-async def test_blocks_stored_after_the_engine_has_told_of_the_reset_stay(worker, engine, known):
+async def test_blocks_stored_after_the_reported_reset_stay(worker, engine, known):
     async def tells(_call):
         engine.blocks.listener(KvEventBatch(0, [AllBlocksCleared()], 0.0))
         await answer(worker, request(max_tokens=1))
@@ -309,13 +309,13 @@ async def test_blocks_stored_after_the_engine_has_told_of_the_reset_stay(worker,
     assert known.held == set(worker.held_blocks()[0]) != set()
 
 
-async def test_error_of_the_engine_is_the_calls(worker, engine):
+async def test_engine_error_is_raised_by_the_call(worker, engine):
     engine.die(GenerationFailed("the engine failed"))
     with pytest.raises(GenerationFailed):
         await worker.administer(Sleep())
 
 
-async def test_metrics_are_those_of_the_process():
+async def test_worker_metrics_are_those_of_the_process():
     registry = CollectorRegistry()
     worker = Worker(FakeEngine(), WorkerConfig(), arena_directory="/dev/shm", registry=registry)
     Counter("vllm:a", "A", registry=registry).inc(3)
