@@ -123,7 +123,6 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
 
 
 def describe(entry: ArenaRange, specs: Sequence[TensorSpec]) -> tuple[TensorDescriptor, ...]:
-    """Return descriptors of the tensors laid out by `layout(specs)` in `entry`. Raises ValueError if they do not
-    fit."""
+    """Return descriptors of the tensors of `layout(specs)` in `entry`. Raises ValueError if they do not fit."""
     offsets, _ = layout(specs)
     return tuple(TensorDescriptor(spec, entry, offset) for spec, offset in zip(specs, offsets, strict=True))

@@ -48,7 +48,7 @@ class RpcClient:
 
     def __init__(self, config: RpcConfig) -> None:
         self._config = config
-        self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self._requests = ClientRequests(self._connection, config)
         self._reports = ClientReports(self._connection.send)
@@ -74,10 +74,10 @@ class RpcClient:
             async with asyncio.timeout(config.connect_timeout_s):
                 client.welcome = await client._register(address, hello)
         except BaseException as error:  # includes cancellation
-            client._welcomed.cancel()
+            client._welcome.cancel()
             client._connection.end(WorkerLost("registration was cancelled"))
             if isinstance(error, TimeoutError):
-                raise WorkerLost("the worker did not answer in time") from None
+                raise WorkerLost("the worker did not respond in time") from None
             raise
         return client
 
@@ -188,8 +188,8 @@ class RpcClient:
         self._connection.send(Ping(self._num_pings))
 
     def lost(self, error: MedialaneError) -> None:
-        if not self._welcomed.done():
-            self._welcomed.set_exception(error)
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
         self._reports.lost()
         self._calls.lost()
         self._requests.lost()
@@ -199,13 +199,13 @@ class RpcClient:
     async def _register(self, address: str, hello: Hello) -> Welcome:
         await dial(address, self._connection)
         self._connection.send(msgspec.structs.replace(hello, token=self._config.token))
-        return await self._welcomed
+        return await self._welcome
 
     def _open(self, welcome: Welcome) -> None:
-        if self._welcomed.done():
+        if self._welcome.done():
             raise ProtocolViolation("a second Welcome")
         self._reports.open(welcome.card)
-        self._welcomed.set_result(welcome)
+        self._welcome.set_result(welcome)
         self._connection.start_heartbeat()
 
 

@@ -32,12 +32,12 @@ class ClientCalls:
         self._check_connected()
         self._num_calls += 1
         call_id = self._num_calls
-        answer: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
-        self._waiting[call_id] = answer
+        result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = result
         try:
             self._send(Administer(call_id, call))
             async with asyncio.timeout(timeout_s):
-                return await answer
+                return await result
         except TimeoutError:
             raise Unavailable(f"no response within {timeout_s:g} s") from None
         finally:
@@ -61,20 +61,20 @@ class ClientCalls:
             return
         if not 0 < message.call_id <= self._num_calls:
             raise ProtocolViolation("a response to an unknown administrative call")
-        answer = self._waiting.get(message.call_id)
-        if answer is None or answer.done():
+        result = self._waiting.get(message.call_id)
+        if result is None or result.done():
             return  # cancelled or timed out
         if isinstance(message, AdminFailed):
-            answer.set_exception(from_report(message.error))
+            result.set_exception(from_report(message.error))
         else:
-            answer.set_result(message.result)
+            result.set_result(message.result)
 
     def lost(self) -> None:
         """Fail all calls: the connection is closed."""
         self._lost = True
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(WorkerLost("the worker was lost before it responded"))
+        for result in self._waiting.values():
+            if not result.done():
+                result.set_exception(WorkerLost("the worker was lost before it responded"))
         if self._reading is not None:
             self._reading.set_result(None)
             self._reading = None

@@ -128,7 +128,7 @@ class ClientRequests:
         self._connection.send_in_pieces(outgoing)
 
     def _abort(self, request_id: str) -> None:
-        if (outgoing := self._outgoing.get(request_id)) is not None:  # the worker does not know it yet
+        if (outgoing := self._outgoing.get(request_id)) is not None:  # not yet submitted to the worker
             outgoing.cancel()
             self._requests.pop(request_id).on_release()
         elif request_id in self._requests:

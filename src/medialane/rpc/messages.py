@@ -52,8 +52,7 @@ class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Registration of a gateway. `gateway_id` is unique per gateway, `processor` are its processor settings, `token` is
-    the configured one."""
+    """Registration of a gateway. `gateway_id` is unique per gateway; `processor` are its processor settings."""
 
     version: int = PROTOCOL_VERSION
     gateway_id: str
@@ -102,8 +101,7 @@ class ReadMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Registration succeeded. `worker_id` is unique per incarnation of its process; `shm`: it maps the gateway's
-    arena."""
+    """Registration succeeded. `worker_id` is unique per run of the worker; `shm`: it maps the gateway's arena."""
 
     worker_id: str
     pid: int

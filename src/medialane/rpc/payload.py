@@ -36,8 +36,7 @@ NO_BYTES = memoryview(b"")
 
 
 def split(request: EngineRequest) -> tuple[EngineRequest, list[memoryview]]:
-    """Return the request without the bytes of its inline tensors, and these bytes, in order; empty tensors are
-    skipped."""
+    """Return the request without the bytes of its inline tensors, and the bytes, in order, of those not empty."""
     inline = [t for item in request.prompt.media for t in item.tensors if isinstance(t, InlineTensor)]
     tensors = [memoryview(tensor.data) for tensor in inline if len(tensor.data)]
     if not tensors:

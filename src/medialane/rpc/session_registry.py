@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: Most unauthenticated connections. A gateway sends its token immediately; above this limit the oldest is closed.
 MAX_UNIDENTIFIED = 64
 #: Time for sessions to end, and again for their tasks after cancellation.
-MAX_BACKOFF_S = 1.0
+END_TIMEOUT_S = 1.0
 
 
 class SessionRegistry:
@@ -67,7 +67,7 @@ class SessionRegistry:
                 return
             for task in late if cancelling else ():
                 task.cancel()
-            await asyncio.wait(late, timeout=MAX_BACKOFF_S)
+            await asyncio.wait(late, timeout=END_TIMEOUT_S)
 
     def _admit(self, session: Session) -> None:
         """Run a new session, unless the worker is shutting down."""

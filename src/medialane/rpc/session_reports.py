@@ -13,7 +13,7 @@ from medialane.rpc.handler import Handler
 from medialane.rpc.messages import LoadReport
 
 #: Changes of load within this time are reported together.
-LOAD_REPORT_PAUSE_S = 0.02
+LOAD_REPORT_DELAY_S = 0.02
 
 
 class SessionReports:
@@ -49,7 +49,7 @@ class SessionReports:
     def load_changed(self) -> None:
         """Report the load soon, if it has changed."""
         if self._reporting is None and not self._connection.closed.is_set():
-            self._reporting = asyncio.get_running_loop().call_later(LOAD_REPORT_PAUSE_S, self._report_changed_load)
+            self._reporting = asyncio.get_running_loop().call_later(LOAD_REPORT_DELAY_S, self._report_changed_load)
 
     def resync_blocks(self) -> None:
         """Report all blocks again: the gateway has missed changes."""

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_MISSED_PINGS = 2
 
 #: A dying engine fails many requests at once: one ping for all of them.
-MIN_PING_PAUSE_S = 0.1
+MIN_PING_INTERVAL_S = 0.1
 
 
 class Worker:
@@ -126,7 +126,7 @@ class Worker:
                     raise WorkerLost("the engine does not respond") from error
             while self._unused:
                 await self._engine.detach_arena(self._unused.pop())
-            await self._pause()
+            await self._wait_for_next_ping()
 
     def close(self) -> None:
         """Unmap all arenas. Idempotent."""
@@ -134,8 +134,7 @@ class Worker:
         self._shm.close()
 
     def _compare(self, hello: Hello) -> None:
-        """Log processor settings that differ from the gateway's. The gateway compares them too, and sends no
-        features."""
+        """Log processor settings that differ from the gateway's, which sends no features in this case."""
         ours, theirs = self._engine.card.processor, hello.processor
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
@@ -160,10 +159,10 @@ class Worker:
         receiver: Receiver = self._inline if isinstance(tensor, InlineTensor) else self._shm
         return receiver.fetch(tensor)
 
-    async def _pause(self) -> None:
+    async def _wait_for_next_ping(self) -> None:
         try:
             async with asyncio.timeout(self._config.ping_interval_s):
                 await self._ping_requested.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(MIN_PING_PAUSE_S)
+        await asyncio.sleep(MIN_PING_INTERVAL_S)

@@ -26,8 +26,7 @@ class Block:
 
 
 class BlockPool:
-    """`num_blocks` blocks, including the null block. Engine hashes are block ids XOR `mask`, so that confusing the two
-    is detected."""
+    """`num_blocks` blocks, including the null block. Engine hashes are block ids XOR `mask`, to detect mix-ups."""
 
     def __init__(self, num_blocks: int, *, mask: int = 0) -> None:
         self._num_blocks = num_blocks

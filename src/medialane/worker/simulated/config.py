@@ -24,18 +24,20 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     speedup: Annotated[
         float, msgspec.Meta(description="simulated seconds per second; below 1 is slower than real time")
     ] = 1.0
-    block_size: Annotated[int, msgspec.Meta(description="tokens of one KV-cache block")] = 16
-    num_kv_blocks: Annotated[int, msgspec.Meta(description="blocks of the KV cache; one of them is never used")] = 8192
-    encoder_cache_tokens: Annotated[int, msgspec.Meta(description="embeddings that the encoder cache holds")] = 16384
-    max_model_len: Annotated[int, msgspec.Meta(description="longest prompt and answer, tokens")] = 32768
-    max_num_seqs: Annotated[int, msgspec.Meta(description="requests that run at once")] = 256
+    block_size: Annotated[int, msgspec.Meta(description="tokens per KV-cache block")] = 16
+    num_kv_blocks: Annotated[
+        int, msgspec.Meta(description="blocks of the KV cache, including the unused null block")
+    ] = 8192
+    encoder_cache_tokens: Annotated[int, msgspec.Meta(description="size of the encoder cache, embeddings")] = 16384
+    max_model_len: Annotated[int, msgspec.Meta(description="most tokens of prompt and output")] = 32768
+    max_num_seqs: Annotated[int, msgspec.Meta(description="most concurrently running requests")] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(description="most tokens computed in one step")] = 8192
     max_items: Annotated[int, msgspec.Meta(description="most items of each modality in one prompt")] = 16
     stream_interval: Annotated[int, msgspec.Meta(description="output tokens sent together, after the first")] = 1
     step_ms: Annotated[float, msgspec.Meta(description="fixed time of a step, ms")] = 8.0
     prefill_token_ms: Annotated[float, msgspec.Meta(description="time per prefilled token, ms")] = 0.04
     prefill_pair_ns: Annotated[
-        float, msgspec.Meta(description="time per pair of attention of a prefilled token, ns")
+        float, msgspec.Meta(description="attention time per pair of a prefilled token and a preceding token, ns")
     ] = 1.0
     decode_token_ms: Annotated[float, msgspec.Meta(description="time per generated token, ms")] = 0.02
     embedding_ms: Annotated[float, msgspec.Meta(description="time per encoder embedding, ms")] = 0.02

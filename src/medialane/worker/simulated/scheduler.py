@@ -132,8 +132,7 @@ class Scheduler:
         return not preempted
 
     def _stays_in_block(self, sequence: SimulatedSequence) -> bool:
-        """Return whether the next token neither starts nor fills a block and is after all items: the fast path of
-        decoding."""
+        """Fast path of decoding: whether the next token neither starts nor fills a block and is after all items."""
         position = sequence.num_computed % self._block_size
         return 0 < position < self._block_size - 1 and sequence.num_computed >= sequence.items_end
 
