@@ -1,4 +1,4 @@
-"""Other features of vLLM's OpenAI app are identical: tools, logprobs, n, stop strings, structured outputs, endpoints."""
+"""Other features of vLLM's OpenAI app: tools, logprobs, n, stop strings, structured outputs, endpoints."""
 
 import pytest
 from openai_http import CHAT, assert_same, chat, picture, text
