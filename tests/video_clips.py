@@ -14,17 +14,17 @@ from PIL import Image
 
 from medialane.cli.sample_images import sample_pixels
 
-#: The picture of a frame, by index, width and height.
+#: The image of a frame, by index, width and height.
 Draw = Callable[[int, int, int], np.ndarray]
 
-#: Encoders' own words go to nobody: x265 and SVT-AV1 write to the process's stderr.
+#: Encoder output is discarded: x265 and SVT-AV1 write to the process's stderr.
 _QUIET = {"libx265": {"x265-params": "log-level=none:pools=none"}, "libsvtav1": {"preset": "12"}}
 
 _FAST = {"libx264": {"preset": "ultrafast"}, "libx265": {"preset": "ultrafast"}, "libvpx-vp9": {"deadline": "realtime"}}
 
 
 def pixels(index: int, width: int, height: int) -> np.ndarray:
-    """A picture that says which it is: a moving gradient with a block of the frame's own colour."""
+    """An identifiable frame: a moving gradient with a block of the frame's own colour."""
     y, x = np.mgrid[0:height, 0:width]
     frame = np.stack([x * 2 + index * 5, y * 3 - index * 2, x + y + index * 11], axis=-1).astype(np.uint8)
     frame[: height // 3, : width // 3] = (index * 37 % 256, index * 101 % 256, index * 17 % 256)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-#: A room's settings begin with its name; flags without such a prefix may be vLLM's.
+#: The settings of a section begin with its name; flags without such a prefix may be vLLM's.
 _OWN_FLAG = re.compile(
     r"--((?:gateway|media|prepare|arena|transfer|routing|rpc|simulated)-[a-z0-9-]*[a-z0-9])(?![\w.-])"
 )

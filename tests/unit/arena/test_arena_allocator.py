@@ -87,7 +87,7 @@ def test_extent_includes_adjacent_holes():
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Against a bytemap that is too simple to be wrong."""
+    """Checked against a trivial byte map."""
 
     SIZE = 64 * UNIT
     pieces = Bundle("pieces")

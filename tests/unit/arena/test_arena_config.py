@@ -1,4 +1,4 @@
-"""What an operator is told when the arena cannot be made."""
+"""Errors for the operator if the arena cannot be created."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The entry table: its life cycle by table, its promises against a naive model."""
+"""The entry table: its life cycle by table, its invariants against a naive model."""
 
 import pytest
 from hypothesis import settings
@@ -27,7 +27,7 @@ def make(units, **shares):
 
 
 def cached(table, key, units=1, kind="processed"):
-    """Publish an entry of `units` under `key` and let go of it."""
+    """Publish an entry of `units` under `key` and release it."""
     entry, _ = table.publish(table.reserve(units * UNIT, kind), key, key.upper())
     table.unpin(entry)
     return entry

@@ -1,4 +1,4 @@
-"""Reservations and leases: each ends exactly once, and says so when it did not."""
+"""Reservations and leases: each ends exactly once, with a warning if it did not."""
 
 import gc
 import warnings

@@ -1,4 +1,4 @@
-"""What is left of owners that were killed, and what must never be touched."""
+"""Reaping files of killed owners, and files that must never be touched."""
 
 import fcntl
 import os

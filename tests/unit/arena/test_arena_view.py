@@ -1,4 +1,4 @@
-"""Another process's mapping: what it refuses, and what outlives it."""
+"""Another process's mapping: what it rejects, and what outlives it."""
 
 import os
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_file_with_the_header_of_another_arena_fails(file, shm):
 
 
 def test_truncated_file_fails(file, shm):
-    os.truncate(file.path, PAGE_BYTES * 2)  # nobody has touched the pages behind
+    os.truncate(file.path, PAGE_BYTES * 2)  # no process has touched the pages behind
     with pytest.raises(HandoverFailed, match="size"):
         ArenaView.open(file.view.id, shm)
 

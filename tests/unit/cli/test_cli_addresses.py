@@ -1,4 +1,4 @@
-"""Hosts and addresses are judged before anything starts, by the name of the setting that has them."""
+"""Hosts and addresses are validated before anything starts; errors name the setting."""
 
 import pytest
 

@@ -11,7 +11,7 @@ IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: ope
 
 @pytest.fixture
 def light(monkeypatch):
-    """In place of the processes that load torch and vLLM, some that say at once what they would have found."""
+    """Replaces the processes that load torch and vLLM by immediate results."""
     monkeypatch.setattr(doctor, "_IMPORTS", f"print({IMPORTS!r})")
     monkeypatch.setattr(doctor, "_SEAMS", """print('["vLLM 0.32.0: 64 private seams, all found", true]')""")
 

@@ -1,4 +1,4 @@
-"""A process ends when a part of it has ended that must not."""
+"""A process exits when an essential task has ended."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The subprocess's life, with small Python servers in vLLM's place."""
+"""Lifetime of the subprocess, with small Python servers replacing vLLM."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What `gateway` and `worker` do where vLLM lacks a seam; `serve` shows the line of the part that ends so."""
+"""`gateway` and `worker` with a vLLM that lacks a seam; `serve` shows the line of the process that exits."""
 
 import dataclasses
 import sys

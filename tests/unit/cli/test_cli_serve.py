@@ -1,4 +1,4 @@
-"""The command in a process of its own, with small scripts in the place of gateway and workers."""
+"""The command in a separate process, with small scripts replacing gateway and workers."""
 
 import signal
 import socket

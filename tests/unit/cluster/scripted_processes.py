@@ -1,4 +1,4 @@
-"""Small Python scripts in the place of gateways and workers, and an observer that remembers."""
+"""Small Python scripts replacing gateways and workers, and a recording observer."""
 
 import asyncio
 import sys
@@ -56,7 +56,7 @@ class Recorder:
 
 
 def script_part(folder: Path, name: str, script: str, **options) -> ProcessSpec:
-    """A part that is ready when its script has called `ready`."""
+    """A process that is ready when its script has called `ready`."""
     argv = (sys.executable, "-I", "-S", "-c", HEADER + script, str(folder / f"{name}.ready"))
     return ProcessSpec(name, argv, {}, PathExists(folder / f"{name}.ready"), **{"stop_timeout_s": 2.0, **options})
 

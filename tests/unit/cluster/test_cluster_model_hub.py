@@ -1,4 +1,4 @@
-"""A model that cannot be had is said within seconds, with its name and its hub."""
+"""An unavailable model is reported within seconds, with its name and hub."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What is wrong with flags and model is said before anything is imported or started."""
+"""Errors in flags and model are reported before anything is imported or started."""
 
 import sys
 import time

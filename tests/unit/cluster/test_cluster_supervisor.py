@@ -195,7 +195,7 @@ def test_sigkill_of_the_supervisor_leaves_no_process_even_if_sigterm_is_ignored(
 
 
 class Breaking(Recorder):
-    """An observer that fails when it is told of `event` of the first worker."""
+    """An observer that fails on `event` of the first worker."""
 
     def __init__(self, event):
         super().__init__()

@@ -41,7 +41,7 @@ def prompts(draw):
 
 
 def extra_keys(prompt, block):
-    """What an engine says of one block, in its order: the LoRA's name, the items, the salt."""
+    """An engine's event fields for one block, in order: the LoRA's name, the items, the salt."""
     start = block * BLOCK
     keys = [prompt["lora"]] if prompt["lora"] else []
     keys += [
@@ -54,7 +54,7 @@ def extra_keys(prompt, block):
 
 
 def events(prompt, cuts):
-    """A prompt's full blocks as an engine tells of them, in several events."""
+    """A prompt's full blocks as reported by an engine, in several events."""
     num_blocks = len(prompt["token_ids"]) // BLOCK
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < num_blocks}), num_blocks]
     for first, stop in itertools.pairwise(edges):
@@ -93,7 +93,7 @@ def test_ids_of_a_prompt_equal_those_of_its_events(prompt, cuts):
 def test_ids_are_equal_for_equal_prefixes(one, other):
     def covered(prompt):
         blocks = range(len(prompt["token_ids"]) // BLOCK)
-        # An engine's keys alone do not tell a salt from an adapter of that name.
+        # An engine's keys alone do not distinguish a salt from an adapter of that name.
         start = prompt["lora"] or "", prompt["cache_salt"] or ""
         keys = [extra_keys(prompt, block) for block in blocks]
         return [(start, prompt["token_ids"][: (b + 1) * BLOCK], keys[: b + 1]) for b in blocks]
@@ -110,7 +110,7 @@ def fmix(value):
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.integers(0, 2**64 - 1))
 def test_chain_of_any_length_equals_the_reference(contents, start):
-    """Few blocks go another way than many; ids may be any, as those of parents are."""
+    """Few blocks use another code path than many; parent ids may be arbitrary."""
     expected, state = [], start
     for content in contents:
         state = (0xD1342543DE82EF95 * state + fmix(content)) % 2**64

@@ -1,4 +1,4 @@
-"""The tree of errors: what a client sees, and the trip to another process and back."""
+"""The exception hierarchy: client responses, and round trips between processes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Callers who want the same thing share one run of the work."""
+"""Callers of the same key share one run of the work."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Children of a process that is killed."""
+"""Children of a killed process."""
 
 import os
 import select

@@ -15,7 +15,7 @@ def test_stage_names_and_table_rows_correspond():
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=str)
 def test_fallbacks_of_a_stage_leave_more_to_the_worker(stage):
-    """So there is an end to what `auto` tries."""
+    """So the fallbacks of `auto` terminate."""
     assert {*stage.transports, *stage.last_resort} <= set(get_args(TransportName))
     for name in (stage.instead, stage.fallback):
         assert name is None or len(STAGES[name].worker_steps) > len(stage.worker_steps)

@@ -1,4 +1,4 @@
-"""Tensors as facts: they check themselves."""
+"""Tensor metadata validates itself."""
 
 import msgspec
 import pytest

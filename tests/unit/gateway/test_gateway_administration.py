@@ -1,4 +1,4 @@
-"""Administrative calls go to every worker, and are done when all have done them."""
+"""Administrative calls go to every worker and complete when all have completed."""
 
 import asyncio
 
@@ -74,7 +74,7 @@ async def test_error_names_the_failed_workers(failure):
         await workers.do(Sleep())
     assert "w0" not in failed.value.message
     assert failed.value.status == 503
-    assert all(calls == [Sleep()] for calls in workers.calls)  # one that fails keeps nobody else from it
+    assert all(calls == [Sleep()] for calls in workers.calls)  # a failing worker does not prevent the others
 
 
 async def test_equal_rejection_by_all_workers_is_a_client_error():

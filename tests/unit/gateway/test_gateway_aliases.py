@@ -1,4 +1,4 @@
-"""A name means the content that was last sent with it, within its tenant, for a while."""
+"""An alias refers to the content last sent with it, within its tenant, until it expires."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What bodies are read into, how many bytes there may be, how slowly they may come."""
+"""Request body buffers: reuse, byte budget, minimum data rate."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Settings that cannot be are named."""
+"""Invalid settings are named."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Encoded media in the arena: one copy, found by content, described for whoever asks."""
+"""Encoded media in the arena: one copy, found by content hash, with its description."""
 
 import asyncio
 import io

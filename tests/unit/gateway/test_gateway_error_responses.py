@@ -1,4 +1,4 @@
-"""Errors of ours in the form of each API, in place of what an app makes of them."""
+"""Our errors in the format of each API, replacing the app's responses."""
 
 import json
 
@@ -14,7 +14,7 @@ STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 class Answer:
-    """What a client gets of an app's answer, piece by piece."""
+    """The app's response as the client receives it, chunk by chunk."""
 
     def __init__(self, path=CHAT, **scope):
         self.request = RequestScope()

@@ -1,4 +1,4 @@
-"""Prompts that workers expand, predicted from what they answered before."""
+"""Prompts expanded by workers, predicted from earlier results."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What `/health` tells of the workers."""
+"""What `/health` reports about the workers."""
 
 from types import SimpleNamespace
 

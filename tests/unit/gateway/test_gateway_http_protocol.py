@@ -96,7 +96,7 @@ async def status_and_body(reader):
 
 
 async def is_closed(reader):
-    """Whether the server closes the connection, and says nothing more."""
+    """Whether the server closes the connection without further data."""
     try:
         async with asyncio.timeout(5):
             return not await reader.read()

@@ -550,7 +550,7 @@ def test_text_with_a_lone_surrogate_is_unchanged():
     ids=["url", "uuid", "uuid alone", "salt"],
 )
 def test_lone_surrogate_in_a_media_field_is_named(number, ascii_only, document, param):
-    """Two uuids or salts that differ in that alone must not become one."""
+    """Two uuids or salts that differ only in that must stay distinct."""
     text = json.dumps(document).replace("@@", f"\\u{number:04x}" if ascii_only else chr(number))
     with pytest.raises(InvalidRequest) as raised:
         extract(encoded(text, "utf-8"), CONFIG)
@@ -674,7 +674,7 @@ def test_media_do_not_count_towards_the_text_limit():
 
 
 def test_counting_a_large_body_releases_the_gil():
-    """It runs in a thread, and whoever else wants to run must be able to meanwhile."""
+    """It runs in a thread and must let other threads run."""
     text = bytearray(b"[" * (32 << 20))
     scan_json(text)
     pauses, done = [], threading.Event()

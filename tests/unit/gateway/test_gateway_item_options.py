@@ -1,4 +1,4 @@
-"""Options that stand beside an item's URL: read by modality, checked, and canonical in the reference."""
+"""Options of a media item: read by modality, checked, and canonical in the reference."""
 
 import json
 

@@ -7,7 +7,7 @@ from medialane.gateway.loop_fairness import LARGE_BYTES, SMALL_BYTES, LoopFairne
 
 
 class LoopTurns:
-    """Counts the turns of the loop, as long as it runs."""
+    """Counts iterations of the event loop while it runs."""
 
     def __init__(self):
         self.number = 0

@@ -1,4 +1,4 @@
-"""What stands in front of vLLM's app: bodies within bounds, one scope around each request, times on every answer."""
+"""Middleware in front of vLLM's app: bounded bodies, one scope per request, timings on every response."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The report in an answer: spliced into its bytes, whatever pieces they come in, and understood by OpenAI's client."""
+"""The report in a response: spliced into its bytes however chunked, and read by OpenAI's client."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A request's media by stage: each found once, every lease the scope's."""
+"""A request's media by stage: each found once, all leases owned by the scope."""
 
 import pytest
 

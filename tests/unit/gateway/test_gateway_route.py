@@ -1,4 +1,4 @@
-"""What the router is told of workers and of requests."""
+"""What the gateway reports to the router about workers and requests."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""One scope per request: what it takes ends with it, once, in reverse order."""
+"""One scope per request: its resources are released with it, once, in reverse order."""
 
 import asyncio
 

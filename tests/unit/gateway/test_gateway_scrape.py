@@ -1,4 +1,4 @@
-"""Scrapes of the gateway ask its workers."""
+"""Scrapes of the gateway query its workers."""
 
 import asyncio
 

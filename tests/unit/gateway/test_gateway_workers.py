@@ -211,7 +211,7 @@ async def test_full_worker_rejects_without_holding_leases(net):
 
 
 class Heard:
-    """What a listener is told, and what it knows of the blocks."""
+    """The notifications of a listener, and its view of the blocks."""
 
     def __init__(self):
         self.told = []

@@ -1,4 +1,4 @@
-"""That values equal vLLM's is `tests/contract/test_audio_exactness.py`; here are limits, errors and edges."""
+"""Equality with vLLM is tested in `tests/contract/test_audio_exactness.py`; here are limits, errors and edges."""
 
 import struct
 import time
@@ -110,7 +110,7 @@ def test_video_without_audio_is_invalid():
 
 
 def test_non_seekable_wav_is_decoded():
-    """vLLM refuses it, for that reason only."""
+    """vLLM rejects it, for that reason only."""
     assert decode(by_libsndfile(sound(8000), 8000, "WAV", "GSM610")).size.num_samples >= 1600
 
 
@@ -168,7 +168,7 @@ def test_truncated_audio_is_shorter_or_invalid(kind):
     for part in (0.2, 0.5, 0.9):
         try:
             decoded = decode(data[: int(len(data) * part)])
-        except (InvalidAudio, UnsupportedMediaType):  # an MP4 may lose what says how its sound is coded
+        except (InvalidAudio, UnsupportedMediaType):  # an MP4 may lose the description of its audio codec
             continue
         assert 0 < decoded.size.num_samples <= whole
 

@@ -1,4 +1,4 @@
-"""That values equal vLLM's is `tests/contract/test_image_exactness.py`; here are limits, errors and edges."""
+"""Equality with vLLM is tested in `tests/contract/test_image_exactness.py`; here are limits, errors and edges."""
 
 import struct
 import time

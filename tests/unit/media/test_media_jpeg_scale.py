@@ -1,4 +1,4 @@
-"""JPEGs at a fraction of their size: what is chosen, what comes out, and what stays whole."""
+"""JPEGs decoded at a fraction of their size: chosen sizes, results, and exceptions."""
 
 from io import BytesIO
 

@@ -1,4 +1,4 @@
-"""What runs on the event loop: whatever the bytes, and however many, it is over in milliseconds."""
+"""Code on the event loop: it takes milliseconds for any bytes of any size."""
 
 import base64
 import struct

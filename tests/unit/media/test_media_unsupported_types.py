@@ -1,4 +1,4 @@
-"""415 is for files of a type that is not accepted; what is no file, or a damaged one, is a bad request."""
+"""415 is for unsupported file types; anything else, and damaged files, are bad requests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Decoding: limits, hostile files, and seeks that give what a walk gives."""
+"""Decoding: limits, hostile files, and seeks that equal sequential reading."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""What a request spent its time on."""
+"""Timings of a request."""
 
 import re
 

@@ -11,7 +11,7 @@ from medialane.observability.worker_metrics import PIECE_SERIES, MetricMirror, M
 
 
 class Pair:
-    """A worker's registry, and what a gateway knows of it."""
+    """A worker's registry, and a gateway's mirror of it."""
 
     def __init__(self, **limits):
         self.registry = CollectorRegistry()
@@ -35,7 +35,7 @@ def pair():
 
 
 def shown(**mirrors):
-    """What a scraper of the gateway gets."""
+    """The response to a scrape of the gateway."""
     registry = CollectorRegistry()
     Metrics(registry).watch_engines(lambda: mirrors)
     return generate_latest(registry).decode()

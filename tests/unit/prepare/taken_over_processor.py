@@ -1,4 +1,4 @@
-"""A processor that a hostile file has taken over: an item's options say what it tries, its header says what came of it.
+"""A processor compromised by a hostile file: an item's options select the attack, its header has the result.
 
 Loaded by the fork server as `taken_over_processor:build_processor`.
 """

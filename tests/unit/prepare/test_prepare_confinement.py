@@ -16,7 +16,7 @@ from medialane.prepare import confinement
 
 
 def in_child(check: Callable[[], bool]) -> bool:
-    """The answer of a forked child: limits are for ever."""
+    """The result of a forked child: limits cannot be undone."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -400,7 +400,7 @@ async def test_cancelled_job_that_is_nearly_done_is_cached(arena, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["none", "hang"])
 async def test_cancelled_running_job_is_stopped_and_frees_its_preparer(arena, encoded, fault):
-    """Long before its deadline: nobody wants what it makes."""
+    """Long before its timeout: no caller needs its result."""
     async with running(make_pool(arena, image_timeout_s=60.0)) as pool:
         with put(arena, png()) as source:
             job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=30, fault=fault), "a" * 64))

@@ -1,4 +1,4 @@
-"""What a preparer that a hostile file has taken over can do: nothing beyond its own results."""
+"""A preparer compromised by a hostile file can affect nothing but its own results."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""The index against a dict of sets."""
+"""The index, checked against a dict of sets."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Costs: the array over all slots and the parts of one slot agree, and move the way they must."""
+"""Costs: the array over all slots agrees with the terms of one slot, and both are monotonic."""
 
 import numpy as np
 import pytest

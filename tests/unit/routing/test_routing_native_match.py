@@ -1,4 +1,4 @@
-"""Search by probing against walking every block."""
+"""Search by probing, checked against a scan of every block."""
 
 import numpy as np
 import pytest

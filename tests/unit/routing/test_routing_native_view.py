@@ -1,4 +1,4 @@
-"""What native code is shown stays where it is shown, and is what it takes it for."""
+"""Arrays exposed to native code stay in place and have the expected layout."""
 
 import gc
 import weakref

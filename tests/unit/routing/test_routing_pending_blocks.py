@@ -1,4 +1,4 @@
-"""Notes of what was sent: seen by other prompts, counted, gone when they shall."""
+"""Pending prefixes: matched by other prompts, counted, removed in time."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def blocks(found):
 
 
 def pending(notes, ids, slots=ALL):
-    """What an index with these notes finds."""
+    """Matches of an index with these pending prefixes."""
     index = BlockIndex(clock=lambda: 0.0)
     index._pending_blocks = notes
     index._update_view()

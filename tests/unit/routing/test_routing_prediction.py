@@ -1,4 +1,4 @@
-"""The watch over predictions: what it counts, what it warns of, and what must not cry wolf."""
+"""Evaluation of predictions: counters, warnings, and cases that must not raise a false alarm."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a request takes from its slot, and gives back."""
+"""What a request reserves in its slot and releases."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ class World:
         return self.state.reserve(self.slot, REQUEST, terms, is_reported=False)
 
     def taken(self):
-        """In flight, queued, blocks cached soon, holders of the item."""
+        """In flight, queued, pending blocks, holders of the item."""
         pending = self.state.index.match(REQUEST.block_ids, 1).blocks.tolist()
         return self.slot.num_in_flight, self.slot.num_queued, pending, self.state.caches.holders("a")
 

@@ -1,4 +1,4 @@
-"""The router as a whole: what it is told, what it chooses, and what of it ends with a request."""
+"""The router as a whole: inputs, choices, and state that ends with a request."""
 
 import logging
 
@@ -70,7 +70,7 @@ def make(clock):
 
 
 def serve(router, asked):
-    """A whole request: its worker tells of its blocks."""
+    """A whole request whose worker reports its blocks."""
     routed = begin(router, asked)
     routed.prefilled(routed.decision.cached_tokens)
     router.change(routed.slot, change(stored=asked.block_ids))
@@ -387,7 +387,7 @@ def test_block_ids_of_uncompiled_types_are_rejected(ids):
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """Whatever comes in whatever order, what a request took is given back when it ends."""
+    """In any order of events, a request's reservations are released when it ends."""
 
     def __init__(self):
         super().__init__()

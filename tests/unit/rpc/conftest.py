@@ -1,4 +1,4 @@
-"""Every test of this room runs on asyncio's loop and on uvloop; servers and clients that a test makes are closed."""
+"""Every test of this package runs on asyncio's loop and on uvloop; servers and clients that a test makes are closed."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A gateway that says whatever a test wants."""
+"""A gateway that sends arbitrary messages."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A worker's feed and a gateway's inbox: whatever is lost, late or too much, both know the same in the end."""
+"""A worker's feed and a gateway's inbox: both converge after any loss, delay or overflow."""
 
 from contextlib import contextmanager
 
@@ -31,7 +31,7 @@ def change(stored=(), removed=(), rank=0, **fields):
 
 
 class Cache:
-    """What a worker holds, and whom it tells."""
+    """The blocks held by a worker, and its subscribers."""
 
     def __init__(self, num_ranks=1):
         self.held = [set() for _ in range(num_ranks)]
@@ -147,7 +147,7 @@ def test_chunks_are_sent_as_messages():
 
 
 def test_changes_found_while_taking_a_snapshot_are_not_sent_twice():
-    """The worker tells what waits before it says what it holds: that is in the snapshot already."""
+    """The worker flushes queued changes before a snapshot, which already contains them."""
     told = []
 
     def held():

@@ -1,4 +1,4 @@
-"""KV blocks over a connection: from a handler to whoever watches the client."""
+"""KV blocks over a connection: from a handler to the client's watchers."""
 
 import asyncio
 

@@ -15,7 +15,7 @@ from medialane.rpc.messages import Abort, Ping, decode_to_worker
 
 
 class Recorder:
-    """A peer that writes down what it is told."""
+    """A peer that records what it receives."""
 
     def __init__(self):
         self.frames, self.errors, self.num_beats = [], [], 0

@@ -1,4 +1,4 @@
-"""Tensors beside their request: the pure halves, then whole requests over real sockets."""
+"""Tensors sent along with their request: the pure parts, then whole requests over real sockets."""
 
 import asyncio
 import os
@@ -143,7 +143,7 @@ def test_tensors_of_another_request_are_an_invalid_feature(lacking, given):
     if given:
         with pytest.raises(InvalidFeature):
             join(message, found)
-    else:  # nothing came: whoever fetches the tensor refuses it
+    else:  # nothing arrived: fetching the tensor raises
         assert bytes_in(join(message, found)) == [[b""]]
 
 

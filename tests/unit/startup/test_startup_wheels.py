@@ -1,4 +1,4 @@
-"""What the wheels put into an environment: on GPUs no code of ours runs in each Python process."""
+"""What the wheels install: on GPUs none of our code runs in every Python process."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(
 
 
 def names_in_wheel(project, folder):
-    """Built here and now, by what pip builds it with; nothing is fetched."""
+    """Built by pip's build backend, without downloads."""
     pytest.importorskip("hatchling", reason="not in this environment yet: make venv")
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(folder)], cwd=project, capture_output=True, text=True, check=True, timeout=15

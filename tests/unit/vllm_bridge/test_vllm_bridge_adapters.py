@@ -1,4 +1,4 @@
-"""LoRA adapters that a worker has not seen yet."""
+"""LoRA adapters new to a worker."""
 
 import pytest
 from vllm.lora.request import LoRARequest

@@ -1,4 +1,4 @@
-"""vLLM's EngineClient over a story: what goes out, what comes back, how errors travel. No model, no engine."""
+"""vLLM's EngineClient over a request backend: requests, outputs and errors. No model, no engine."""
 
 from contextlib import aclosing
 from http import HTTPStatus
@@ -220,7 +220,7 @@ async def test_precomputed_tensors_are_not_mistaken_for_text():
 
 LORA = LoRARequest("sql", 1, "/adapters/sql")
 
-#: Each administrative method of vLLM's protocol, as its routes call it; what workers are asked, and what they answer.
+#: Each administrative method of vLLM's protocol, as its routes call it; the calls to workers and their results.
 ADMIN = {
     "start_profile": (
         lambda c: c.start_profile(profile_prefix="a", max_iterations=3),

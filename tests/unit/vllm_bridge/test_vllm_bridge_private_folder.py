@@ -23,7 +23,7 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """A short path, which pytest's own is not: sockets lie below it."""
+    """A short path, unlike pytest's: sockets are created in it."""
     path = Path(tempfile.mkdtemp(prefix="ml-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     monkeypatch.setenv("TMPDIR", str(path))

@@ -1,4 +1,4 @@
-"""What a worker does for each stage. No model: the renderer is never asked."""
+"""What a worker does for each stage. No model: the renderer is never called."""
 
 from types import SimpleNamespace
 

@@ -56,7 +56,7 @@ async def test_ranks_are_distinguished(reports):
 
 
 async def test_snapshot_notifies_listeners_of_pending_changes_first(reports):
-    """Else a change from before would be told after the snapshot that has it."""
+    """Otherwise an earlier change would be reported after the snapshot that contains it."""
     heard = []
     reports.watch(heard.append)
     reports.apply(batch(1))

@@ -1,4 +1,4 @@
-"""The table against a naive cache: prompts come, blocks go from anywhere, copies and groups count as they should."""
+"""The table, checked against a naive cache: prompts, evictions anywhere, copies and groups."""
 
 import random
 
@@ -41,7 +41,7 @@ def removed(*found, **fields):
 
 
 class View:
-    """What somebody knows who was told every change."""
+    """The state after applying every reported change."""
 
     def __init__(self):
         self.ids = set()

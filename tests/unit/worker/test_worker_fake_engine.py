@@ -1,4 +1,4 @@
-"""What only the fake does; what all engines do is in tests/contract/test_vllm_engine_contract.py."""
+"""Behaviour of the fake alone; that of all engines is in tests/contract/test_vllm_engine_contract.py."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ async def test_tensors_are_read_slightly_after_the_output_ends():
 
 
 class Blocks:
-    """What an engine tells of its blocks."""
+    """The block events of an engine."""
 
     def __init__(self, engine):
         self.batches = []
@@ -69,7 +69,7 @@ class Blocks:
 
 
 async def prefill(engine, token_ids, *media, cache_salt=None):
-    """The prompt's cached tokens, as the engine tells them."""
+    """The prompt's cached tokens as reported by the engine."""
     prompt = ExpandedPrompt(token_ids, media)
     sent = EngineRequest("r", prompt, msgspec.json.encode(FakeParams(1)), cache_salt=cache_salt)
     async with aclosing(engine.generate(sent, [[] for _ in media])) as deltas:

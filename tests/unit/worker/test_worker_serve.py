@@ -88,7 +88,7 @@ async def test_lost_engine_ends_the_worker_with_a_distinct_exit_status(address):
 
 
 async def test_worker_listens_until_unreleased_requests_end_with_the_engine(address):
-    """A gateway that finds nobody listening reuses every byte that it has handed over."""
+    """A gateway that finds no listener reuses all transferred memory."""
 
     class Slow(FakeEngine):
         async def close(self):

@@ -251,7 +251,7 @@ async def test_immediately_reconnecting_gateway_keeps_its_arena(engine, arena):
 
 
 class Known:
-    """What a gateway knows of rank 0."""
+    """A gateway's view of rank 0."""
 
     def __init__(self, worker):
         self.held = set(worker.held_blocks()[0])
