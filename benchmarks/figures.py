@@ -61,7 +61,7 @@ _HEADLINES = (
     ),
     Headline(
         "router",
-        "decision: 512 blocks, 1000 slots, 1000000 blocks indexed, p50 us",
+        "choose + begin: 512 blocks, 1000 slots, 1000000 blocks indexed, p50 us",
         "Routing decision among 1000 workers, 1M blocks indexed",
         "{:.0f} us",
     ),
