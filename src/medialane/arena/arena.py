@@ -118,6 +118,11 @@ class Arena:
         found = self._table.lookup(key, kind)
         return None if found is None else cast("Lease[Feature]", Lease(self._table, *found))
 
+    def share(self, range: ArenaRange) -> Lease[None] | None:  # noqa: A002 - the types' own name
+        """Return another lease on an entry that is leased already; None if it is not. The caller owns the lease."""
+        entry = self._table.pin_held(range)
+        return None if entry is None else Lease(self._table, entry, None)
+
     def contains(self, key: str, kind: Kind = "processed") -> bool:
         """Return whether `key` is cached, without counting as a use of the entry."""
         return self._table.contains(key, kind)

@@ -157,6 +157,14 @@ class EntryTable(Generic[V]):
     def contains(self, key: str, kind: Kind = "processed") -> bool:
         return (kind, key) in self._by_key
 
+    def pin_held(self, range_: ArenaRange) -> Entry | None:
+        """Add a pin to the published entry at `range_`, which must already have one; None otherwise."""
+        entry = self._held.get(range_.generation)
+        if entry is None or entry.range != range_ or entry.state is not EntryState.PUBLISHED:
+            return None
+        self.pin(entry)
+        return entry
+
     def pin(self, entry: Entry) -> None:
         """Add a pin to a published entry. Raises RuntimeError for other entries."""
         if entry.state is not EntryState.PUBLISHED:

@@ -17,7 +17,7 @@
     |   `-- UnsupportedMediaType (415)
     |-- UpstreamFailed (502)            the media's origin failed
     |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost,
-    |   |                               BodyMemoryExhausted, TooManyConnections
+    |   |                               BodyMemoryExhausted, TooManyConnections, StoreUnavailable
     |   `-- AdminCallIncomplete         an administrative call that not all workers have completed
     |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
     |-- GenerationFailed (500)          the engine failed this request
@@ -224,6 +224,12 @@ class BodyMemoryExhausted(Unavailable):
 
 class TooManyConnections(Unavailable):
     code = "too_many_connections"
+
+
+class StoreUnavailable(Unavailable):
+    """The media store of this host is not connected, or was lost during a call."""
+
+    code = "media_store_unavailable"
 
 
 class NoWorkerReady(Unavailable):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.stage import StageName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
+
+V = TypeVar("V")
 
 #: Limit of a feature's header, in bytes. It is sent in control messages (to other processes and to workers); both ends
 #: check it.
@@ -115,6 +117,15 @@ class Hold(Protocol):
         ...
 
     def release(self) -> None: ...
+
+
+class FoundItem(NamedTuple, Generic[V]):
+    """An item in the arena, a hold on it, and the hash of its encoded bytes. `is_hit` is whether it was cached."""
+
+    content_hash: str
+    value: V
+    hold: Hold
+    is_hit: bool
 
 
 @dataclass(frozen=True, slots=True)

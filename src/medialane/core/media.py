@@ -34,8 +34,8 @@ class MediaRef(msgspec.Struct, frozen=True):
     `media_io_kwargs` for its modality. Intake sets the item's own; the renderer's hook merges those of model and
     request. `options` are processor options of this item alone, canonical JSON as well.
 
-    `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`
-    once its hash is known. With `is_embeds`, `data` is an `Embeds` document, which is neither decoded nor processed.
+    `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,
+    its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`, `data` is an `Embeds` document, which is neither decoded nor processed.
     """
 
     modality: Modality
@@ -53,8 +53,8 @@ class MediaRef(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.url is not None and self.data is not None:
             raise ValueError("a media reference has either a URL or data")
-        if self.url is None and self.data is None and self.alias is None:
-            raise ValueError("a media reference has either a URL or data, or an alias alone")
+        if self.url is None and self.data is None and self.alias is None and self.content is None:
+            raise ValueError("a media reference has a URL, data, a content hash or an alias")
 
     @property
     def is_alias(self) -> bool:

@@ -61,6 +61,13 @@ class ArenaRange(msgspec.Struct, frozen=True):
     generation: int
 
 
+class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The arena of a host's store: a process of the same host maps it and verifies the nonce in its header."""
+
+    id: str
+    nonce: bytes
+
+
 class TensorDescriptor(msgspec.Struct, frozen=True, tag="arena"):
     """Location of a tensor: `offset` is relative to the start of the entry `range`."""
 

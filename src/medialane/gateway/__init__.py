@@ -1,13 +1,10 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
-from medialane.gateway.aliases import Aliases
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.encoded_store import EncodedStore
-from medialane.gateway.features import FeatureSource
+from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
-from medialane.gateway.loop_fairness import LoopFairness
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes
 from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
@@ -15,8 +12,6 @@ from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
-    "Aliases",
-    "EncodedStore",
     "ExtractedMedia",
     "FeatureSource",
     "Gateway",
@@ -24,7 +19,6 @@ __all__ = [
     "Handover",
     "Health",
     "IntakeMiddleware",
-    "LoopFairness",
     "RequestScope",
     "Routes",
     "ScopeMiddleware",

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
+from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.loop_fairness import LoopFairness
 from medialane.observability.logging import RateLimitedWarning
 
 Message = MutableMapping[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from medialane.core.request import Endpoint, WorkerLoad
@@ -25,6 +25,12 @@ class ConnectedWorker:
     address: str
     client: RpcClient
     disagreements: Disagreements
+    own_arena: Callable[[], str | None]
+
+    @property
+    def same_host(self) -> bool:
+        """Whether the worker has mapped the arena that this gateway's media are in."""
+        return self.client.arena is not None and self.client.arena == self.own_arena()
 
     def endpoint(self, rank: int) -> Endpoint:
         """Return one of its data-parallel ranks, with its last reported load."""
@@ -37,7 +43,7 @@ class ConnectedWorker:
             num_in_flight=self.client.num_in_flight,
             rank=rank,
             num_ranks=max(1, card.data_parallel_size),
-            same_host=self.client.welcome.shm,
+            same_host=self.same_host,
             card=card,
         )
 

@@ -30,8 +30,9 @@ from medialane.gateway.administration import Administration
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.features import FeatureSource
-from medialane.gateway.handover import Handover, Pins
+from medialane.gateway.feature_source import FeatureSource
+from medialane.gateway.gather_or_cancel import gather_or_cancel
+from medialane.gateway.handover import Handover
 from medialane.gateway.report import Sent
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Route, Routes
@@ -97,7 +98,7 @@ class Gateway:
         current_scope().fail(error)
 
     def resolve(self, url: str) -> MediaRef:
-        return self._features.known(current_scope().resolve(url))
+        return current_scope().resolve(url)
 
     @property
     def ready(self) -> bool:
@@ -110,7 +111,7 @@ class Gateway:
         """
         scope = current_scope()
         scope.take(self._admission.enter())
-        prompt = _with_common_options(prompt)
+        prompt = _with_common_options(await self._resolved(prompt))
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
@@ -179,6 +180,13 @@ class Gateway:
             else:
                 return
 
+    async def _resolved(self, prompt: MediaPrompt) -> MediaPrompt:
+        """Replace items of which only the alias was sent. Raises UnknownMediaUuid."""
+        if not any(ref.is_alias for ref in prompt.items):
+            return prompt
+        items = await gather_or_cancel([self._features.resolve(ref) for ref in prompt.items])
+        return msgspec.structs.replace(prompt, items=tuple(items))
+
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         return RAW_STAGE if prompt.has_embeds else self._config.stage
 
@@ -220,18 +228,16 @@ class Gateway:
         """Transfer the request by `transfer_path`. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, scope = call
         self._num_sent += 1
-        prompt, pins = request.prompt, Pins()
+        prompt = request.prompt
         if prepared is not None:
             if not STAGES[transfer_path.stage].is_processed:
                 self._begin(call, transfer_path)  # other requests may be routed while its media are being fetched
-            prompt, pins = await self._handover.prompt(
-                transfer_path, request.prompt.token_ids, prepared, scope.timeline
-            )
+            prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         sent = msgspec.structs.replace(
             request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
         )
-        remote = route.link.submit(sent, pins.until_released, pins.until_sent)
+        remote = route.link.submit(sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
         scope.take(_AbortOnRelease(remote))
         return remote

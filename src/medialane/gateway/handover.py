@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Hold, MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
+from medialane.core.feature import MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import TensorDescriptor
@@ -14,16 +13,8 @@ from medialane.observability.timeline import StageTimeline
 from medialane.transfer import TransferPath, TransferTensors, Transport
 
 
-class Pins(NamedTuple):
-    """Holds in addition to the scope's, since the request may outlive its scope: on what the worker reads until it has
-    released the request, and on what is read here until it is sent. `WorkerLink.submit` takes ownership."""
-
-    until_released: Sequence[Hold] = ()
-    until_sent: Sequence[Hold] = ()
-
-
 class Handover:
-    """Builds the prompt that is sent, and pins what the worker will read."""
+    """Builds the prompt that is sent."""
 
     def __init__(self, *, transports: Sequence[Transport], max_inline_bytes: int) -> None:
         self._transports = {t.name: t for t in transports}
@@ -31,8 +22,8 @@ class Handover:
 
     async def prompt(
         self, transfer_path: TransferPath, token_ids: list[int], prepared: PreparedPrompt, timeline: StageTimeline
-    ) -> tuple[Prompt, Pins]:
-        """Return the prompt in the form for `transfer_path`, and holds on the media it refers to, owned by the caller.
+    ) -> Prompt:
+        """Return the prompt in the form for `transfer_path`. The request's scope holds the media that it refers to.
 
         `token_ids` are the prompt's as vLLM's app passed them. Raises HandoverFailed, and what preparing the media for
         the path's stage raises.
@@ -43,12 +34,9 @@ class Handover:
         items = await prepared.media.in_stage(transfer_path.stage)
         published = self._publish(transfer_path, [item.feature.tensors for item in items], timeline)
         options = prepared.source.options
-        prompt: Prompt
         if is_processed:
-            prompt = ExpandedPrompt(token_ids, tuple(map(_feature, prepared.features, published)), options)
-        else:
-            prompt = SourcePrompt(token_ids, tuple(map(_source, items, published)), options, transfer_path.stage)
-        return prompt, _pins(transfer_path, [item.hold for item in items])
+            return ExpandedPrompt(token_ids, tuple(map(_feature, prepared.features, published)), options)
+        return SourcePrompt(token_ids, tuple(map(_source, items, published)), options, transfer_path.stage)
 
     def _publish(
         self, transfer_path: TransferPath, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
@@ -98,9 +86,3 @@ def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
     if token_ids[:num_expanded] != prepared.token_ids:
         raise HandoverFailed("a truncated prompt cannot be expanded by a worker")
     return [*prepared.source.token_ids, *token_ids[num_expanded:]]
-
-
-def _pins(transfer_path: TransferPath, holds: Sequence[Hold]) -> Pins:
-    """Return additional holds on the entries, for as long as the transport needs them."""
-    duplicates = [hold.duplicate() for hold in holds]
-    return Pins(until_released=duplicates) if transfer_path.transport == "shm" else Pins(until_sent=duplicates)

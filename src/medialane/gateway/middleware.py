@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
+from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Intake, extract
 from medialane.gateway.intake.edits import Buffer
-from medialane.gateway.loop_fairness import LoopFairness
 from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.media import MediaConfig

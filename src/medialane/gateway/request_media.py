@@ -12,7 +12,7 @@ from medialane.core.feature import Feature, MediaPrompt, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stage import STAGES, StageName
 from medialane.core.tensor import TensorSpec
-from medialane.gateway.features import FeatureSource
+from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.scope import RequestScope
 
@@ -36,26 +36,27 @@ class RequestMedia:
 
 
 async def _processed(request: RequestMedia, ref: MediaRef) -> StagedItem:
-    found = await request.features.find(ref, request.source.options, request.scope.timeline)
-    request.scope.take(found.lease)
-    return StagedItem(ref, found.lease.value, found.lease, is_hit=found.is_hit)
+    found = await request.features.processed(ref, request.source.options, request.scope.timeline)
+    request.scope.take(found.hold)
+    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit)
 
 
 async def _decoded(request: RequestMedia, ref: MediaRef) -> StagedItem:
     found = await request.features.decoded(ref, request.scope.timeline)
-    request.scope.take(found.lease)
+    request.scope.take(found.hold)
     key = request.features.key(ref, request.source.options, content=found.content_hash)
-    feature = msgspec.structs.replace(found.lease.value, mm_hash=key)
-    return StagedItem(ref, feature, found.lease, is_hit=found.is_hit)
+    feature = msgspec.structs.replace(found.value, mm_hash=key)
+    return StagedItem(ref, feature, found.hold, is_hit=found.is_hit)
 
 
 async def _encoded(request: RequestMedia, ref: MediaRef) -> StagedItem:
-    lease = await request.features.encoded(ref, request.scope.timeline)
-    request.scope.take(lease)
-    key = request.features.key(ref, request.source.options, content=lease.value.content_hash)
-    tensors = describe(lease.range, (TensorSpec("uint8", (lease.value.num_bytes,)),))
+    found = await request.features.encoded(ref, request.scope.timeline)
+    request.scope.take(found.hold)
+    encoded = found.value
+    key = request.features.key(ref, request.source.options, content=found.content_hash)
+    tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
     feature = Feature(ref.modality, key, b"", tensors, MediaSize())
-    return StagedItem(ref, feature, lease, media_type=lease.value.media_type)
+    return StagedItem(ref, feature, found.hold, media_type=encoded.media_type)
 
 
 #: Functions that look up or prepare an item, by what its stage sends.

@@ -94,6 +94,10 @@ class Routes:
         if change.time_s:
             self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
 
+    def moved(self, link: WorkerLink) -> None:
+        for slot in self._slots[link.address]:
+            self._router.move(slot, same_host=link.same_host)
+
     def forget_encoder_items(self, link: WorkerLink) -> None:
         """Clear the router's predictions for a worker whose engine has emptied its encoder cache."""
         for slot in self._slots.get(link.address, ()):

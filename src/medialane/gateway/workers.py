@@ -1,8 +1,4 @@
-"""The workers of this gateway: one link each, which connects, reconnects, and holds the leases of its requests.
-
-A lease on transferred media ends when the worker reports it (`Released`). If the connection is lost first, the worker
-may still be reading: the leases are held until it accepts a new registration (which it does only after it has released
-everything of the old connection) or until its address has no listener (the process has exited).
+"""The workers of this gateway: one link each, which connects and reconnects.
 
 Each link is supervised separately: exceptions of a connection are logged, the link reconnects with exponential backoff,
 and no other link is affected.
@@ -12,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from medialane.core.backoff import Backoff
-from medialane.core.errors import GenerationFailed, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
-from medialane.gateway.handed_leases import HandedLeases
-from medialane.gateway.scope import Releasable
 from medialane.observability.metrics import Metrics
 from medialane.rpc import Hello, RemoteRequest, RpcClient, RpcConfig
 
@@ -51,18 +45,32 @@ class WorkerListener(Protocol):
 
     def changed(self, link: WorkerLink, change: KvChange) -> None: ...
 
+    def moved(self, link: WorkerLink) -> None:
+        """`link.same_host` may have changed."""
+        ...
+
 
 class WorkerLink:
     """The link to one worker address; `run` restores the connection whenever it is lost."""
 
-    def __init__(self, address: str, hello: Hello, *, rpc: RpcConfig, config: GatewayConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        *,
+        rpc: RpcConfig,
+        config: GatewayConfig,
+        metrics: Metrics,
+        own_arena: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`own_arena` returns the arena that this gateway's media are in."""
         self.address = address
+        self._own_arena = own_arena
         self._hello = hello
         self._rpc = rpc
         self._config = config
         self._metrics = metrics
         self._worker: ConnectedWorker | None = None
-        self._leases = HandedLeases()
         self._joined = False
         self.listener: WorkerListener | None = None
         self.refusal: MedialaneError | None = None
@@ -79,13 +87,8 @@ class WorkerLink:
         return self.refusal is not None or self._failure is not None
 
     @property
-    def num_held(self) -> int:
-        """Number of requests whose leases are held for this worker."""
-        return len(self._leases)
-
-    @property
     def same_host(self) -> bool:
-        return self._worker is not None and self._worker.client.welcome.shm
+        return self._worker is not None and self._worker.same_host
 
     @property
     def same_processor(self) -> bool:
@@ -100,41 +103,28 @@ class WorkerLink:
         first = self.endpoint()
         return [first, *(self.endpoint(rank) for rank in range(1, first.num_ranks))]
 
-    def submit(
-        self, request: EngineRequest, leases: Sequence[Releasable], until_sent: Sequence[Releasable] = ()
-    ) -> RemoteRequest:
-        """Send the request and own its leases: `leases` end when the worker has released it, `until_sent` when its
-        bytes have been sent or never will be. Raises WorkerLost, GenerationFailed."""
-        request_id, client = request.request_id, self.client
-        try:
-            if client is None:
-                raise WorkerLost("the worker's connection was lost before the request was sent")
-            if request_id in self._leases:
-                raise GenerationFailed("a request with this id is already running")
-        except MedialaneError:
-            for lease in (*leases, *until_sent):
-                lease.release()
-            raise
-        self._leases.add(request_id, until_released=leases, until_sent=until_sent)
-        try:
-            return client.submit(request, on_released=self._leases.released, on_sent=self._leases.sent)
-        except BaseException:  # it could not be encoded, so it was not sent
-            self._leases.released(request_id)
-            raise
+    def submit(self, request: EngineRequest) -> RemoteRequest:
+        """Send the request. Raises WorkerLost, GenerationFailed."""
+        client = self.client
+        if client is None:
+            raise WorkerLost("the worker's connection was lost before the request was sent")
+        return client.submit(request)
+
+    def arena_changed(self) -> None:
+        """Called when the worker has mapped another arena, or this gateway has another store."""
+        if self._joined and self.listener is not None:
+            self.listener.moved(self)
 
     async def run(self) -> None:
         """Stay connected until cancelled, whatever fails."""
         backoff = Backoff(initial_s=self._config.reconnect_initial_s, max_s=self._config.reconnect_max_s)
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                started = loop.time()
-                if await self._connect_once() and loop.time() - started >= self._config.reconnect_max_s:
-                    backoff.reset()  # the connection was stable: reconnect at once
-                else:
-                    await asyncio.sleep(backoff.next())
-        finally:
-            self._leases.release_all()
+        while True:
+            started = loop.time()
+            if await self._connect_once() and loop.time() - started >= self._config.reconnect_max_s:
+                backoff.reset()  # the connection was stable: reconnect at once
+            else:
+                await asyncio.sleep(backoff.next())
 
     @property
     def _live(self) -> ConnectedWorker | None:
@@ -161,7 +151,6 @@ class WorkerLink:
         try:
             client = await RpcClient.connect(self.address, self._hello, self._rpc)
         except NoWorkerReady:
-            self._leases.release_all()  # no listener: the process that read our memory has exited
             return None
         except (WorkerLost, ProtocolViolation) as error:
             logger.info("worker %s: %s", self.address, error.message)
@@ -169,7 +158,6 @@ class WorkerLink:
         except MedialaneError as error:
             self._report_refusal(error)
             return None
-        self._leases.release_all()  # registration accepted: it no longer reads anything of earlier connections
         self.refusal = None
         return client
 
@@ -177,8 +165,8 @@ class WorkerLink:
         differing = disagreements(self._hello.processor, client.welcome.card.processor)
         for name, (ours, theirs) in differing.items():
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
-        logger.info("worker %s is ready (shared memory: %s)", self.address, "yes" if client.welcome.shm else "no")
-        self._worker = ConnectedWorker(self.address, client, differing)
+        logger.info("worker %s is ready", self.address)
+        self._worker = ConnectedWorker(self.address, client, differing, self._own_arena)
         self._join(client)
         self._failure = None
 
@@ -191,6 +179,7 @@ class WorkerLink:
         client.watch(
             on_blocks=lambda change: listener.changed(self, change),
             on_loads=lambda loads: listener.reported(self, loads),
+            on_arena=self.arena_changed,
             on_lost=self._leave,
         )
 
@@ -200,7 +189,6 @@ class WorkerLink:
             self.listener.left(self)
 
     async def _disconnect(self, client: RpcClient) -> None:
-        """Close the connection. Leases on what the worker may still read are kept."""
         self._worker = None
         await client.close()
         self._leave()
@@ -212,7 +200,7 @@ class WorkerLink:
 
     def _report_loss(self) -> None:
         self._metrics.count_worker_lost(self.address)
-        logger.warning("worker %s: connection lost with %d requests in flight", self.address, len(self._leases))
+        logger.warning("worker %s: connection lost", self.address)
 
     def _report_failure(self, error: Exception) -> None:
         """Log the traceback, but only once per distinct error: the link retries every few seconds."""

@@ -7,10 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import msgspec
+
 StageName = Literal[
     "lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "first_token"
 ]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
+
+
+class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
+    """A timeline as sent to another process."""
+
+    seconds: dict[StageName, float] = {}
+    num_hits: int = 0
+    num_misses: int = 0
+    copied_bytes: int = 0
 
 
 class StageTimeline:
@@ -26,6 +37,17 @@ class StageTimeline:
     def add(self, stage: StageName, seconds: float) -> None:
         """Record that one item spent `seconds` in `stage`."""
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+
+    def report(self) -> TimelineReport:
+        return TimelineReport(self.seconds, self.num_hits, self.num_misses, self.copied_bytes)
+
+    def merge(self, report: TimelineReport) -> None:
+        """Add the part of the request that another process has done."""
+        for stage, seconds in report.seconds.items():
+            self.add(stage, seconds)
+        self.num_hits += report.num_hits
+        self.num_misses += report.num_misses
+        self.copied_bytes += report.copied_bytes
 
     @contextmanager
     def measure(self, stage: StageName) -> Iterator[None]:

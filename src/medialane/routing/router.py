@@ -140,6 +140,10 @@ class Router:
         self._predictions.removed(number, removed)
         self._predictions.stored(number, stored)
 
+    def move(self, slot: int, *, same_host: bool) -> None:
+        """Note whether the slot's worker has mapped the arena of this host."""
+        self._slots.move(self._slots[slot], same_host=same_host)
+
     def clear_encoder(self, slot: int) -> None:
         """Forget the worker's encoder cache contents: it was cleared."""
         self._caches.clear(self._slots[slot].number)

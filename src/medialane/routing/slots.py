@@ -124,9 +124,13 @@ class SlotTable:
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
-        self.table[IS_REMOTE, number] = not slot.same_host
+        self.move(slot, same_host=slot.same_host)
         self.update(slot)
         return slot
+
+    def move(self, slot: Slot, *, same_host: bool) -> None:
+        slot.same_host = same_host
+        self.table[IS_REMOTE, slot.number] = not same_host
 
     def leave(self, slot: Slot) -> None:
         self._slots[slot.number] = None

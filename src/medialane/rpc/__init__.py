@@ -10,13 +10,12 @@ from medialane.rpc.client import RpcClient
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.fake import FakeHandler
 from medialane.rpc.handler import Handler
-from medialane.rpc.messages import PROTOCOL_VERSION, ArenaOffer, Hello, Welcome
+from medialane.rpc.messages import PROTOCOL_VERSION, Hello, Welcome
 from medialane.rpc.remote_request import RemoteRequest
 from medialane.rpc.server import RpcServer
 
 __all__ = [
     "PROTOCOL_VERSION",
-    "ArenaOffer",
     "FakeHandler",
     "Handler",
     "Hello",

@@ -25,6 +25,7 @@ from medialane.rpc.dial import dial
 from medialane.rpc.messages import (
     AdminDone,
     AdminFailed,
+    ArenaMapped,
     Failed,
     Hello,
     KvBlocks,
@@ -54,13 +55,16 @@ class RpcClient:
         self._reports = ClientReports(self._connection.send)
         self._calls = ClientCalls(self._connection.send)
         self._on_lost: Callable[[], None] | None = None
+        self._on_arena: Callable[[], None] | None = None
+        #: The arena that the worker has mapped.
+        self.arena: str | None = None
         self._num_pings = 0
 
     @classmethod
     async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
         """Connect and register; `config.token` replaces the token of `hello`.
 
-        When this returns, the worker no longer reads media of this gateway's earlier connections. Raises
+        When this returns, the requests of this gateway's earlier connections have ended. Raises
 
         * NoWorkerReady: no process listens at the address, and only then: the worker has exited or is not up yet;
         * WorkerLost: unreachable, no response within `connect_timeout_s`, disconnected, or temporarily refused;
@@ -101,37 +105,31 @@ class RpcClient:
         """Requests that the worker has not released."""
         return len(self._requests)
 
-    def submit(
-        self,
-        request: EngineRequest,
-        *,
-        on_released: Callable[[str], None] | None = None,
-        on_sent: Callable[[str], None] | None = None,
-    ) -> RemoteRequest:
+    def submit(self, request: EngineRequest) -> RemoteRequest:
         """Send a request. Errors are raised by its iteration. If it cannot be sent, these are
 
         * WorkerLost: the connection is closed;
         * NoWorkerReady: `max_in_flight` or `max_write_buffer_bytes` is reached;
         * HandoverFailed: with its inline tensors it exceeds the message size limit.
 
-        `on_released` is called with its id as soon as the worker has released it: immediately if it was not sent, never
-        if the connection is lost before. `on_sent` is called with its id once its inline tensors are no longer read
-        (all were copied, or the request has ended), but not if it could not be sent. Raises GenerationFailed, with no
-        effect, if a request with this id is in flight.
+        The caller holds the inline tensors until the iteration has ended or `abort` was called. Raises
+        GenerationFailed, with no effect, if a request with this id is in flight.
         """
-        return self._requests.submit(request, on_released=on_released, on_sent=on_sent)
+        return self._requests.submit(request)
 
     def watch(
         self,
         *,
         on_blocks: Callable[[KvChange], None],
         on_loads: Callable[[Sequence[WorkerLoad]], None],
+        on_arena: Callable[[], None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Register callbacks until the connection is closed: `on_blocks` for the worker's blocks and their changes, in
-        order, one per iteration of the event loop; `on_loads` for each report; finally `on_lost`, when `closed` is set.
+        order, one per iteration of the event loop; `on_loads` for each report; `on_arena` when the worker has mapped
+        another arena, or none; finally `on_lost`, when `closed` is set.
         `on_blocks` also gets changes received earlier. Call once, on an open connection."""
-        self._on_lost = on_lost
+        self._on_lost, self._on_arena = on_lost, on_arena
         self._reports.watch(on_blocks=on_blocks, on_loads=on_loads)
 
     @property
@@ -172,6 +170,10 @@ class RpcClient:
                 self._requests.on_failed(request_id, report)
             case LoadReport(loads):
                 self._reports.receive_loads(loads)
+            case ArenaMapped(arena):
+                self.arena = arena
+                if self._on_arena is not None:
+                    self._on_arena()
             case KvBlocks(change):
                 self._reports.receive_blocks(change)
             case AdminDone() | AdminFailed() | MetricValues():

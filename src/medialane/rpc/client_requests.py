@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from medialane.core.errors import (
     ErrorReport,
     GenerationFailed,
@@ -38,13 +36,7 @@ class ClientRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def submit(
-        self,
-        request: EngineRequest,
-        *,
-        on_released: Callable[[str], None] | None,
-        on_sent: Callable[[str], None] | None,
-    ) -> RemoteRequest:
+    def submit(self, request: EngineRequest) -> RemoteRequest:
         """See `RpcClient.submit`."""
         request_id = request.request_id
         if request_id in self._requests:
@@ -54,11 +46,10 @@ class ClientRequests:
             max_queued_bytes=self._config.max_queued_bytes,
             mergeable=not request.cumulative,
             send_abort=self._abort,
-            on_released=on_released,
         )
         try:
             self._check_capacity()
-            self._send(request, on_sent)
+            self._send(request)
         except MedialaneError as error:
             remote.on_error(error)
             remote.on_release()
@@ -83,7 +74,7 @@ class ClientRequests:
             outgoing.cancel()
         requests, self._requests = self._requests, {}
         for remote in requests.values():
-            remote.on_lost(WorkerLost("the worker was lost during generation"))
+            remote.on_error(WorkerLost("the worker was lost during generation"))
 
     def _request(self, request_id: str) -> RemoteRequest:
         try:
@@ -100,28 +91,22 @@ class ClientRequests:
         if self._connection.num_buffered_bytes + num_unsent_bytes > self._config.max_write_buffer_bytes:
             raise NoWorkerReady("the worker is overloaded")
 
-    def _send(self, request: EngineRequest, on_sent: Callable[[str], None] | None) -> None:
+    def _send(self, request: EngineRequest) -> None:
         message, tensors = split(request)
         try:
             if tensors:
-                self._send_in_pieces(message, tensors, on_sent)
-                return
-            self._connection.send(Submit(request), at_once=True)
+                self._send_in_pieces(message, tensors)
+            else:
+                self._connection.send(Submit(request), at_once=True)
         except ProtocolViolation:
             raise HandoverFailed("the request exceeds the message size limit") from None
-        if on_sent is not None:
-            on_sent(request.request_id)
 
-    def _send_in_pieces(
-        self, request: EngineRequest, tensors: list[memoryview], on_sent: Callable[[str], None] | None
-    ) -> None:
+    def _send_in_pieces(self, request: EngineRequest, tensors: list[memoryview]) -> None:
         """Raises ProtocolViolation, with nothing sent, if the request is larger than allowed."""
         request_id = request.request_id
 
         def ended() -> None:
             del self._outgoing[request_id]
-            if on_sent is not None:
-                on_sent(request_id)
 
         outgoing = OutgoingRequest(request, tensors, ended, max_bytes=self._config.max_frame_bytes)
         self._outgoing[request_id] = outgoing

@@ -24,7 +24,7 @@ class FakeHandler:
 
     It waits `delay_s` before each token, and `release_s` after the last token or a cancellation before the generator
     ends. `error` is raised instead of token number `fail_at`, `refusal` by `register`. Calls are recorded in `hellos`,
-    `left_gateways`, `requests`, `num_tokens` (sent), `num_active` (generators that have not ended) and `num_cancelled`.
+    `requests`, `num_tokens` (sent), `num_active` (generators that have not ended) and `num_cancelled`.
     All blocks belong to the first rank: `blocks`, changed by `change_blocks`. Administrative calls are recorded in
     `calls` and return `admin_result` after `delay_s`; `registry` holds its metrics.
     """
@@ -35,7 +35,6 @@ class FakeHandler:
         *,
         worker_id: str = "fake-worker",
         card: ModelCard = FAKE_CARD,
-        shm: bool = False,
         delay_s: float = 0.0,
         release_s: float = 0.0,
         error: Exception | None = None,
@@ -43,16 +42,17 @@ class FakeHandler:
         refusal: MedialaneError | None = None,
     ) -> None:
         self._token_ids = tuple(token_ids)
-        self._welcome = Welcome(worker_id, os.getpid(), card, shm)
+        self._welcome = Welcome(worker_id, os.getpid(), card)
         self._delay_s = delay_s
         self._release_s = release_s
         self._error = error
         self._fail_at = fail_at
         self._refusal = refusal
         self.hellos: list[Hello] = []
-        self.left_gateways: list[str] = []
         self.requests: list[EngineRequest] = []
         self.blocks: dict[int, None] = {}
+        self.arena: str | None = None
+        self.arena_listeners: list[Callable[[str | None], None]] = []
         self.block_listeners: list[Callable[[KvChange], None]] = []
         self.num_tokens = 0
         self.num_active = 0
@@ -66,9 +66,6 @@ class FakeHandler:
         if self._refusal is not None:
             raise self._refusal
         return self._welcome
-
-    def left(self, hello: Hello) -> None:
-        self.left_gateways.append(hello.gateway_id)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         self.requests.append(request)
@@ -93,6 +90,17 @@ class FakeHandler:
     def loads(self) -> list[WorkerLoad]:
         ranks = self._welcome.card.data_parallel_size
         return [WorkerLoad(num_running=self.num_active)] + [WorkerLoad()] * (ranks - 1)
+
+    def watch_arena(self, listener: Callable[[str | None], None]) -> Callable[[], None]:
+        self.arena_listeners.append(listener)
+        listener(self.arena)
+        return lambda: self.arena_listeners.remove(listener)
+
+    def map_arena(self, arena: str | None) -> None:
+        """Change `arena` and notify the listeners."""
+        self.arena = arena
+        for listener in list(self.arena_listeners):
+            listener(arena)
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
         self.block_listeners.append(listener)

@@ -27,11 +27,6 @@ class Handler(Protocol):
         """
         ...
 
-    def left(self, hello: Hello) -> None:
-        """Called when the connection of a registered gateway is closed and all of its requests are released. Must not
-        block; the gateway may register again at any time."""
-        ...
-
     def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request; the last delta is `finished`. Raises MedialaneError, before the first delta or later.
 
@@ -43,6 +38,11 @@ class Handler(Protocol):
 
     def loads(self) -> Sequence[WorkerLoad]:
         """Return the load of each data-parallel rank, in order. Must be cheap: called at every change."""
+        ...
+
+    def watch_arena(self, listener: Callable[[str | None], None]) -> Callable[[], None]:
+        """Call `listener` with the arena that the worker has mapped, now and after each change, until the returned
+        function is called."""
         ...
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:

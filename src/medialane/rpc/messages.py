@@ -1,7 +1,7 @@
 """RPC messages between gateway and worker.
 
 The worker listens, the gateway connects and sends Hello. The worker replies Refused and closes the connection, or
-Welcome: that also guarantees that media of the gateway's earlier connections are no longer read. Before Welcome the
+Welcome: that also guarantees that the requests of the gateway's earlier connections have ended. Before Welcome the
 gateway sends nothing else. Afterwards:
 
     gateway                         worker
@@ -13,6 +13,7 @@ gateway sends nothing else. Afterwards:
     Ping(n)                 ->                                  every heartbeat interval
                             <-      Pong(n)
                             <-      LoadReport(loads)           every heartbeat interval, and when it changed
+                            <-      ArenaMapped(arena)          after Welcome, and when it changed
 
                             <-      KvBlocks(change)            all blocks after Welcome, then batched changes
     ResyncBlocks            ->                                  followed by all blocks
@@ -41,14 +42,7 @@ from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 3
-
-
-class ArenaOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The gateway's arena: a worker on the same host maps it and verifies the nonce in its header."""
-
-    id: str
-    nonce: bytes
+PROTOCOL_VERSION = 4
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -57,7 +51,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True
     version: int = PROTOCOL_VERSION
     gateway_id: str
     token: str = ""
-    arena: ArenaOffer | None = None
     processor: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -101,12 +94,11 @@ class ReadMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Registration succeeded. `worker_id` is unique per run of the worker; `shm`: it maps the gateway's arena."""
+    """Registration succeeded. `worker_id` is unique per run of the worker."""
 
     worker_id: str
     pid: int
     card: ModelCard
-    shm: bool
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -124,6 +116,12 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
+
+
+class ArenaMapped(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The arena of the worker's host that it has mapped, so that it reads entries that are sent as descriptors."""
+
+    arena: str | None
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -174,6 +172,7 @@ FromWorker = (
     | Output
     | Failed
     | Released
+    | ArenaMapped
     | LoadReport
     | Pong
     | KvBlocks

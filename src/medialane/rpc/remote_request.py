@@ -29,20 +29,16 @@ class RemoteRequest:
         max_queued_bytes: int,
         mergeable: bool = True,
         send_abort: Callable[[str], None],
-        on_released: Callable[[str], None] | None,
     ) -> None:
         self.request_id = request_id
         self._max_queued_bytes = max_queued_bytes
         self._mergeable = mergeable
         self._send_abort = send_abort
-        self._on_released = on_released
         self._queue: deque[tuple[OutputDelta, int]] = deque()
         self._num_queued_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
         self._error: MedialaneError | None = None
-        self._gone = asyncio.Event()
-        self._was_released = False
 
     def __aiter__(self) -> RemoteRequest:
         return self
@@ -65,14 +61,8 @@ class RemoteRequest:
 
     def abort(self) -> None:
         """Abort the request at the worker; the iteration raises GenerationFailed. No effect once the output is complete
-        or has failed. Idempotent."""
+        or has failed. Idempotent. Afterwards its inline tensors are no longer read."""
         self._give_up(GenerationFailed("the request was aborted"))
-
-    async def released(self) -> bool:
-        """Wait until the worker has released the request (True), or the connection is closed and the worker may still
-        read its media (False)."""
-        await self._gone.wait()
-        return self._was_released
 
     # The methods below are called by RpcClient.
 
@@ -95,14 +85,6 @@ class RemoteRequest:
 
     def on_release(self) -> None:
         self.on_error(GenerationFailed("the worker released the request before its output was complete"))
-        self._was_released = True
-        self._gone.set()
-        if self._on_released is not None:
-            self._on_released(self.request_id)
-
-    def on_lost(self, error: MedialaneError) -> None:
-        self.on_error(error)
-        self._gone.set()
 
     def _give_up(self, error: MedialaneError) -> None:
         if self._complete:

@@ -61,7 +61,7 @@ class Session:
         self._on_open = on_open
         self._identify = identify
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
-        self._registered: Hello | None = None  # the handler's `left` must be called for it
+        self._registered: Hello | None = None
         self._is_welcome = False
         self._tasks = asyncio.TaskGroup()
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
@@ -93,8 +93,6 @@ class Session:
                 self._requests.cancel()
         finally:
             self.connection.end(WorkerLost("the session has ended"))
-            if self._registered is not None:
-                self._handler.left(self._registered)
 
     def stop(self) -> None:
         """Shut down: fail and cancel every request, and close the connection when they are released."""
@@ -180,7 +178,7 @@ class Session:
         self.connection.accept_large_frames()
         self.connection.start_heartbeat()
         self._reports.start()
-        logger.info("gateway %s is registered (shared memory: %s)", hello.gateway_id, "yes" if welcome.shm else "no")
+        logger.info("gateway %s is registered", hello.gateway_id)
 
     def _requests_changed(self) -> None:
         self._reports.load_changed()

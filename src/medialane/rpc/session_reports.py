@@ -10,7 +10,7 @@ from medialane.core.request import WorkerLoad
 from medialane.rpc.block_feed import BlockFeed
 from medialane.rpc.connection import Connection
 from medialane.rpc.handler import Handler
-from medialane.rpc.messages import LoadReport
+from medialane.rpc.messages import ArenaMapped, LoadReport
 
 #: Changes of load within this time are reported together.
 LOAD_REPORT_DELAY_S = 0.02
@@ -23,7 +23,7 @@ class SessionReports:
         self._handler = handler
         self._connection = connection
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=max_frame_bytes)
-        self._unwatch: Callable[[], None] | None = None
+        self._unwatch: list[Callable[[], None]] = []
         self._reported: tuple[WorkerLoad, ...] = ()
         self._reporting: asyncio.TimerHandle | None = None
 
@@ -31,14 +31,16 @@ class SessionReports:
         """Report everything after registration, then changes."""
         self.report_load()
         if not self._connection.closed.is_set():
-            self._unwatch = self._handler.watch_blocks(self._blocks_changed)
+            self._unwatch = [
+                self._handler.watch_arena(lambda arena: self._connection.send(ArenaMapped(arena))),
+                self._handler.watch_blocks(self._blocks_changed),
+            ]
             self._send_blocks()
 
     def stop(self) -> None:
         """Stop reporting: the connection is closed."""
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        while self._unwatch:
+            self._unwatch.pop()()
         if self._reporting is not None:
             self._reporting.cancel()
 

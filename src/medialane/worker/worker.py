@@ -12,17 +12,19 @@ from contextlib import aclosing
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
-from medialane.core.errors import GenerationFailed, WorkerLost
+from medialane.core.errors import GenerationFailed, HandoverFailed, StoreUnavailable, WorkerLost
+from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, OutputDelta, Prompt, WorkerLoad
-from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaOffer, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
-from medialane.rpc import ArenaOffer, Hello, Welcome
+from medialane.rpc import Hello, Welcome
 from medialane.transfer import InlineReceiver, Receiver, ShmReceiver
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
+from medialane.worker.host_arena import HostArena, NoArena
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Worker:
         config: WorkerConfig,
         *,
         arena_directory: str,
+        host_arena: HostArena | None = None,
         registry: CollectorRegistry = REGISTRY,  # used by vLLM for its engine's metrics
     ) -> None:
         self.worker_id = secrets.token_hex(8)
@@ -56,27 +59,21 @@ class Worker:
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
         self._ping_requested = asyncio.Event()
-        self._attached: dict[str, str] = {}  # arena -> gateway
-        self._unused: set[str] = set()  # arenas that the engine still has to unmap
+        self._host_arena = host_arena or NoArena()
+        self._offer: ArenaOffer | None = None
+        self._mapped: str | None = None  # here and in the engine
+        self._in_engine: set[str] = set()
+        self._unmappable: set[str] = set()
+        self._arena_listeners: dict[Callable[[str | None], None], None] = {}
+        self._host_arena.watch(self._arena_changed)
 
     async def register(self, hello: Hello) -> Welcome:
-        """Register a gateway, and map its arena if it is on this host."""
         self._compare(hello)
-        shm = hello.arena is not None and await self._attach(hello.gateway_id, hello.arena)
-        return Welcome(self.worker_id, os.getpid(), self._engine.card, shm)
-
-    def left(self, hello: Hello) -> None:
-        """Unmap a gateway's arena, here now and in the engine's processes soon: a killed gateway restarts, and there
-        may be no space for its new arena while any process has mapped the old one."""
-        if hello.arena is None or self._attached.get(hello.arena.id) != hello.gateway_id:
-            return
-        del self._attached[hello.arena.id]
-        self._shm.detach(hello.arena.id)
-        self._unused.add(hello.arena.id)
-        self._ping_requested.set()  # wakes `watch`, which unmaps it
+        return Welcome(self.worker_id, os.getpid(), self._engine.card)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
+        hold = await self._hold(request.prompt)
         try:
             async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
                 async for delta in deltas:
@@ -84,6 +81,15 @@ class Worker:
         except (GenerationFailed, WorkerLost):
             self._ping_requested.set()
             raise
+        finally:  # the engine no longer reads: `generate` ends only then
+            if hold is not None:
+                hold.release()
+
+    def watch_arena(self, listener: Callable[[str | None], None]) -> Callable[[], None]:
+        """Call `listener` with the arena that this worker and its engine have mapped, now and after every change."""
+        self._arena_listeners[listener] = None
+        listener(self._mapped)
+        return lambda: self._arena_listeners.pop(listener, None)
 
     def loads(self) -> Sequence[WorkerLoad]:
         return self._engine.loads()
@@ -124,8 +130,7 @@ class Worker:
                 logger.error("%s (%d of %d)", error.message, num_missed_pings, MAX_MISSED_PINGS)
                 if num_missed_pings >= MAX_MISSED_PINGS:
                     raise WorkerLost("the engine does not respond") from error
-            while self._unused:
-                await self._engine.detach_arena(self._unused.pop())
+            await self._map_arena()
             await self._wait_for_next_ping()
 
     def close(self) -> None:
@@ -143,14 +148,45 @@ class Worker:
                     "gateway %s: processor setting %s is %s there and %s here", hello.gateway_id, name, there, here
                 )
 
-    async def _attach(self, gateway_id: str, offer: ArenaOffer) -> bool:
-        """Attach the arena in this process and in the engine's, which may have a different /dev/shm. Return True if
-        both have mapped it."""
-        if not self._shm.attach(offer.id, offer.nonce):
-            return False
-        self._attached[offer.id] = gateway_id
-        self._unused.discard(offer.id)
-        return await self._engine.attach_arena(offer.id, offer.nonce)
+    def _arena_changed(self, offer: ArenaOffer | None) -> None:
+        """Map the arena of the host's store soon, and unmap an earlier one: there may be no space for a new arena
+        while any process has mapped the old one. What running requests read stays mapped until they end."""
+        self._offer = offer
+        if self._mapped is not None and (offer is None or offer.id != self._mapped):
+            self._shm.detach(self._mapped)
+            self._announce(None)
+        self._ping_requested.set()  # wakes `watch`, which has the engine map it
+
+    async def _map_arena(self) -> None:
+        """Map the current arena in this process and in the engine's, which may have a different /dev/shm, and unmap
+        others."""
+        offer = self._offer
+        for arena in self._in_engine - {offer.id if offer is not None else None}:
+            self._in_engine.discard(arena)
+            await self._engine.detach_arena(arena)
+        if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
+            return
+        self._in_engine.add(offer.id)
+        if not await self._engine.attach_arena(offer.id, offer.nonce) or not self._shm.attach(offer.id, offer.nonce):
+            logger.warning("the store's arena is not in this worker's shared memory: media arrive in messages")
+            self._unmappable = {offer.id}
+        elif offer == self._offer:
+            self._announce(offer.id)
+
+    def _announce(self, arena: str | None) -> None:
+        self._mapped = arena
+        for listener in list(self._arena_listeners):
+            listener(arena)
+
+    async def _hold(self, prompt: Prompt) -> Hold | None:
+        """Hold the entries of the arena that the request reads. Raises HandoverFailed."""
+        ranges = {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
+        if not ranges:
+            return None
+        try:
+            return await self._host_arena.hold(list(ranges))
+        except StoreUnavailable as error:
+            raise HandoverFailed(error.message) from error
 
     def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
         return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]

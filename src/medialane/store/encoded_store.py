@@ -6,8 +6,6 @@ in which it was received; a lookup for another modality (the audio of a video) g
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from blake3 import blake3
 
@@ -23,10 +21,6 @@ MIB = 1024 * KIB
 #: excess is returned at the end. Memory is reserved for bytes that have arrived: if declared lengths were reserved at
 #: once, a few slow origins of videos could exhaust the arena. Growing copies at most 16 MiB, 4 ms of the event loop.
 STEPS = (64 * KIB, MIB, 4 * MIB, 16 * MIB)
-
-
-#: Bytes copied per iteration of the event loop, about 100 us.
-_PIECE_BYTES = 512 * KIB
 
 
 class EncodedStore:
@@ -52,22 +46,15 @@ class EncodedStore:
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
         return lease
 
-    async def put(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
-        """Copy `data`, whose hash is `content`, into the arena. The caller owns the lease. Raises ArenaFull and what
-        `sniff` raises.
+    def reserve(self, num_bytes: int) -> Reservation:
+        """Reserve a range for encoded bytes. The caller owns it. Raises ArenaFull, MediaTooLarge."""
+        return self._arena.reserve(num_bytes, "encoded")
 
-        Copied in chunks on the event loop, where cancellation takes effect between two chunks: a thread could still be
-        writing to a range that has been reallocated.
-        """
-        media_type = EMBEDS_TYPE if ref.is_embeds else sniff(data, ref.modality, self._config)
-        with self._arena.reserve(len(data), "encoded") as reservation:
-            view = memoryview(data)
-            for start in range(0, len(view), _PIECE_BYTES):
-                await asyncio.sleep(0)
-                reservation.buffer[start : start + _PIECE_BYTES] = view[start : start + _PIECE_BYTES]
-            return self._publish(
-                reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
-            )
+    def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Lease[EncodedMedia]:
+        """Cache the written bytes, whose hash is `content`. The caller owns the lease, and, if `sniff` raises, still
+        the reservation."""
+        media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.modality, self._config)
+        return self._publish(reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type)
 
     def forget(self, ref: MediaRef, content: str) -> None:
         """Evict the entry of this content, unless it is pinned."""

@@ -1,0 +1,36 @@
+"""The source of a request's media: the interface that the gateway needs, implemented by `store.StoreFeatures`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from medialane.core.feature import Feature, FoundItem
+from medialane.core.media import EncodedMedia, MediaRef
+from medialane.observability.timeline import StageTimeline
+
+
+class FeatureSource(Protocol):
+    """Finds or makes media items. The caller owns every hold that is returned.
+
+    All raise MedialaneError with the request field of the reference: StoreUnavailable if the store is not connected.
+    """
+
+    async def resolve(self, ref: MediaRef) -> MediaRef:
+        """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
+        ...
+
+    async def processed(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> FoundItem[Feature]:
+        """Return the feature of `ref`, processed with the options of the request and of `ref`."""
+        ...
+
+    async def decoded(self, ref: MediaRef, timeline: StageTimeline) -> FoundItem[Feature]:
+        """Return the decoder's output for `ref`."""
+        ...
+
+    async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> FoundItem[EncodedMedia]:
+        """Return the current encoded bytes of `ref`. If their header must be checked, a preparer has opened them."""
+        ...
+
+    def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
+        """Return the feature key of `ref`, without preparing it. `content` is its content hash."""
+        ...

@@ -1,0 +1,174 @@
+"""A client's side of one connection to the store of its host."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
+from medialane.core.tensor import ArenaRange
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.rpc.dial import dial
+from medialane.store.messages import (
+    AliasResolved,
+    Call,
+    CallFailed,
+    Cancel,
+    DataSent,
+    EntriesHeld,
+    ItemFound,
+    Release,
+    Reply,
+    SendData,
+    StoreHello,
+    StorePing,
+    StoreRefused,
+    StoreStatus,
+    StoreWelcome,
+    decode_from_store,
+)
+
+#: Writes an item's bytes to the payload of an entry. If it raises, it has stopped writing.
+Write = Callable[[ArenaRange], Awaitable[None]]
+
+
+class ConnectionLost(Exception):
+    """The connection was lost before the reply to a call."""
+
+
+class StoreClient:
+    """A registered connection. It does not reconnect: call `connect` again after `closed`.
+
+    `holds` are the ids of the holds that this process has, on any connection: one is added when its call's result
+    arrives, and removed by `release`.
+    """
+
+    welcome: StoreWelcome
+
+    def __init__(self, config: RpcConfig, holds: set[int]) -> None:
+        self._config = config
+        self._holds = holds
+        self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+        self._welcome: asyncio.Future[StoreWelcome] = asyncio.get_running_loop().create_future()
+        self._calls: dict[int, asyncio.Future[Reply | SendData]] = {}
+        self._num_calls = 0
+        self.status: StoreStatus | None = None
+
+    @classmethod
+    async def connect(cls, address: str, hello: StoreHello, config: RpcConfig, holds: set[int]) -> StoreClient:
+        """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
+
+        Cancellation and errors leave no connection behind.
+        """
+        client = cls(config, holds)
+        try:
+            async with asyncio.timeout(config.connect_timeout_s):
+                await dial(address, client._connection)
+                client._connection.send(hello)
+                client.welcome = await client._welcome
+        except BaseException as error:  # includes cancellation
+            client._welcome.cancel()
+            client._connection.end(StoreUnavailable("registration was cancelled"))
+            if isinstance(error, TimeoutError):
+                raise StoreUnavailable("the media store did not respond in time") from None
+            raise
+        return client
+
+    @property
+    def closed(self) -> asyncio.Event:
+        """Set when the connection is closed, by either side."""
+        return self._connection.closed
+
+    async def call(self, make: Callable[[int], Call], write: Write | None = None) -> Reply:
+        """Make a call and return its result; `make` builds the message with the call's id.
+
+        `write` writes the item's bytes if the store asks for them. Raises the error that the store reports, and
+        ConnectionLost. A cancelled call is cancelled at the store.
+        """
+        self._num_calls += 1
+        call_id = self._num_calls
+        reply = self._expect(call_id)
+        try:
+            self._connection.send(make(call_id), at_once=True)
+            while isinstance(message := await reply, SendData):
+                if write is None:
+                    raise ProtocolViolation("the store asks for bytes that were not offered")
+                reply = self._expect(call_id)
+                await write(message.range)
+                self._connection.send(DataSent(call_id), at_once=True)
+        except BaseException:
+            self._abandon(call_id, reply)
+            raise
+        finally:
+            self._calls.pop(call_id, None)
+        if isinstance(message, CallFailed):
+            raise from_report(message.error)
+        return message
+
+    def release(self, hold_id: int) -> None:
+        self._holds.discard(hold_id)
+        self._connection.send(Release([hold_id]))
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._connection.end(StoreUnavailable("the connection was closed"))
+        await self.closed.wait()
+
+    # The methods below are called by the connection; see connection.Peer.
+
+    def opened(self, connection: Connection) -> None:
+        pass
+
+    def received(self, frame: memoryview) -> None:
+        message = decode_from_store(frame)
+        match message:
+            case StoreStatus():
+                self.status = message
+            case StoreWelcome():
+                if self._welcome.done():
+                    raise ProtocolViolation("a second StoreWelcome")
+                self._welcome.set_result(message)
+                self._connection.start_heartbeat()
+            case StoreRefused(report):
+                self._connection.end(from_report(report))
+            case SendData() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
+                self._reply(message)
+
+    def beat(self) -> None:
+        self._connection.send(StorePing())
+
+    def lost(self, error: MedialaneError) -> None:
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(ConnectionLost(error.message))
+
+    def _expect(self, call_id: int) -> asyncio.Future[Reply | SendData]:
+        reply: asyncio.Future[Reply | SendData] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = reply
+        if self.closed.is_set():
+            reply.set_exception(ConnectionLost("the connection is closed"))
+        return reply
+
+    def _reply(self, message: Reply | SendData) -> None:
+        if isinstance(message, ItemFound | EntriesHeld):
+            self._holds.add(message.hold_id)
+        reply = self._calls.get(message.call_id)
+        if reply is not None and not reply.done():
+            reply.set_result(message)
+        else:
+            self._release_unused(message)
+
+    def _abandon(self, call_id: int, reply: asyncio.Future[Reply | SendData]) -> None:
+        """Cancel a call, or release its result if that has arrived."""
+        if reply.done() and not reply.cancelled() and reply.exception() is None:
+            self._release_unused(reply.result())
+        reply.cancel()
+        self._connection.send(Cancel(call_id))
+
+    def _release_unused(self, message: Reply | SendData) -> None:
+        """Release the result of a call that was cancelled in the meantime."""
+        if isinstance(message, ItemFound | EntriesHeld):
+            self.release(message.hold_id)

@@ -1,0 +1,245 @@
+"""Finds media items and makes missing ones: encoded bytes, decoded media, or features.
+
+What is missing is fetched, decoded and processed. Encoded bytes are cached by content hash, so other options, another
+form, or a URL known to be unchanged need neither a download nor a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+from cachetools import LRUCache
+
+from medialane.arena import Arena, Lease
+from medialane.core.errors import ArenaFull, InvalidRequest, MedialaneError, MediaTooLarge, UnknownMediaUuid
+from medialane.core.feature import Feature
+from medialane.core.flight import SingleFlight
+from medialane.core.hashing import decoded_key, feature_key, merged_options
+from medialane.core.media import EncodedMedia, MediaRef
+from medialane.media import Fetcher, MediaConfig, needs_probe
+from medialane.observability.timeline import StageTimeline
+from medialane.prepare import PreparerPool
+from medialane.store.aliases import Aliases
+from medialane.store.encoded_store import EncodedStore
+from medialane.store.messages import Form
+
+#: Receives the encoded bytes of the item, whose content hash its caller has given, into the arena.
+Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]
+
+#: Encoded bytes may be evicted between download and use if the arena is far too small; then they are fetched again.
+_MAX_ATTEMPTS = 3
+
+#: Decode options in the key of a JPEG that may be decoded at reduced size (`jpeg_scaled_decode`); no client sets them.
+SCALED_IO = b'{"jpeg_scaled_decode":true}'
+
+#: Size of each cache of verdicts (probed, too large), in items.
+_MAX_CACHED_VERDICTS = 16_384
+
+_TOO_SMALL = "the shared memory is too small for the media of the requests in flight"
+
+_UNKNOWN = "unknown or expired uuid: send the URL or data of the media as well"
+
+
+class LeasedItem(NamedTuple):
+    """A lease on an item's encoded bytes, decoded form or feature, and the hash of its encoded bytes.
+
+    `is_hit` is whether it was cached.
+    """
+
+    content_hash: str
+    lease: Lease[Feature] | Lease[EncodedMedia]
+    is_hit: bool
+
+
+class Processing(NamedTuple):
+    """How an item is processed: the digest of the processor's settings, and the request's `options`."""
+
+    processor: str
+    options: bytes
+
+
+class Items:
+    """Returns leases on media items; concurrent preparations of the same item are shared.
+
+    References have a URL or a content hash. Bytes that a client has sent are received by `upload`, if they are not
+    cached. The caller owns every lease that is returned. Errors name the request field of the reference.
+    """
+
+    def __init__(
+        self, *, arena: Arena, pool: PreparerPool, fetcher: Fetcher, media: MediaConfig, aliases: Aliases
+    ) -> None:
+        self._arena = arena
+        self._pool = pool
+        self._fetcher = fetcher
+        self._store = EncodedStore(arena, media)
+        self._scales = media.jpeg_scaled_decode
+        self._aliases = aliases
+        self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
+        self._probing: SingleFlight[str, None] = SingleFlight()
+        #: Content that a preparer has opened or decoded without an error: a worker may decode it.
+        self._probed: LRUCache[str, None] = LRUCache(_MAX_CACHED_VERDICTS)
+        #: Features that cannot fit into the arena: finding out again would cost a preparer seconds each time.
+        self._too_large: LRUCache[str, str] = LRUCache(_MAX_CACHED_VERDICTS)
+
+    def resolve(self, ref: MediaRef) -> MediaRef:
+        """Return a reference that has only an alias with the content and options of the alias. Raises
+        UnknownMediaUuid."""
+        bound = None if ref.alias is None else self._aliases.find(ref.salt, ref.alias)
+        if bound is None:
+            raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
+        return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
+
+    async def find(
+        self, ref: MediaRef, form: Form, processing: Processing, timeline: StageTimeline, upload: Upload | None = None
+    ) -> LeasedItem:
+        """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only."""
+        with _naming(ref):
+            if form == "encoded":
+                found = await self._probed_bytes(ref, timeline, upload)
+            else:
+                target = processing if form == "processed" else None
+                found = await self._find_or_prepare(ref, target, timeline, upload)
+        # Bind the alias, unless it was all that was sent, now that the content has proved usable.
+        if ref.alias is not None and (ref.url is not None or upload is not None):
+            self._aliases.bind(ref.salt, ref.alias, found.content_hash)
+        return found
+
+    async def _probed_bytes(self, ref: MediaRef, timeline: StageTimeline, upload: Upload | None) -> LeasedItem:
+        """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects
+        are dropped from the cache."""
+        content, lease = await self._encoded(ref, timeline, upload)
+        try:
+            await self._probe(ref, lease.value)
+        except BaseException as error:  # cancellation included: the lease has no other owner
+            lease.release()
+            if isinstance(error, InvalidRequest):
+                self._store.forget(ref, content)
+            raise
+        return LeasedItem(content, lease, is_hit=False)
+
+    async def _find_or_prepare(
+        self, ref: MediaRef, processing: Processing | None, timeline: StageTimeline, upload: Upload | None
+    ) -> LeasedItem:
+        """Look up the requested form, and prepare it if it is missing.
+
+        If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
+        new content is looked up, and the feature is made from it and has its key.
+        """
+        need_data = False
+        for _ in range(1 + _MAX_ATTEMPTS):
+            content = await self._content(ref, timeline, need_data=need_data)
+            key, kind = self._key(ref, processing, content), "decoded" if processing is None else "processed"
+            if (lease := self._arena.lookup(key, kind)) is not None:
+                timeline.num_hits += 1
+                return LeasedItem(content, lease, is_hit=True)
+            encoded = await self._stored(ref, content, timeline, upload)
+            if encoded is not None:
+                timeline.num_misses += 1
+                # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
+                with encoded:
+                    lease = await self._prepare_once(ref, content, processing, timeline)
+                return LeasedItem(content, lease, is_hit=False)
+            need_data = True
+        raise ArenaFull(_TOO_SMALL)
+
+    async def _encoded(
+        self, ref: MediaRef, timeline: StageTimeline, upload: Upload | None
+    ) -> tuple[str, Lease[EncodedMedia]]:
+        """Return the encoded bytes, fetched or received if they are not cached."""
+        for attempt in range(_MAX_ATTEMPTS):
+            content = await self._content(ref, timeline, need_data=attempt > 0)
+            if (lease := await self._stored(ref, content, timeline, upload)) is not None:
+                return content, lease
+        raise ArenaFull(_TOO_SMALL)
+
+    def _key(self, ref: MediaRef, processing: Processing | None, content: str) -> str:
+        if processing is None:
+            return decoded_key(content=content, io=ref.io, salt=ref.salt)
+        return feature_key(
+            processor=processing.processor,
+            content=content,
+            # The feature that a worker makes of the full-size image is a different one.
+            io=SCALED_IO if self._scales and ref.modality == "image" else ref.io,
+            options=merged_options(processing.options, ref.options),
+            salt=ref.salt,
+        )
+
+    async def _content(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool) -> str:
+        """Return the content hash of `ref`. With `need_data` a URL is fetched again."""
+        if ref.content is not None:
+            return ref.content
+        with timeline.measure("fetch"):
+            return (await self._fetcher.fetch(ref, need_data=need_data)).content_hash
+
+    async def _stored(
+        self, ref: MediaRef, content: str, timeline: StageTimeline, upload: Upload | None
+    ) -> Lease[EncodedMedia] | None:
+        """Return the bytes of `content`, received if needed. None if they have to be fetched."""
+        if (lease := self._store.lookup(ref, content)) is not None:
+            return lease
+        if upload is not None:
+            with timeline.measure("fetch"):
+                return await upload(self._store)
+        if ref.url is None:
+            raise UnknownMediaUuid(_UNKNOWN)
+        return None
+
+    async def _prepare_once(
+        self, ref: MediaRef, content: str, processing: Processing | None, timeline: StageTimeline
+    ) -> Lease[Feature]:
+        """Prepare the requested form, once for all concurrent requests."""
+        key = self._key(ref, processing, content)
+        if (message := self._too_large.get(key)) is not None:
+            raise MediaTooLarge(message)
+        return await self._preparing.do(
+            key, lambda: self._prepare(ref, content, processing, key=key, timeline=timeline)
+        )
+
+    async def _prepare(
+        self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: StageTimeline
+    ) -> Lease[Feature]:
+        """Prepare and publish the feature, or the decoded media, under `key`. The caller has a lease on the bytes."""
+        stored = self._store.lookup(ref, content)
+        if stored is None:
+            raise ArenaFull(_TOO_SMALL)
+        with stored:
+            merged = None if processing is None else merged_options(processing.options, ref.options)
+            try:
+                prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io)
+            except MediaTooLarge as error:
+                self._too_large[key] = error.message
+                raise
+            self._probed[_probe_key(stored.value, ref.salt)] = None
+            timeline.copied_bytes += prepared.value.nbytes
+            return prepared
+
+    async def _probe(self, ref: MediaRef, encoded: EncodedMedia) -> None:
+        """Open in a preparer what a worker will decode, once for all concurrent requests. The caller has a lease."""
+        key = _probe_key(encoded, ref.salt)
+        if ref.is_embeds or key in self._probed or not needs_probe(encoded.media_type):
+            return
+        await self._probing.do(key, lambda: self._probe_stored(ref, encoded.content_hash))
+        self._probed[key] = None
+
+    async def _probe_stored(self, ref: MediaRef, content: str) -> None:
+        if (stored := self._store.lookup(ref, content)) is None:
+            raise ArenaFull(_TOO_SMALL)
+        with stored:
+            await self._pool.probe_item(stored)
+
+
+@contextmanager
+def _naming(ref: MediaRef) -> Iterator[None]:
+    """Add the request field of `ref` to errors."""
+    try:
+        yield
+    except MedialaneError as error:
+        raise error.at(ref.param) from error
+
+
+def _probe_key(encoded: EncodedMedia, salt: str) -> str:
+    """Return the cache key of a verdict on encoded bytes: content, modality and tenant."""
+    return decoded_key(content=encoded.content_hash, io=encoded.modality.encode(), salt=salt)

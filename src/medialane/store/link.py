@@ -1,0 +1,217 @@
+"""A client's link to the store of its host: connects, reconnects, maps the arena, and knows what the client holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
+from medialane.core.backoff import Backoff
+from medialane.core.errors import (
+    HandoverFailed,
+    MedialaneError,
+    NoWorkerReady,
+    StoreUnavailable,
+)
+from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
+from medialane.rpc.config import RpcConfig
+from medialane.store.client import ConnectionLost, StoreClient, Write
+from medialane.store.messages import Call, Reply, StoreHello, StoreStatus, StoreWelcome
+
+logger = logging.getLogger(__name__)
+
+INITIAL_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+_UNAVAILABLE = "the media store of this host is not available"
+
+
+class StoreLink:
+    """One per process. `run` keeps it connected; calls wait for a connection for `wait_timeout_s`.
+
+    The arena is mapped while the store is connected; `writable` for clients that send bytes. `processor` is the digest
+    for which this client wants features.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        rpc: RpcConfig,
+        arena_directory: str,
+        wait_timeout_s: float,
+        processor: str = "",
+        writable: bool = False,
+    ) -> None:
+        self.address = address
+        self._rpc = rpc
+        self._arena_directory = arena_directory
+        self._wait_timeout_s = wait_timeout_s
+        self._client_id = secrets.token_hex(16)
+        self._processor = processor
+        self._writable = writable
+        self._client: StoreClient | None = None
+        self._connected = asyncio.Event()
+        self._view: ArenaView | None = None
+        self._holds: set[int] = set()
+        self._holds_arena = ""  # the entries that are held are in this arena
+        self._problem: str | None = None
+        self._listeners: list[Callable[[ArenaOffer | None], None]] = []
+
+    @property
+    def arena(self) -> str | None:
+        """The id of the arena that is mapped here; None without a store."""
+        return None if self._view is None else self._view.id
+
+    @property
+    def status(self) -> StoreStatus | None:
+        """What the store reported last; None while it is not connected."""
+        return None if self._client is None else self._client.status
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the store, for /health; None if nothing is."""
+        if self._client is None:
+            return "the media store is not connected"
+        return None if self._client.status is None else self._client.status.problem
+
+    @property
+    def num_held(self) -> int:
+        return len(self._holds)
+
+    def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
+        """Call `listener` with the store's arena whenever the store is connected, and with None when it is lost. Called
+        on the event loop; must not block."""
+        self._listeners.append(listener)
+        if self._client is not None:
+            listener(self._client.welcome.arena)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
+        try:
+            while True:
+                if await self._connect_once():
+                    backoff.reset()
+                await asyncio.sleep(backoff.next())
+        finally:
+            self._unmap()
+
+    async def welcome(self) -> StoreWelcome:
+        """Wait for the store, without a deadline: its start takes as long as loading the model's processor."""
+        while (client := self._client) is None:
+            await self._connected.wait()
+        return client.welcome
+
+    async def call(self, make: Callable[[int], Call], write: Write | None = None) -> Reply:
+        """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
+        `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
+        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
+        while True:
+            client = await self._client_before(deadline)
+            try:
+                return await client.call(make, write)
+            except ConnectionLost:
+                continue
+
+    def release(self, hold_id: int, arena: str) -> None:
+        """End a hold on entries of `arena`. Those of an earlier store have ended with it."""
+        if arena != self._holds_arena:
+            return
+        if self._client is not None:
+            self._client.release(hold_id)
+        else:
+            self._holds.discard(hold_id)
+
+    def payload(self, entry: ArenaRange) -> memoryview:
+        """Return the payload of an entry that this client writes. Raises ConnectionLost if its store is lost."""
+        if self._view is None:
+            raise ConnectionLost("the store is lost")
+        try:
+            return self._view.entry(entry, writable=True)[ENTRY_HEADER_BYTES:]
+        except HandoverFailed as error:
+            raise ConnectionLost(error.message) from error
+
+    def tensor(self, descriptor: TensorDescriptor) -> memoryview:
+        """Return the bytes of a tensor of an entry that is held. Raises HandoverFailed if its store is lost."""
+        if self._view is None:
+            raise HandoverFailed("the media store is not connected")
+        return self._view.tensor(descriptor)
+
+    async def _client_before(self, deadline: float) -> StoreClient:
+        try:
+            async with asyncio.timeout_at(deadline):
+                while (client := self._client) is None or client.closed.is_set():
+                    await self._connected.wait()
+        except TimeoutError:
+            raise StoreUnavailable(_UNAVAILABLE) from None
+        return client
+
+    async def _connect_once(self) -> bool:
+        """Connect, and wait until the connection is lost. False if there was none."""
+        try:
+            await self._connect()
+        except MedialaneError as error:
+            self._report(error)
+            return False
+        self._problem = None
+        if self._client is not None:
+            await self._client.closed.wait()
+            logger.warning("the media store is lost")
+        self._disconnect()
+        return True
+
+    async def _connect(self) -> None:
+        sent = list(self._holds)
+        hello = StoreHello(client_id=self._client_id, processor=self._processor, arena=self._holds_arena, holds=sent)
+        client = await StoreClient.connect(self.address, hello, self._rpc, self._holds)
+        welcome = client.welcome
+        try:
+            self._view = self._map(welcome)
+        except MedialaneError:
+            await client.close()
+            raise
+        if welcome.arena.id != self._holds_arena:
+            self._holds.clear()
+            self._holds_arena = welcome.arena.id
+        else:
+            for hold_id in sent:
+                if hold_id not in self._holds:  # released in the meantime
+                    client.release(hold_id)
+        self._client = client
+        self._connected.set()
+        self._tell(welcome.arena)
+        logger.info("the media store is connected: %s", self.address)
+
+    def _map(self, welcome: StoreWelcome) -> ArenaView:
+        """Map the store's arena. Raises HandoverFailed if this process has another /dev/shm."""
+        view = ArenaView.open(welcome.arena.id, self._arena_directory, writable=self._writable)
+        if view.nonce != welcome.arena.nonce:
+            view.close()
+            raise HandoverFailed("the store's arena is not in our shared memory (--arena-directory)")
+        return view
+
+    def _disconnect(self) -> None:
+        self._client = None
+        self._connected.clear()
+        self._unmap()
+        self._tell(None)
+
+    def _tell(self, arena: ArenaOffer | None) -> None:
+        for listener in self._listeners:
+            listener(arena)
+
+    def _unmap(self) -> None:
+        """Close the mapping. Entries that are being read stay mapped until their readers have finished."""
+        view, self._view = self._view, None
+        if view is not None:
+            view.close()
+
+    def _report(self, error: MedialaneError) -> None:
+        """Log the error, but only once: the link retries every second."""
+        if error.message != self._problem:
+            is_absent = isinstance(error, NoWorkerReady)
+            logger.log(logging.INFO if is_absent else logging.ERROR, "media store %s: %s", self.address, error.message)
+        self._problem = error.message

@@ -1,0 +1,181 @@
+"""Messages between the store and its clients on the same host, over one unix socket per client.
+
+The client sends StoreHello; the store replies StoreRefused and closes the connection, or StoreWelcome. Afterwards:
+
+    client                          store
+    FindItem(call, ref, ...)->                              find or make an item
+                            <-      SendData(call, range)   only if `num_bytes` is given and the bytes are not cached
+    DataSent(call)          ->                              the client has written them, and writes no more
+                            <-      ItemFound(call, hold, ...)  the client holds the item
+    ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
+                            <-      AliasResolved(call, ref)
+    HoldEntries(call, ranges)->                              hold entries that another client holds
+                            <-      EntriesHeld(call, hold)
+                            <-      CallFailed(call, error) instead of any of these results
+    Cancel(call)            ->                              no reply follows; the client writes no more
+    Release(holds)          ->                              the client no longer reads what it held
+    Ping                    ->                              every heartbeat interval
+                            <-      StoreStatus             every heartbeat interval, at once after StoreWelcome
+
+Calls run concurrently, and their results arrive in any order. An `ItemFound` or `EntriesHeld` that crosses a `Cancel` is released
+by the client. Any frame that is not one of these messages closes the connection.
+
+When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
+process has exited. If it connects again, it has stopped writing, and says what it still holds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from medialane.core.errors import ErrorReport, ProtocolViolation
+from medialane.core.feature import Feature
+from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.stats import ArenaStats, PoolStats
+from medialane.core.tensor import ArenaOffer, ArenaRange
+from medialane.observability.timeline import TimelineReport
+
+#: Must be equal on both sides; incremented by every incompatible change.
+PROTOCOL_VERSION = 1
+
+#: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
+Form = Literal["encoded", "decoded", "processed"]
+
+
+class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Registration of a client. `client_id` is unique per process; a second connection of it replaces the first, and
+    takes over those of its holds that are in `holds`; they are holds on entries of `arena`.
+
+    `processor` is the digest of the processor settings for which a gateway wants features, part of their keys.
+    """
+
+    version: int = PROTOCOL_VERSION
+    client_id: str
+    processor: str = ""
+    arena: str = ""
+    holds: list[int] = []
+
+
+class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The store's arena, and the settings with which its preparers process media; empty if they do not."""
+
+    pid: int
+    arena: ArenaOffer
+    processor: dict[str, str] = {}
+
+
+class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    error: ErrorReport
+
+
+class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`ref` has a URL or a content hash, but no data: the client sends `num_bytes` bytes if the store asks for them.
+
+    `options` are the request's processor options, for form `processed`.
+    """
+
+    call_id: int
+    ref: MediaRef
+    form: Form
+    options: bytes = b"{}"
+    num_bytes: int | None = None
+
+
+class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write the item's bytes to the payload of this entry."""
+
+    call_id: int
+    range: ArenaRange
+
+
+class DataSent(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+
+
+class ItemFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The item is the arena entry `range`: `encoded` for form `encoded`, otherwise `feature`. `is_hit` is whether it was
+    cached."""
+
+    call_id: int
+    hold_id: int
+    range: ArenaRange
+    content_hash: str
+    is_hit: bool
+    timeline: TimelineReport
+    feature: Feature | None = None
+    encoded: EncodedMedia | None = None
+
+
+class ResolveAlias(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    ref: MediaRef
+
+
+class AliasResolved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    ref: MediaRef
+
+
+class HoldEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    ranges: list[ArenaRange]
+
+
+class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    hold_id: int
+
+
+class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    error: ErrorReport
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    hold_ids: list[int]
+
+
+class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`problem` describes what is wrong with media preparation, None if nothing is."""
+
+    arena: ArenaStats
+    preparers: PoolStats
+    problem: str | None = None
+
+
+ToStore = StoreHello | FindItem | DataSent | ResolveAlias | HoldEntries | Cancel | Release | StorePing
+FromStore = StoreWelcome | StoreRefused | SendData | ItemFound | AliasResolved | EntriesHeld | CallFailed | StoreStatus
+Call = FindItem | ResolveAlias | HoldEntries
+Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
+
+_TO_STORE = msgspec.msgpack.Decoder(ToStore)
+_FROM_STORE = msgspec.msgpack.Decoder(FromStore)
+
+#: What msgspec raises for bytes that are not such a message, `__post_init__` and invalid UTF-8 included.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
+
+
+def decode_to_store(frame: memoryview) -> ToStore:
+    """Decode a client's message. Raises ProtocolViolation."""
+    try:
+        return _TO_STORE.decode(frame)
+    except _UNREADABLE as error:
+        raise ProtocolViolation(f"unreadable message: {error}") from error
+
+
+def decode_from_store(frame: memoryview) -> FromStore:
+    """Decode a message of the store. Raises ProtocolViolation."""
+    try:
+        return _FROM_STORE.decode(frame)
+    except _UNREADABLE as error:
+        raise ProtocolViolation(f"unreadable message: {error}") from error

@@ -1,0 +1,140 @@
+"""The store's listening socket, its sessions, and what clients that have disconnected may still be using."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+from medialane.arena import Arena
+from medialane.core.errors import StartupFailed, StoreUnavailable
+from medialane.core.tensor import ArenaOffer
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.rpc.listener import Listener
+from medialane.store.client_use import ClientUse
+from medialane.store.items import Items
+from medialane.store.messages import PROTOCOL_VERSION, StoreHello, StoreStatus, StoreWelcome
+from medialane.store.session import StoreSession
+
+logger = logging.getLogger(__name__)
+
+
+class StoreServer:
+    """Serves `items` to the gateways and workers of this host. Call `serve` once, and `close` in any case.
+
+    `processor` returns the settings with which media are processed, `status` what clients are told at each heartbeat.
+    """
+
+    def __init__(
+        self,
+        items: Items,
+        arena: Arena,
+        config: RpcConfig,
+        *,
+        max_connections: int,
+        processor: Callable[[], Mapping[str, str]],
+        status: Callable[[], StoreStatus],
+    ) -> None:
+        self._items = items
+        self._arena = arena
+        self._config = config
+        self._max_connections = max_connections
+        self._processor = processor
+        self._status = status
+        self._sessions: set[StoreSession] = set()
+        self._departed = DepartedClients()
+        self._listener: Listener | None = None
+
+    async def serve(self, address: str) -> None:
+        """Start listening. Raises StartupFailed."""
+        self._listener = await Listener.listen(address, self._open)
+
+    async def close(self) -> None:
+        """Stop listening and close all connections. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for session in list(self._sessions):
+            session.connection.end(StoreUnavailable("the store is shutting down"))
+        for session in list(self._sessions):
+            await session.connection.closed.wait()
+        self._departed.close()
+
+    def _open(self) -> Connection:
+        return StoreSession(
+            self._items,
+            self._arena,
+            self._config,
+            register=self._register,
+            status=self._status,
+            on_open=self._admit,
+            on_lost=self._lost,
+        ).connection
+
+    def _admit(self, session: StoreSession) -> None:
+        self._sessions.add(session)
+        if len(self._sessions) > self._max_connections:
+            logger.warning("more than %d connections (--store-max-connections)", self._max_connections)
+            session.connection.end(StoreUnavailable("the store has reached its limit of connections"))
+
+    def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
+        """Raises StartupFailed for a client of another release."""
+        if hello.version != PROTOCOL_VERSION:
+            raise StartupFailed(f"client speaks protocol {hello.version}, store {PROTOCOL_VERSION}: same release?")
+        session.use = self._earlier_use(hello)
+        session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())
+        offer = ArenaOffer(self._arena.id, self._arena.nonce)
+        return StoreWelcome(pid=os.getpid(), arena=offer, processor=dict(self._processor()))
+
+    def _earlier_use(self, hello: StoreHello) -> ClientUse:
+        """Return what the client held on its earlier connection, which is closed if it still exists."""
+        for other in self._sessions:
+            if other.hello is not None and other.hello.client_id == hello.client_id:
+                return other.replace()
+        return self._departed.take(hello.client_id) or ClientUse()
+
+    def _lost(self, session: StoreSession) -> None:
+        self._sessions.discard(session)
+        pidfd, session.pidfd = session.pidfd, None
+        if session.hello is not None and len(session.use) and pidfd is not None:
+            self._departed.add(session.hello.client_id, session.use, pidfd)
+            return
+        session.use.end()
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+class DepartedClients:
+    """Clients that have disconnected and may still be using entries, until their process has exited or they connect
+    again."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[ClientUse, int]] = {}  # the second is a pidfd
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, client_id: str, use: ClientUse, pidfd: int) -> None:
+        """End `use` when the process has exited, unless it is taken before. Owns both."""
+        self._waiting[client_id] = use, pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, client_id)
+
+    def take(self, client_id: str) -> ClientUse | None:
+        """Return what the client held: it has connected again."""
+        found = self._waiting.pop(client_id, None)
+        if found is None:
+            return None
+        use, pidfd = found
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        return use
+
+    def close(self) -> None:
+        for client_id in list(self._waiting):
+            self._exited(client_id)
+
+    def _exited(self, client_id: str) -> None:
+        if (use := self.take(client_id)) is not None:
+            use.end()

@@ -1,0 +1,234 @@
+"""One client's connection at the store: registration, then its calls, each in a task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+
+from medialane.arena import Arena, Lease
+from medialane.core.errors import (
+    HandoverFailed,
+    MedialaneError,
+    ProtocolViolation,
+    StoreUnavailable,
+    to_report,
+)
+from medialane.core.feature import Feature
+from medialane.core.media import EncodedMedia, MediaRef
+from medialane.observability.timeline import StageTimeline
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
+from medialane.store.client_use import ClientUse
+from medialane.store.encoded_store import EncodedStore
+from medialane.store.items import Items, Processing
+from medialane.store.messages import (
+    AliasResolved,
+    Call,
+    CallFailed,
+    Cancel,
+    DataSent,
+    EntriesHeld,
+    FindItem,
+    HoldEntries,
+    ItemFound,
+    Release,
+    Reply,
+    ResolveAlias,
+    SendData,
+    StoreHello,
+    StorePing,
+    StoreRefused,
+    StoreStatus,
+    StoreWelcome,
+    decode_to_store,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Longest time in which a client must write the bytes of an item; 200 MB take a tenth of a second.
+UPLOAD_TIMEOUT_S = 30.0
+
+
+class StoreSession:
+    """A `connection.Peer`. `register` checks a Hello and returns when the client's earlier session has ended;
+    `on_lost` is called once when the connection is lost, with what the client may still be using."""
+
+    def __init__(
+        self,
+        items: Items,
+        arena: Arena,
+        config: RpcConfig,
+        *,
+        register: Callable[[StoreSession, StoreHello], StoreWelcome],
+        status: Callable[[], StoreStatus],
+        on_open: Callable[[StoreSession], None],
+        on_lost: Callable[[StoreSession], None],
+    ) -> None:
+        self._items = items
+        self._arena = arena
+        self._register = register
+        self._status = status
+        self._on_open = on_open
+        self._on_lost = on_lost
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._uploads: dict[int, asyncio.Future[None]] = {}
+        self._last_call_id = 0
+        self.hello: StoreHello | None = None
+        #: What the client may still read or write.
+        self.use = ClientUse()
+        #: The client's process, opened while it was alive. None if it is in a PID namespace that is invisible here.
+        self.pidfd: int | None = None
+        self.connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+
+    # The methods below are called by the connection; see connection.Peer.
+
+    def replace(self) -> ClientUse:
+        """End this session: the client has connected again. Returns what it holds; the caller owns that."""
+        use, self.use = self.use, ClientUse()
+        self._cancel()
+        self.connection.end(StoreUnavailable("the client has connected again"))
+        return use
+
+    def opened(self, connection: Connection) -> None:
+        self.pidfd = _pidfd_of(connection.peer_pid)
+        self._on_open(self)
+
+    def received(self, frame: memoryview) -> None:
+        message = decode_to_store(frame)
+        if isinstance(message, StoreHello):
+            self._welcome(message)
+            return
+        if self.hello is None:
+            raise ProtocolViolation(f"unexpected {type(message).__name__}")
+        match message:
+            case FindItem() | ResolveAlias() | HoldEntries():
+                self._start(message)
+            case DataSent(call_id):
+                if (sent := self._uploads.pop(call_id, None)) is not None:
+                    sent.set_result(None)
+            case Cancel(call_id):
+                if (task := self._tasks.get(call_id)) is not None:
+                    task.cancel()
+            case Release(hold_ids):
+                for hold_id in hold_ids:
+                    self.use.release(hold_id)
+            case StorePing():
+                pass  # any received bytes count as liveness
+
+    def beat(self) -> None:
+        self.connection.send(self._status())
+
+    def lost(self, error: MedialaneError) -> None:
+        self._cancel()
+        if self.hello is not None:
+            logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
+        self._on_lost(self)
+
+    def _cancel(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _welcome(self, hello: StoreHello) -> None:
+        if self.hello is not None:
+            raise ProtocolViolation("a second StoreHello")
+        try:
+            welcome = self._register(self, hello)
+        except MedialaneError as error:
+            self.connection.send(StoreRefused(to_report(error)))
+            self.connection.close()
+            return
+        self.hello = hello
+        self.connection.send(welcome)
+        self.connection.send(self._status())
+        self.connection.start_heartbeat()
+
+    def _start(self, call: Call) -> None:
+        if call.call_id <= self._last_call_id:
+            raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
+        self._last_call_id = call.call_id
+        if isinstance(call, FindItem):
+            task = asyncio.get_running_loop().create_task(self._answer(call))
+            self._tasks[call.call_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
+            return
+        try:
+            reply = self._hold(call) if isinstance(call, HoldEntries) else self._resolve(call)
+        except MedialaneError as error:
+            reply = CallFailed(call.call_id, to_report(error))
+        self.connection.send(reply, at_once=True)
+
+    async def _answer(self, call: FindItem) -> None:
+        reply: Reply
+        try:
+            reply = await self._find(call)
+        except MedialaneError as error:
+            reply = CallFailed(call.call_id, to_report(error))
+        except Exception:  # the supervisor of one call: it fails, and no other
+            logger.exception("a call has failed")
+            reply = CallFailed(call.call_id, to_report(MedialaneError("internal error of the media store")))
+        self.connection.send(reply, at_once=True)
+
+    def _resolve(self, call: ResolveAlias) -> Reply:
+        return AliasResolved(call.call_id, self._items.resolve(call.ref))
+
+    async def _find(self, call: FindItem) -> Reply:
+        hello, timeline = self.hello, StageTimeline()
+        processing = Processing("" if hello is None else hello.processor, call.options)
+        upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
+        found = await self._items.find(call.ref, call.form, processing, timeline, upload)
+        value = found.lease.value
+        return ItemFound(
+            call.call_id,
+            self.use.hold([found.lease]),
+            found.lease.range,
+            found.content_hash,
+            found.is_hit,
+            timeline.report(),
+            feature=value if isinstance(value, Feature) else None,
+            encoded=value if isinstance(value, EncodedMedia) else None,
+        )
+
+    def _hold(self, call: HoldEntries) -> Reply:
+        """Hold entries that are held already, by the gateway that has sent them. All or none: raises HandoverFailed."""
+        leases: list[Lease[None]] = []
+        for found in call.ranges:
+            if (lease := self._arena.share(found)) is None:
+                for taken in leases:
+                    taken.release()
+                raise HandoverFailed("the request's media are no longer held")
+            leases.append(lease)
+        return EntriesHeld(call.call_id, self.use.hold(leases))
+
+    async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
+        """Have the client write the bytes of `ref` into the arena. Raises StoreUnavailable if it takes too long."""
+        reservation = store.reserve(num_bytes)
+        self.use.start_writing(reservation)
+        sent = self._uploads[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self.connection.send(SendData(call_id, reservation.range), at_once=True)
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                await sent
+        except TimeoutError:
+            # It may still be writing. Without a connection, the range is freed when its process has exited.
+            self.connection.end(ProtocolViolation("a client did not send an item's bytes in time"))
+            raise StoreUnavailable("the request's media were not received in time") from None
+        except asyncio.CancelledError:
+            if not self.connection.closed.is_set() and self.use.stop_writing(reservation):
+                reservation.abandon()
+            raise
+        finally:
+            self._uploads.pop(call_id, None)
+        if not self.use.stop_writing(reservation):
+            raise StoreUnavailable("the client has disconnected")
+        with reservation:
+            return store.publish(reservation, ref, ref.content or "")
+
+
+def _pidfd_of(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except ProcessLookupError:
+        return None

@@ -1,0 +1,32 @@
+"""The arena of this host: the interface that the worker needs, implemented by `store.StoreEntries`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from medialane.core.errors import HandoverFailed
+from medialane.core.feature import Hold
+from medialane.core.tensor import ArenaOffer, ArenaRange
+
+
+class HostArena(Protocol):
+    def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
+        """Call `listener` with the arena of this host's store when the store is found, and with None when it is lost.
+        Called on the event loop; must not block."""
+        ...
+
+    async def hold(self, ranges: Sequence[ArenaRange]) -> Hold:
+        """Hold entries until the result is released. Raises HandoverFailed if one is not held by the gateway any more,
+        StoreUnavailable if the store is lost."""
+        ...
+
+
+class NoArena:
+    """For a worker without a store on its host: media arrive in messages."""
+
+    def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
+        """There is nothing to watch."""
+
+    async def hold(self, ranges: Sequence[ArenaRange]) -> Hold:
+        raise HandoverFailed("this worker has no store on its host")
