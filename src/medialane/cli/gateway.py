@@ -9,30 +9,26 @@ import secrets
 import signal
 import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
 from starlette.middleware import Middleware
 
-from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.store import SWITCH_INTERVAL_S
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
+from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
 from medialane.gateway import (
-    Aliases,
-    EncodedStore,
-    FeatureSource,
     Gateway,
     Handover,
     IntakeMiddleware,
-    LoopFairness,
     ScopeMiddleware,
     ScrapeMiddleware,
     WorkerLink,
@@ -41,28 +37,21 @@ from medialane.gateway import (
     health_of,
 )
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.connected_worker import disagreements
 from medialane.gateway.http_protocol import http_protocol
 from medialane.gateway.intake.json_scan import warm_up
-from medialane.media import Fetcher
+from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
-from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.routing import Router
-from medialane.rpc import ArenaOffer, Hello
+from medialane.rpc import Hello
+from medialane.store import StoreFeatures, StoreLink
 from medialane.transfer import InlineTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
-from medialane.vllm_bridge.preparation import FactoryConfig
 
 logger = logging.getLogger(__name__)
 
-#: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
-#: workers will decode.
-PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
-
 #: Exit status of a gateway that cannot continue: EX_SOFTWARE of sysexits.h. It should be restarted.
 EXIT_FAILED = 70
-
-#: Longest time that a thread running Python code may keep the event loop waiting for the GIL; Python's default is 5 ms.
-SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -72,22 +61,27 @@ class _Components:
     config: Config
     gateway_config: GatewayConfig
     frontend: Frontend
-    arena: Arena
-    pool: PreparerPool
-    fetcher: Fetcher
+    store: StoreLink
     links: WorkerPool
     fairness: LoopFairness
     metrics: Metrics
 
 
-def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[str]) -> int:
+class Peers(NamedTuple):
+    """Addresses of the workers, and of the store on this host, which a text-only model does not need."""
+
+    workers: Sequence[str]
+    store: str | None
+
+
+def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers) -> int:
     """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED).
 
     Raises StartupFailed.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with bind(config.server.host, config.server.port) as sock:
-        return uvloop.run(serve(config, model, vllm_args, workers=workers, sock=sock))
+        return uvloop.run(serve(config, model, vllm_args, peers=peers, sock=sock))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -104,16 +98,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(
-    config: Config, model: str, vllm_args: Sequence[str], *, workers: Sequence[str], sock: socket.socket
-) -> int:
+async def serve(config: Config, model: str, vllm_args: Sequence[str], *, peers: Peers, sock: socket.socket) -> int:
     """Implement `run` on a bound socket, in the main thread's event loop."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tasks = EssentialTasks(stop)
     async with AsyncExitStack() as stack:
-        starting = _start(config, model, vllm_args, workers=workers, stack=stack, tasks=tasks)
+        starting = _start(config, model, vllm_args, peers=peers, stack=stack, tasks=tasks)
         started = await unless_set(stop, starting)
         if started is not None:
             frontend, app = started
@@ -129,55 +121,47 @@ async def _start(
     model: str,
     vllm_args: Sequence[str],
     *,
-    workers: Sequence[str],
+    peers: Peers,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
 ) -> tuple[Frontend, Any]:
     """Create all components, owned by `stack`; return vLLM's front end and the ASGI app that it serves."""
-    arena, prefaulted = await stack.enter_async_context(_arena(config))
-    pool = _pool(config, model, vllm_args, arena)
-    stack.push_async_callback(pool.close)
-    frontend = await _load(pool, model, vllm_args)
-    if not frontend.takes_media:
-        await pool.close()
+    # Imports and processors take seconds, during which the event loop must handle signals.
+    frontend = await asyncio.to_thread(Frontend, model, vllm_args)
     gateway_config = _fit(config.gateway, frontend)
     if config.media.jpeg_scaled_decode:
         _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)
-    fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
     fairness, metrics = LoopFairness(), Metrics()
     stack.callback(fairness.close)
-    links = _links(config, frontend, arena=arena, workers=workers, metrics=metrics)
-    components = _Components(config, gateway_config, frontend, arena, pool, fetcher, links, fairness, metrics)
+    store = StoreLink(
+        peers.store or "",
+        rpc=config.rpc,
+        arena_directory=config.arena.directory,
+        wait_timeout_s=config.store.wait_timeout_s,
+        processor=digest(frontend.processor_settings),
+        writable=True,
+    )
+    links = _links(config, frontend, store=store, workers=peers.workers, metrics=metrics)
+    components = _Components(config, gateway_config, frontend, store, links, fairness, metrics)
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
+    if frontend.takes_media:
+        if peers.store is None:
+            raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
+        tasks.start(store.run(), "connecting to the media store")
+        _check_store(frontend, (await store.welcome()).processor)
     tasks.start(links.run(), "connecting to workers")
-    app = await _app(components, gateway)
-    await asyncio.shield(prefaulted)  # if a page could not be allocated later, its writer would get SIGBUS
-    return frontend, app
+    return frontend, await _app(components, gateway)
 
 
-def _pool(config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> PreparerPool:
-    return PreparerPool(
-        config.prepare,
-        factory=PROCESSOR_FACTORY if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY,
-        factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
-        arena=arena,
-        media=config.media,
-    )
-
-
-async def _load(pool: PreparerPool, model: str, vllm_args: Sequence[str]) -> Frontend:
-    """Load vLLM's front end in this process while the preparers load theirs. Raises StartupFailed."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pool.start())
-            # Imports and processors take seconds; the event loop must serve the preparers' start in the meantime.
-            loading = tasks.create_task(asyncio.to_thread(Frontend, model, vllm_args))
-    except* StartupFailed as failed:
-        raise next(e for e in failed.exceptions if isinstance(e, StartupFailed)) from None
-    return loading.result()
+def _check_store(frontend: Frontend, theirs: Mapping[str, str]) -> None:
+    """Raise StartupFailed if the store would process media with other settings than this gateway's."""
+    if not theirs:
+        return  # it decodes nothing: stage url
+    for name, (ours, found) in disagreements(frontend.processor_settings, theirs).items():
+        raise StartupFailed(f"processor setting {name} is {found} in the media store and {ours} here")
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
@@ -206,43 +190,29 @@ def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
         logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
 
 
-@asynccontextmanager
-async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
-    """Create the arena, removed on exit, and the task that prefaults its pages."""
-    config.arena.validate()
-    for dead in reap(config.arena.directory):
-        logger.info("removed the arena of a gateway that has exited: %s", dead.path)
-    arena = Arena.create(config.arena)
-    stop = threading.Event()
-    prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop))
-    try:
-        yield arena, prefault
-    finally:
-        stop.set()
-        await asyncio.wait([prefault])
-        arena.close()
-
-
-def _links(config: Config, frontend: Frontend, *, arena: Arena, workers: Sequence[str], metrics: Metrics) -> WorkerPool:
-    hello = Hello(
-        gateway_id=secrets.token_hex(16),
-        arena=ArenaOffer(arena.id, arena.nonce),
-        processor=frontend.processor_settings,
+def _links(
+    config: Config, frontend: Frontend, *, store: StoreLink, workers: Sequence[str], metrics: Metrics
+) -> WorkerPool:
+    hello = Hello(gateway_id=secrets.token_hex(16), processor=frontend.processor_settings)
+    pool = WorkerPool(
+        [
+            WorkerLink(
+                address, hello, rpc=config.rpc, config=config.gateway, metrics=metrics, own_arena=lambda: store.arena
+            )
+            for address in workers
+        ]
     )
-    return WorkerPool([WorkerLink(w, hello, rpc=config.rpc, config=config.gateway, metrics=metrics) for w in workers])
+    store.watch(lambda _: pool.arena_changed())
+    return pool
 
 
 def _gateway(components: _Components) -> Gateway:
-    features = FeatureSource(
-        arena=components.arena,
-        pool=components.pool,
-        fetcher=components.fetcher,
-        media=components.config.media,
+    features = StoreFeatures(
+        components.store,
         processor_digest=digest(components.frontend.processor_settings),
         fairness=components.fairness,
-        aliases=Aliases(max_aliases=components.gateway_config.max_uuids, ttl_s=components.gateway_config.uuid_ttl_s),
     )
-    inline = InlineTransport(components.arena.view.tensor, max_bytes=components.config.transfer.max_inline_bytes)
+    inline = InlineTransport(components.store.tensor, max_bytes=components.config.transfer.max_inline_bytes)
     return Gateway(
         config=components.gateway_config,
         transfer=components.config.transfer,
@@ -260,17 +230,20 @@ def _gateway(components: _Components) -> Gateway:
 async def _app(components: _Components, gateway: Gateway) -> Any:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
-    metrics.watch_arena(components.arena.stats)
-    metrics.watch_preparers(components.pool.stats)
+    metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
     metrics.watch_workers(links.endpoints)
     metrics.watch_routing(gateway.routes.stats)
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
+
+    async def refresh() -> None:
+        await asyncio.gather(scrape.refresh(), components.store.refresh(SCRAPE_TIMEOUT_S))
+
     return await components.frontend.app(
         gateway,
         outer=Middleware(ScopeMiddleware, metrics=metrics),
         inner=[
-            Middleware(ScrapeMiddleware, refresh=scrape.refresh),
+            Middleware(ScrapeMiddleware, refresh=refresh),
             Middleware(
                 IntakeMiddleware,
                 media=components.config.media,
@@ -279,5 +252,7 @@ async def _app(components: _Components, gateway: Gateway) -> Any:
             ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
-        health=lambda: health_of(links, [components.pool.degradation]).response(),
+        health=lambda: health_of(
+            links, [components.store.problem] if components.frontend.takes_media else []
+        ).response(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.store_command import check_store
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, load_config, process_environ
@@ -15,9 +16,9 @@ from medialane.rpc.address import TcpAddress, parse_address
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = (
-    "server", "gateway", "media", "prepare", "arena", "transfer", "routing", "rpc", "logging",
+    "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "logging",
 )  # fmt: skip
-_COMMON = ("host", "port", "preparers", "arena-size", "stage", "transport", "router", "rpc-token", "log-level")
+_COMMON = ("host", "port", "stage", "transport", "router", "rpc-token", "log-level")
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
@@ -25,7 +26,8 @@ _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
 _EPILOG = """\
 example:
   medialane worker ./model --listen tcp://10.0.0.2:7000        # on 10.0.0.2, with MEDIALANE_RPC_TOKEN set
-  medialane gateway ./model --worker tcp://10.0.0.2:7000       # on this host, with the same token"""
+  medialane store ./model --listen unix:/run/medialane/store.sock    # on this host
+  medialane gateway ./model --worker tcp://10.0.0.2:7000 --store unix:/run/medialane/store.sock    # the same token"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="workers",
         help="address of a worker: unix:/path or tcp://host:port; repeatable",
     )
+    parser.add_argument(
+        "--store",
+        metavar="ADDRESS",
+        help="unix socket of this host's media store (medialane store): unix:/path; needed by models that take media",
+    )
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
@@ -50,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     for address in args.workers:
         _check_worker(address)
+    if args.store is not None:
+        check_store(args.store, "--store")
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     print(installed_kinds().line(), flush=True)
@@ -58,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 
-    return gateway.run(config, args.model, args.vllm_args, args.workers)
+    return gateway.run(config, args.model, args.vllm_args, gateway.Peers(args.workers, args.store))
 
 
 def _check_worker(address: str) -> None:

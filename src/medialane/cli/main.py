@@ -38,8 +38,11 @@ _VLLM = "[settings] [-- any flag of vLLM's engine or server]"
 COMMANDS = {
     "serve": Command("serve", "gateway, preparers and vLLM workers on this host", f"MODEL {_VLLM}"),
     "gateway": Command(
-        "gateway_command", "a gateway for workers that are started separately", f"MODEL --worker ADDRESS [...] {_VLLM}"
+        "gateway_command",
+        "a gateway for workers that are started separately",
+        f"MODEL --worker ADDRESS [...] [--store ADDRESS] {_VLLM}",
     ),
+    "store": Command("store_command", "the media store of one host", f"MODEL --listen ADDRESS {_VLLM}"),
     "worker": Command("worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS {_VLLM}"),
     "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
     "bench": Command("bench", "run a benchmark"),

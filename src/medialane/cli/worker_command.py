@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import NoReturn
 
 import uvloop
 
 from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.store_command import check_store
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_address
+from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
 
-SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "rpc", "logging")
+SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
 _COMMON = ("rpc-token", "log-level", "arena-directory", "simulated-workers", "speedup")
 
 _EPILOG = """\
@@ -35,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen", metavar="ADDRESS", required=True, help="address to listen on: unix:/path or tcp://host:port"
     )
     parser.add_argument(
+        "--store",
+        metavar="ADDRESS",
+        help="unix socket of this host's media store (medialane store): unix:/path; without one, media arrive by network",
+    )
+    parser.add_argument(
         "--engine",
         choices=("vllm", "simulated"),
         default="vllm",
@@ -49,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     # The arena's size is a setting of the gateway, possibly on another host: that section is not validated here.
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
+    if args.store is not None:
+        check_store(args.store, "--store")
     if args.engine == "simulated":
         return _run_simulated(config, args)
     _check_listen(args.listen)
@@ -66,14 +78,41 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
 
     # Until the worker handles signals itself: unwind the stack, so that vLLM stops the processes that it has started.
     signal.signal(signal.SIGTERM, _leave)
-    arena_directory = config.arena.directory
     engine = build_engine(
         args.model,
         args.vllm_args,
-        arena_directory=arena_directory,
+        arena_directory=config.arena.directory,
         release_timeout_s=config.worker.release_timeout_s,
     )
-    return uvloop.run(serve_worker(config.worker, config.rpc, engine, args.listen, arena_directory=arena_directory))
+    directory = config.arena.directory
+
+    async def serve() -> int:
+        async with _host_arena(config, args.store) as host_arena:
+            return await serve_worker(
+                config.worker, config.rpc, engine, args.listen, arena_directory=directory, host_arena=host_arena
+            )
+
+    return uvloop.run(serve())
+
+
+@asynccontextmanager
+async def _host_arena(config: Config, address: str | None) -> AsyncIterator[StoreEntries | None]:
+    """Stay connected to this host's store, if it has one."""
+    if address is None:
+        yield None
+        return
+    link = StoreLink(
+        address,
+        rpc=config.rpc,
+        arena_directory=config.arena.directory,
+        wait_timeout_s=config.store.wait_timeout_s,
+    )
+    running = asyncio.create_task(link.run(), name="store link")
+    try:
+        yield StoreEntries(link)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
@@ -86,16 +125,19 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
         raise StartupFailed("a simulated worker takes no flags of vLLM: its settings begin with --simulated")
     from medialane.worker.simulated import serve_simulated
 
-    return uvloop.run(
-        serve_simulated(
-            config.simulated,
-            config.worker,
-            config.rpc,
-            model=args.model,
-            listen=args.listen,
-            arena_directory=config.arena.directory,
-        )
-    )
+    async def serve() -> int:
+        async with _host_arena(config, args.store) as host_arena:
+            return await serve_simulated(
+                config.simulated,
+                config.worker,
+                config.rpc,
+                model=args.model,
+                listen=args.listen,
+                arena_directory=config.arena.directory,
+                host_arena=host_arena,
+            )
+
+    return uvloop.run(serve())
 
 
 def _check_listen(address: str) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one machine: a gateway, and workers that listen on unix sockets in a private folder."""
+"""The processes of one machine: a store, workers and a gateway, with their unix sockets in a private folder."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def parts(
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> list[ProcessSpec]:
-    """Return the specifications of the workers and the gateway, with their sockets in `folder`; `environ` is what they
+    """Return the specifications of the store, the workers and the gateway, with their sockets in `folder`; `environ` is what they
     inherit. Raises StartupFailed."""
     placements = place_workers(
         hardware,
@@ -122,12 +122,23 @@ def parts(
         num_workers=config.cluster.num_workers,
         environ=environ,
     )
+    store_socket = folder / "store.sock"
+    store = ProcessSpec(
+        name="store",
+        argv=_command("store", model, ["--listen", f"unix:{store_socket}"], vllm_args),
+        environ=inherited,
+        ready=SocketExists(store_socket),
+        stop_timeout_s=config.cluster.stop_timeout_s,
+    )
+    store_flags = ["--store", f"unix:{store_socket}"]
     sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]
     workers = [
         _worker(
             i,
             path,
-            argv=_command("worker", model, ["--listen", f"unix:{path}"], [*vllm_args, *placement.vllm_args]),
+            argv=_command(
+                "worker", model, ["--listen", f"unix:{path}", *store_flags], [*vllm_args, *placement.vllm_args]
+            ),
             environ={**inherited, **placement.environ},
             config=config.cluster,
         )
@@ -136,13 +147,13 @@ def parts(
     addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
     gateway = ProcessSpec(
         name="gateway",
-        argv=_command("gateway", model, addresses, vllm_args),
+        argv=_command("gateway", model, [*addresses, *store_flags], vllm_args),
         environ=inherited,
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=1,
         stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
     )
-    return [*workers, gateway]
+    return [store, *workers, gateway]
 
 
 def _worker(

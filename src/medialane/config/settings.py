@@ -24,6 +24,7 @@ from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
 from medialane.routing.config import RoutingConfig
 from medialane.rpc.config import RpcConfig
+from medialane.store.config import StoreConfig
 from medialane.transfer.config import TransferConfig
 from medialane.worker.config import WorkerConfig
 from medialane.worker.simulated.config import SimulatedConfig
@@ -54,6 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     cluster: ClusterConfig = ClusterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    store: StoreConfig = StoreConfig()
     media: MediaConfig = MediaConfig()
     prepare: PrepareConfig = PrepareConfig()
     arena: ArenaConfig = ArenaConfig()

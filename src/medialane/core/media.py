@@ -35,7 +35,8 @@ class MediaRef(msgspec.Struct, frozen=True):
     request. `options` are processor options of this item alone, canonical JSON as well.
 
     `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,
-    its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`, `data` is an `Embeds` document, which is neither decoded nor processed.
+    its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`,
+    `data` is an `Embeds` document, which is neither decoded nor processed.
     """
 
     modality: Modality

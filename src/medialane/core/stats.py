@@ -46,6 +46,13 @@ class PoolStats(msgspec.Struct, frozen=True):
     pids: tuple[int, ...]
 
 
+class StoreStats(msgspec.Struct, frozen=True):
+    """State of a host's media store."""
+
+    arena: ArenaStats
+    preparers: PoolStats
+
+
 class RoutingStats(msgspec.Struct, frozen=True):
     """The router's state about workers' caches, and its mispredictions; per worker the age of its last KV change and
     the number of gaps in them."""

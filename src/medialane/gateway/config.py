@@ -74,13 +74,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             "503 with Retry-After"
         ),
     ] = 4096
-    max_uuids: Annotated[
-        int,
-        msgspec.Meta(description="most media uuids that are remembered, over all tenants; 0 disables them"),
-    ] = 100_000
-    uuid_ttl_s: Annotated[float, msgspec.Meta(description="how long a media uuid is remembered after its last use")] = (
-        3600.0
-    )
     reconnect_initial_s: Annotated[float, msgspec.Meta(description="initial delay before reconnecting to a worker")] = (
         0.2
     )
@@ -103,10 +96,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             raise StartupFailed("min_body_rate_bytes_per_s and min_body_rate_grace_s must not be negative")
         if self.max_requests < 1:
             raise StartupFailed("max_requests must be at least 1")
-        if self.max_uuids < 0:
-            raise StartupFailed("max_uuids must not be negative")
-        if self.uuid_ttl_s <= 0:
-            raise StartupFailed("uuid_ttl_s must be positive")
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
         if self.admin_timeout_s <= 0:

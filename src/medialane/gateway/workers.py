@@ -226,6 +226,11 @@ class WorkerPool:
         for link in self.links.values():
             link.listener = listener
 
+    def arena_changed(self) -> None:
+        """Called when this gateway has another store."""
+        for link in self.links.values():
+            link.arena_changed()
+
     def endpoints(self) -> list[Endpoint]:
         """Return one endpoint per worker, with the total load of its ranks."""
         ranks = [link.endpoints() for link in self.links.values()]

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from medialane.core.request import Endpoint
-from medialane.core.stats import ArenaStats, PoolStats, RoutingStats
+from medialane.core.stats import ArenaStats, PoolStats, RoutingStats, StoreStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 
@@ -113,13 +113,9 @@ class Metrics:
         """Expose the router's state, read on each scrape."""
         self._watch(lambda: _routing(read()))
 
-    def watch_arena(self, read: Callable[[], ArenaStats]) -> None:
-        """Expose the arena's state, read on each scrape."""
-        self._watch(lambda: _arena(read()))
-
-    def watch_preparers(self, read: Callable[[], PoolStats]) -> None:
-        """Expose the state of the preparers, read on each scrape."""
-        self._watch(lambda: _preparers(read()))
+    def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
+        """Expose the state of the host's store, read on each scrape; nothing while there is none."""
+        self._watch(lambda: _store(read()))
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""
@@ -157,6 +153,12 @@ def _gauge(name: str, text: str, label: str, values: dict[str, float]) -> Metric
     for key, value in values.items():
         family.add_metric([key], value)
     return family
+
+
+def _store(stats: StoreStats | None) -> Iterator[Metric]:
+    if stats is not None:
+        yield from _arena(stats.arena)
+        yield from _preparers(stats.preparers)
 
 
 def _arena(stats: ArenaStats) -> Iterator[Metric]:

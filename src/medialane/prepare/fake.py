@@ -10,7 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -71,6 +72,7 @@ class FakeProcessor:
     """Returns two tensors per item: pixels times `scale` as float32, and height and width as int64. Images only."""
 
     files = ()
+    settings: Mapping[str, str] = MappingProxyType({"processor": "fake"})
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake supports images only")

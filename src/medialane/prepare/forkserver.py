@@ -101,7 +101,8 @@ class Forkserver:
     def run(self) -> None:
         """Serve until the gateway closes its end, then kill and reap every preparer."""
         allow_reader(self._facts.gateway_pid)
-        send_report(self._control, Ready(self._facts.warm_s, self._facts.sandbox, ctypes.addressof(self._probe)))
+        facts, settings = self._facts, dict(self._processor.settings)
+        send_report(self._control, Ready(facts.warm_s, facts.sandbox, ctypes.addressof(self._probe), settings))
         try:
             while self._serve_once(None):
                 pass

@@ -88,6 +88,7 @@ class ForkserverProcess:
     def __init__(self, process: _Process, control: socket.socket, arena: str) -> None:
         self.lost = asyncio.Event()
         self.sandbox = Sandbox()
+        self.settings: dict[str, str] = {}
         self.reads_memory = False
         self._arena = arena
         self._process = process
@@ -274,6 +275,7 @@ class ForkserverProcess:
 
     def _handle_ready(self, report: Ready) -> None:
         self.sandbox = report.sandbox
+        self.settings = report.settings
         self.reads_memory = self._may_read(report.probe)
         if not self._ready.done():
             self._ready.set_result(report.warm_s)

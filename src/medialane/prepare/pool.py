@@ -156,6 +156,11 @@ class PreparerPool:
         )
 
     @property
+    def processor_settings(self) -> Mapping[str, str]:
+        """Settings of the processor; empty before `start`, and for a pool without a model."""
+        return {} if self._forkserver is None else self._forkserver.settings
+
+    @property
     def degradation(self) -> str | None:
         """Describe what is wrong with media preparation; None if healthy, never started, or closed."""
         if self._supervisor is None or self._is_closed:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
+
+import msgspec
 
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
@@ -27,6 +30,11 @@ class ProcessedItem:
 
 class Processor(Protocol):
     """Runs the engine's multimodal processor on one decoded item, inside a preparer. Synchronous, one thread."""
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Everything that affects its results, by name; workers and gateways compare it. Empty without a model."""
+        ...
 
     @property
     def files(self) -> Sequence[str]:
@@ -55,6 +63,14 @@ class Processor(Protocol):
         ...
 
 
+class FactoryConfig(msgspec.Struct, frozen=True):
+    """What the factory of a model's processor needs, as JSON."""
+
+    model: str
+    vllm_args: list[str]
+    max_sampled_frames: int = 768
+
+
 #: A factory for the pool that loads no model: its fork server starts at once.
 NO_PROCESSOR_FACTORY = "medialane.prepare.processor:build_no_processor"
 
@@ -70,6 +86,7 @@ class NoProcessor:
     """A `Processor` that refuses every item: for stage `url` and for text-only models."""
 
     files = ()
+    settings: Mapping[str, str] = MappingProxyType({})
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType(_REFUSAL)

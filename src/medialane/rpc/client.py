@@ -171,19 +171,15 @@ class RpcClient:
             case LoadReport(loads):
                 self._reports.receive_loads(loads)
             case ArenaMapped(arena):
-                self.arena = arena
-                if self._on_arena is not None:
-                    self._on_arena()
+                self._mapped(arena)
             case KvBlocks(change):
                 self._reports.receive_blocks(change)
             case AdminDone() | AdminFailed() | MetricValues():
                 self._calls.received(message)
             case Pong():
                 pass  # any received bytes count as liveness
-            case Welcome():
-                self._open(message)
-            case Refused(report):
-                self._connection.end(_refusal(from_report(report)))
+            case Welcome() | Refused():
+                self._answered(message)
 
     def beat(self) -> None:
         self._num_pings += 1
@@ -203,7 +199,15 @@ class RpcClient:
         self._connection.send(msgspec.structs.replace(hello, token=self._config.token))
         return await self._welcome
 
-    def _open(self, welcome: Welcome) -> None:
+    def _mapped(self, arena: str | None) -> None:
+        self.arena = arena
+        if self._on_arena is not None:
+            self._on_arena()
+
+    def _answered(self, welcome: Welcome | Refused) -> None:
+        if isinstance(welcome, Refused):
+            self._connection.end(_refusal(from_report(welcome.error)))
+            return
         if self._welcome.done():
             raise ProtocolViolation("a second Welcome")
         self._reports.open(welcome.card)

@@ -8,8 +8,18 @@ from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.features import StoreFeatures
+from medialane.store.holds import StoreEntries
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
 from medialane.store.server import StoreServer
 
-__all__ = ["Aliases", "EncodedStore", "Items", "StoreConfig", "StoreFeatures", "StoreLink", "StoreServer"]
+__all__ = [
+    "Aliases",
+    "EncodedStore",
+    "Items",
+    "StoreConfig",
+    "StoreEntries",
+    "StoreFeatures",
+    "StoreLink",
+    "StoreServer",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
 from medialane.core.tensor import ArenaRange
@@ -53,6 +54,7 @@ class StoreClient:
         self._welcome: asyncio.Future[StoreWelcome] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, asyncio.Future[Reply | SendData]] = {}
         self._num_calls = 0
+        self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
 
     @classmethod
@@ -106,6 +108,15 @@ class StoreClient:
             raise from_report(message.error)
         return message
 
+    async def refresh(self, timeout_s: float) -> None:
+        """Have the store report its status, and wait for that, at most `timeout_s` seconds."""
+        self._refreshed = self._refreshed or asyncio.Event()
+        self._refreshed.clear()
+        self._connection.send(StorePing(), at_once=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._refreshed.wait()
+
     def release(self, hold_id: int) -> None:
         self._holds.discard(hold_id)
         self._connection.send(Release([hold_id]))
@@ -125,6 +136,8 @@ class StoreClient:
         match message:
             case StoreStatus():
                 self.status = message
+                if self._refreshed is not None:
+                    self._refreshed.set()
             case StoreWelcome():
                 if self._welcome.done():
                     raise ProtocolViolation("a second StoreWelcome")

@@ -93,7 +93,13 @@ class Items:
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
     async def find(
-        self, ref: MediaRef, form: Form, processing: Processing, timeline: StageTimeline, upload: Upload | None = None
+        self,
+        ref: MediaRef,
+        form: Form,
+        processing: Processing,
+        *,
+        timeline: StageTimeline,
+        upload: Upload | None = None,
     ) -> LeasedItem:
         """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only."""
         with _naming(ref):
@@ -131,8 +137,8 @@ class Items:
         need_data = False
         for _ in range(1 + _MAX_ATTEMPTS):
             content = await self._content(ref, timeline, need_data=need_data)
-            key, kind = self._key(ref, processing, content), "decoded" if processing is None else "processed"
-            if (lease := self._arena.lookup(key, kind)) is not None:
+            key = self._key(ref, processing, content)
+            if (lease := self._arena.lookup(key, "decoded" if processing is None else "processed")) is not None:
                 timeline.num_hits += 1
                 return LeasedItem(content, lease, is_hit=True)
             encoded = await self._stored(ref, content, timeline, upload)

@@ -77,6 +77,11 @@ class StoreLink:
             return "the media store is not connected"
         return None if self._client.status is None else self._client.status.problem
 
+    async def refresh(self, timeout_s: float) -> None:
+        """Update `status`, if the store responds before the timeout."""
+        if self._client is not None:
+            await self._client.refresh(timeout_s)
+
     @property
     def num_held(self) -> int:
         return len(self._holds)
@@ -155,6 +160,9 @@ class StoreLink:
             await self._connect()
         except MedialaneError as error:
             self._report(error)
+            return False
+        except Exception:  # the supervisor: whatever fails, the next attempt may succeed
+            logger.exception("connecting to the media store failed")
             return False
         self._problem = None
         if self._client is not None:

@@ -14,11 +14,11 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
-    Ping                    ->                              every heartbeat interval
-                            <-      StoreStatus             every heartbeat interval, at once after StoreWelcome
+    Ping                    ->                              every heartbeat interval, and before a scrape of metrics
+                            <-      StoreStatus             at once after StoreWelcome and Ping, and every heartbeat
 
-Calls run concurrently, and their results arrive in any order. An `ItemFound` or `EntriesHeld` that crosses a `Cancel` is released
-by the client. Any frame that is not one of these messages closes the connection.
+Calls run concurrently, and their results arrive in any order. An `ItemFound` or `EntriesHeld` that crosses a `Cancel` is
+released by the client. Any frame that is not one of these messages closes the connection.
 
 When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
 process has exited. If it connects again, it has stopped writing, and says what it still holds.
@@ -33,7 +33,7 @@ import msgspec
 from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.core.stats import ArenaStats, PoolStats
+from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.observability.timeline import TimelineReport
 
@@ -95,8 +95,8 @@ class DataSent(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ItemFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The item is the arena entry `range`: `encoded` for form `encoded`, otherwise `feature`. `is_hit` is whether it was
-    cached."""
+    """The item is the entry `range` of the arena: `encoded` for form `encoded`, otherwise `feature`. `is_hit` is
+    whether it was cached."""
 
     call_id: int
     hold_id: int
@@ -148,8 +148,7 @@ class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`problem` describes what is wrong with media preparation, None if nothing is."""
 
-    arena: ArenaStats
-    preparers: PoolStats
+    stats: StoreStats
     problem: str | None = None
 
 
@@ -158,8 +157,8 @@ FromStore = StoreWelcome | StoreRefused | SendData | ItemFound | AliasResolved |
 Call = FindItem | ResolveAlias | HoldEntries
 Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
 
-_TO_STORE = msgspec.msgpack.Decoder(ToStore)
-_FROM_STORE = msgspec.msgpack.Decoder(FromStore)
+_TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
+_FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)
 
 #: What msgspec raises for bytes that are not such a message, `__post_init__` and invalid UTF-8 included.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)

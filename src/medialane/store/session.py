@@ -43,6 +43,7 @@ from medialane.store.messages import (
     StoreRefused,
     StoreStatus,
     StoreWelcome,
+    ToStore,
     decode_to_store,
 )
 
@@ -103,6 +104,18 @@ class StoreSession:
             return
         if self.hello is None:
             raise ProtocolViolation(f"unexpected {type(message).__name__}")
+        self._act(message)
+
+    def beat(self) -> None:
+        self.connection.send(self._status())
+
+    def lost(self, error: MedialaneError) -> None:
+        self._cancel()
+        if self.hello is not None:
+            logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
+        self._on_lost(self)
+
+    def _act(self, message: ToStore) -> None:
         match message:
             case FindItem() | ResolveAlias() | HoldEntries():
                 self._start(message)
@@ -116,16 +129,7 @@ class StoreSession:
                 for hold_id in hold_ids:
                     self.use.release(hold_id)
             case StorePing():
-                pass  # any received bytes count as liveness
-
-    def beat(self) -> None:
-        self.connection.send(self._status())
-
-    def lost(self, error: MedialaneError) -> None:
-        self._cancel()
-        if self.hello is not None:
-            logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
-        self._on_lost(self)
+                self.connection.send(self._status())
 
     def _cancel(self) -> None:
         for task in self._tasks.values():
@@ -178,7 +182,7 @@ class StoreSession:
         hello, timeline = self.hello, StageTimeline()
         processing = Processing("" if hello is None else hello.processor, call.options)
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
-        found = await self._items.find(call.ref, call.form, processing, timeline, upload)
+        found = await self._items.find(call.ref, call.form, processing, timeline=timeline, upload=upload)
         value = found.lease.value
         return ItemFound(
             call.call_id,

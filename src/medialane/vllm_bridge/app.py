@@ -36,7 +36,7 @@ from medialane.vllm_bridge.seams.api_server import (
     middleware_stack_not_built,
     validate_api_server_args,
 )
-from medialane.vllm_bridge.settings import processor_settings
+from medialane.vllm_bridge.settings import settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Frontend:
             self.renderer: BaseRenderer = renderer_from_config(self.config)
         except (OSError, ValueError) as error:
             raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
-        self.processor_settings: dict[str, str] = processor_settings(self.config.model_config, self.renderer)
+        self.processor_settings: dict[str, str] = settings_of(self.config.model_config, self.renderer)
 
     @property
     def takes_media(self) -> bool:

@@ -61,7 +61,7 @@ from medialane.vllm_bridge.seams.engine import (
     num_unfinished_by_rank,
     stop_listening,
 )
-from medialane.vllm_bridge.settings import processor_settings
+from medialane.vllm_bridge.settings import settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ def _card(llm: AsyncLLM) -> ModelCard:
         # In hybrid models full attention may have larger blocks than the rest; its blocks count for the prefix cache.
         block_size=cache.effective_attention_block_size or cache.block_size,
         mm_limits=_media_limits(llm),
-        processor=processor_settings(llm.model_config, llm.renderer),
+        processor=settings_of(llm.model_config, llm.renderer),
         encoder_cache_tokens=encoder_cache_tokens(llm),
         num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM reports the sum over its ranks
         max_num_seqs=config.scheduler_config.max_num_seqs,

@@ -9,8 +9,9 @@ prompt, so a preparer runs it for a single item. It uses private methods of vLLM
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from medialane.core.errors import (
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.media.model_choices import FrameSampler
-from medialane.prepare.processor import NoProcessor, ProcessedItem, Processor
+from medialane.prepare.processor import FactoryConfig, NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
@@ -41,14 +42,7 @@ from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
-
-
-class FactoryConfig(msgspec.Struct, frozen=True):
-    """What the fork server needs to build a processor."""
-
-    model: str
-    vllm_args: list[str]
-    max_sampled_frames: int = 768
+from medialane.vllm_bridge.settings import processor_settings
 
 
 def build_processor(config: bytes) -> Processor:
@@ -62,7 +56,10 @@ def build_processor(config: bytes) -> Processor:
     takes_video = "video" in engine_processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
     processor = VllmProcessor(
-        engine_processor, sampler if takes_video else None, max_model_len=model_config.max_model_len
+        engine_processor,
+        sampler if takes_video else None,
+        max_model_len=model_config.max_model_len,
+        settings=processor_settings(model_config, engine_processor),
     )
     if supports_split(engine_processor):
         processor.warm_up()
@@ -99,7 +96,9 @@ class VllmProcessor:
         sampler: FrameSampler | None = None,
         *,
         max_model_len: int = sys.maxsize,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.settings = settings
         self._processor = processor
         self._tokens = ImageTokens(processor, max_model_len)
         self._sampler = sampler

@@ -16,6 +16,7 @@ import torch
 import transformers
 import vllm
 from vllm.config import ModelConfig
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from vllm.renderers import BaseRenderer
 
 from medialane.core.hashing import canonical_options, content_hash, digest
@@ -37,8 +38,9 @@ _FILES = (
 _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
 
-def processor_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
-    """Return the settings with which this process computes features. Reads the model's small files; call it once."""
+def processor_settings(model_config: ModelConfig, processor: BaseMultiModalProcessor | None) -> dict[str, str]:
+    """Return the settings with which this process computes features; `processor` is None for a text-only model. Reads
+    the model's small files; call it once."""
     return {
         "model": _model(model_config),
         "dtype": str(model_config.dtype).removeprefix("torch."),
@@ -46,7 +48,7 @@ def processor_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dic
         "transformers": _release(transformers.__version__),
         "torch": _release(torch.__version__),
         "torchvision": _release(version("torchvision")),
-        **(_media_settings(model_config, renderer) if model_config.multimodal_config is not None else {}),
+        **(_media_settings(model_config, processor) if processor is not None else {}),
     }
 
 
@@ -58,9 +60,8 @@ def _model(model_config: ModelConfig) -> str:
     return f"files {digest(found)[:16]}"
 
 
-def _media_settings(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
+def _media_settings(model_config: ModelConfig, processor: BaseMultiModalProcessor) -> dict[str, str]:
     config = model_config.multimodal_config
-    processor = renderer.get_mm_processor()
     parts = _parts(processor.info.get_hf_processor())
     return {
         "processor": type(processor).__qualname__,
@@ -85,3 +86,9 @@ def _digest_of(part: Any) -> str:
 def _release(found: str) -> str:
     """2.13.0+cpu -> 2.13.0"""
     return found.partition("+")[0]
+
+
+def settings_of(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
+    """Return `processor_settings` of a process that has vLLM's renderer."""
+    has_media = model_config.multimodal_config is not None
+    return processor_settings(model_config, renderer.get_mm_processor() if has_media else None)

@@ -1,9 +1,8 @@
 """Runs a worker process: listen, watch the engine, shut down.
 
-The order of the shutdown matters: a gateway that finds no listener at the address reuses all memory that it has
-transferred. On a signal, requests are failed and cancelled, and the engine releases them; then the engine's processes
-are terminated, which releases the requests that were not confirmed before the timeout. Only then this process stops
-listening. If the engine is lost, it cannot release anything, so its processes are terminated first.
+On a signal, requests are failed and cancelled, and the engine releases them; then the engine's processes are
+terminated. If the engine is lost, it cannot release anything, so its processes are terminated first. What the requests
+hold at the store ends with them, or with this process.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from medialane.core.errors import WorkerLost
 from medialane.rpc import RpcConfig, RpcServer
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
+from medialane.worker.host_arena import HostArena
 from medialane.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,19 @@ EXIT_ENGINE_LOST = 70
 
 
 async def serve_worker(
-    config: WorkerConfig, rpc: RpcConfig, engine: Engine, address: str, *, arena_directory: str
+    config: WorkerConfig,
+    rpc: RpcConfig,
+    engine: Engine,
+    address: str,
+    *,
+    arena_directory: str,
+    host_arena: HostArena | None = None,
 ) -> int:
     """Serve `engine` at `address` until SIGTERM or SIGINT (0) or the engine is lost (EXIT_ENGINE_LOST).
 
     Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
-    worker = Worker(engine, config, arena_directory=arena_directory)
+    worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena)
     with stopped_by_signals() as stop:
         return await serve_until(stop, worker, engine, address, config=config, rpc=rpc)
 

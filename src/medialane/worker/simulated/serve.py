@@ -10,6 +10,7 @@ from medialane.core.errors import StartupFailed
 from medialane.rpc import Hello, RpcConfig, Welcome
 from medialane.rpc.address import TcpAddress, parse_address
 from medialane.worker.config import WorkerConfig
+from medialane.worker.host_arena import HostArena
 from medialane.worker.serve import serve_until, stopped_by_signals
 from medialane.worker.simulated.config import SimulatedConfig
 from medialane.worker.simulated.engine import SimulatedEngine
@@ -30,7 +31,14 @@ class SimulatedWorker(Worker):
 
 
 async def serve_simulated(
-    config: SimulatedConfig, worker: WorkerConfig, rpc: RpcConfig, *, model: str, listen: str, arena_directory: str
+    config: SimulatedConfig,
+    worker: WorkerConfig,
+    rpc: RpcConfig,
+    *,
+    model: str,
+    listen: str,
+    arena_directory: str,
+    host_arena: HostArena | None = None,
 ) -> int:
     """Serve `config.num_workers` workers of `model` until SIGTERM or SIGINT (0), or until one fails (EXIT_ENGINE_LOST).
 
@@ -41,7 +49,7 @@ async def serve_simulated(
 
         async def serve_one(address: str) -> int:
             engine = SimulatedEngine(config, model=model)
-            serving = SimulatedWorker(engine, worker, arena_directory=arena_directory)
+            serving = SimulatedWorker(engine, worker, arena_directory=arena_directory, host_arena=host_arena)
             try:
                 return await serve_until(stop, serving, engine, address, config=worker, rpc=rpc)
             finally:
