@@ -16,6 +16,7 @@ _TITLES: dict[SectionName, str] = {
     "server": "HTTP",
     "cluster": "processes",
     "gateway": "gateway",
+    "store": "media store",
     "media": "media: limits and sources",
     "prepare": "preparers: processes that decode and process media",
     "arena": "shared memory",

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="ADDRESS",
-        help="unix socket of this host's media store (medialane store): unix:/path; without one, media arrive by network",
+        help="unix socket of this host's media store: unix:/path; without one, media arrive in messages",
     )
     parser.add_argument(
         "--engine",

@@ -105,8 +105,8 @@ def parts(
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> list[ProcessSpec]:
-    """Return the specifications of the store, the workers and the gateway, with their sockets in `folder`; `environ` is what they
-    inherit. Raises StartupFailed."""
+    """Return the specifications of the store, the workers and the gateway, with their sockets in `folder`; `environ` is
+    what they inherit. Raises StartupFailed."""
     placements = place_workers(
         hardware,
         vllm_args,

@@ -92,8 +92,8 @@ class ForkSpare(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The processor is warm, after `warm_s` seconds.
 
-    `sandbox` is the sandbox of its preparers, `settings` are those of its processor. `probe` is the address of the arena's id in its memory: the gateway tries
-    to read it to find out whether it may.
+    `sandbox` is the sandbox of its preparers, `settings` are those of its processor. `probe` is the address of the
+    arena's id in its memory: the pool tries to read it to find out whether it may.
     """
 
     warm_s: float

@@ -17,8 +17,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     Ping                    ->                              every heartbeat interval, and before a scrape of metrics
                             <-      StoreStatus             at once after StoreWelcome and Ping, and every heartbeat
 
-Calls run concurrently, and their results arrive in any order. An `ItemFound` or `EntriesHeld` that crosses a `Cancel` is
-released by the client. Any frame that is not one of these messages closes the connection.
+Calls run concurrently, and their results arrive in any order. The client releases an `ItemFound` or `EntriesHeld` that
+crosses a `Cancel`. Any frame that is not one of these messages closes the connection.
 
 When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
 process has exited. If it connects again, it has stopped writing, and says what it still holds.
