@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[1] / "src" / "medialane"
 
 ROOMS = {
     "core", "media", "prepare", "arena", "transfer", "routing", "rpc", "vllm_bridge", "gateway", "worker", "cluster",
-    "observability", "cli", "config",
+    "observability", "cli", "config", "store",
 }  # fmt: skip
 
 MAY_IMPORT = {
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     # vllm_bridge implements protocols of other packages; it may import those and nothing else. The exception
     # is the arena: EngineCore runs our plugin, and maps the arena itself.
     "vllm_bridge": {"core", "observability", "arena"},
+    "store": {"media", "arena", "prepare", "transfer", "rpc", "core", "observability"},
     "gateway": ROOMS - {"worker", "vllm_bridge", "cluster", "cli", "config"},
     "worker": {"transfer", "rpc", "core", "observability"},
     "cluster": ROOMS - {"cli"},

@@ -40,7 +40,7 @@ async def preparers(arena):
 async def worker(arena):
     """A worker over a fake engine, alone."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        worker = FakeWorker(f"{folder}/w.sock", directory=str(arena.path.parent))
+        worker = FakeWorker(f"{folder}/w.sock", arena=arena)
         await worker.start()
         yield worker
         await worker.close()

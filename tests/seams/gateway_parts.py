@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Self
 
 import msgspec
 import numpy as np
+from host_store import RPC, HostStore, StoreClientTask, eventually, store_address
 from PIL import Image as PILImage
 from prometheus_client import CollectorRegistry
 
 from medialane.arena import Arena
 from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPrompt
+from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.gateway import (
-    Aliases,
-    FeatureSource,
     Gateway,
     GatewayConfig,
     Handover,
-    LoopFairness,
     WorkerLink,
     WorkerPool,
 )
@@ -34,12 +32,12 @@ from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
-from medialane.rpc import ArenaOffer, Hello, RpcConfig, RpcServer
+from medialane.rpc import Hello, RpcServer
+from medialane.store import EncodedStore, StoreEntries
 from medialane.transfer import InlineTransport, ShmTransport, TransferConfig
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
 
 PROCESSOR = {"model": "fake"}
-RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 MEDIA = MediaConfig()
 
 
@@ -64,18 +62,12 @@ def request(request_id: str, token_ids: list[int], **params: object) -> EngineRe
     return EngineRequest(request_id, ExpandedPrompt(token_ids), msgspec.json.encode(FakeParams(**params)))
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what it waits for happens at the other end of a socket
-            await asyncio.sleep(0.005)
-
-
 class FakeWorker:
     """A worker over a fake engine, which can be killed and started again at the same address."""
 
-    def __init__(self, path: str, *, card: ModelCard | None = None, directory: str, **engine: object) -> None:
+    def __init__(self, path: str, *, card: ModelCard | None = None, arena: Arena, **engine: object) -> None:
         self.address = f"unix:{path}"
-        self._directory = directory
+        self._arena = arena
         self._engine_settings = {**engine, **({} if card is None else {"card": card})}
         self.engine = FakeEngine(**self._engine_settings)
         self._server: RpcServer | None = None
@@ -83,9 +75,22 @@ class FakeWorker:
     async def start(self) -> None:
         self.engine = FakeEngine(**self._engine_settings)
         self.registry = CollectorRegistry()  # as a new process has one
-        self._worker = Worker(self.engine, WorkerConfig(), arena_directory=self._directory, registry=self.registry)
+        directory = str(self._arena.path.parent)
+        self._store = StoreClientTask(store_address(self._arena), directory)
+        self._worker = Worker(
+            self.engine,
+            WorkerConfig(),
+            arena_directory=directory,
+            host_arena=StoreEntries(self._store.link),
+            registry=self.registry,
+        )
+        self._watching = asyncio.create_task(self._watch())
         self._server = RpcServer(self._worker, RPC)
         await self._server.serve(self.address)
+
+    async def _watch(self) -> None:
+        with suppress(WorkerLost):
+            await self._worker.watch()
 
     def drop_connections(self) -> None:
         """Like a network failure: the worker keeps running."""
@@ -96,7 +101,10 @@ class FakeWorker:
         if self._server is not None:
             server, self._server = self._server, None
             await server.close()
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
             self._worker.close()
+            await self._store.close()
 
 
 class ScriptedFetcher:
@@ -106,15 +114,17 @@ class ScriptedFetcher:
         self.contents: dict[str, bytes] = {}
         self.fresh: dict[str, str] = {}
         self.num_fetches = 0
-        self._real = Fetcher(MEDIA)
+        self.bodies: EncodedStore | None = None
 
     async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
-        if ref.url is None:
-            return await self._real.fetch(ref)
         if not need_data and ref.url in self.fresh:
             return Fetched(self.fresh[ref.url], None)
         self.num_fetches += 1
-        return await self._real.fetch(msgspec.structs.replace(ref, url=None, data=self.contents[ref.url]))
+        data = self.contents[ref.url]
+        body, found = self.bodies.open(ref.modality, ref.salt, len(data)), content_hash(data)
+        body.write(data)
+        body.finish(found)
+        return Fetched(found, None)
 
 
 class Parts:
@@ -136,21 +146,26 @@ class Parts:
         self.fetcher = fetcher or ScriptedFetcher()
         config = config or GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05)
         transfer = transfer or TransferConfig()
-        hello = Hello(gateway_id="gateway", arena=ArenaOffer(arena.id, arena.nonce), processor=PROCESSOR)
+        if isinstance(self.fetcher, ScriptedFetcher):
+            self.fetcher.bodies = EncodedStore(arena, MEDIA)
+        self.store = HostStore(arena, preparers, self.fetcher, media=MEDIA)
+        self._workers = workers
+        self._config, self._transfer = config, transfer
+
+    async def _assemble(self) -> None:
+        hello = Hello(gateway_id="gateway", processor=PROCESSOR)
+        link, config, transfer = self.store.link, self._config, self._transfer
         self.links = WorkerPool(
-            [WorkerLink(w.address, hello, rpc=RPC, config=config, metrics=self.metrics) for w in workers]
+            [
+                WorkerLink(
+                    w.address, hello, rpc=RPC, config=config, metrics=self.metrics, own_arena=lambda: link.arena
+                )
+                for w in self._workers
+            ]
         )
-        self.fairness = LoopFairness()
-        self.features = FeatureSource(
-            arena=arena,
-            pool=preparers,
-            fetcher=self.fetcher,
-            media=MEDIA,
-            processor_digest="digest",
-            fairness=self.fairness,
-            aliases=Aliases(max_aliases=8, ttl_s=60),
-        )
-        inline = InlineTransport(arena.view.tensor, max_bytes=transfer.max_inline_bytes)
+        link.watch(lambda _: self.links.arena_changed())
+        self.features = self.store.features
+        inline = InlineTransport(link.tensor, max_bytes=transfer.max_inline_bytes)
         self.gateway = Gateway(
             config=config,
             transfer=transfer,
@@ -168,11 +183,14 @@ class Parts:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.callback(self.metrics.close)
-            stack.callback(self.fairness.close)
+            await stack.enter_async_context(self.store)
+            await self._assemble()
             stack.callback(self.gateway.close)
             running = asyncio.create_task(self.links.run())
             stack.push_async_callback(_cancelled, running)
             await eventually(lambda: self.links.num_ready == len(self.links.links))
+            mapping = {w.address for w in self._workers if w.engine.attaches}
+            await eventually(lambda: all(self.links.links[address].same_host for address in mapping))
             self._stack = stack.pop_all()
         return self
 
@@ -181,7 +199,8 @@ class Parts:
 
     @property
     def num_held(self) -> int:
-        return sum(link.num_held for link in self.links.links.values())
+        """Number of leases on entries of the arena."""
+        return self.arena.stats().num_leases
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0

@@ -15,7 +15,7 @@ from medialane.gateway.scrape import MIN_INTERVAL_S
 @pytest.fixture
 async def workers(arena):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        workers = [FakeWorker(f"{folder}/{n}.sock", directory=str(arena.path.parent)) for n in range(2)]
+        workers = [FakeWorker(f"{folder}/{n}.sock", arena=arena) for n in range(2)]
         for worker in workers:
             await worker.start()
         yield workers

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from gateway_parts import Parts, eventually, png
+from host_store import HostStore
 from PIL import Image as PILImage
 
 from audio_maker import by_ffmpeg, hours_of_silence, sound
@@ -28,10 +29,11 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
-from medialane.gateway import Aliases, EncodedStore, FeatureSource, LoopFairness, open_scope
+from medialane.gateway import open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from medialane.store import EncodedStore
 from video_clips import clip
 
 MIB = 1 << 20
@@ -64,18 +66,9 @@ async def fetching(arena, **limits):
 
 @asynccontextmanager
 async def source_of(arena, preparers=None, **limits):
-    fairness = LoopFairness()
-    async with fetching(arena, **limits) as fetcher:
-        yield FeatureSource(
-            arena=arena,
-            pool=preparers,
-            fetcher=fetcher,
-            media=MediaConfig(),
-            processor_digest="d",
-            fairness=fairness,
-            aliases=Aliases(max_aliases=8, ttl_s=60),
-        )
-    fairness.close()
+    media = MediaConfig(**LOCAL, **limits)
+    async with fetching(arena, **limits) as fetcher, HostStore(arena, preparers, fetcher, media=media) as store:
+        yield store.features
 
 
 async def in_pieces(writer: asyncio.StreamWriter, body: bytes, piece: int = 64 * 1024) -> None:
@@ -103,11 +96,12 @@ async def test_different_options_need_no_new_download_or_copy(arena, preparers, 
         sizes = []
         for options in (b"{}", b'{"scale":2}'):
             timeline = StageTimeline()
-            found = await source.find(image(origin.url("/a")), options, timeline)
-            sizes.append(timeline.copied_bytes - found.lease.value.nbytes)
-            found.lease.release()
-        with await source.encoded(image(origin.url("/a")), StageTimeline()) as encoded:
-            assert encoded.value.content_hash == content_hash(body)
+            found = await source.processed(image(origin.url("/a")), options, timeline)
+            sizes.append(timeline.copied_bytes - found.value.nbytes)
+            found.hold.release()
+        encoded = await source.encoded(image(origin.url("/a")), StageTimeline())
+        assert encoded.value.content_hash == content_hash(body)
+        encoded.hold.release()
     assert sizes == [0, 0]
     assert preparers.stats().num_done == 2
     assert len(origin.requests) == 1
@@ -118,12 +112,12 @@ async def test_item_and_decode_options_give_distinct_features(arena, preparers, 
     async with source_of(arena, preparers) as source:
         keys = set()
         for fields in ({}, {"options": b'{"scale":2}'}, {"io": b'{"image_mode":"RGB"}'}):
-            found = await source.find(image(origin.url("/a"), **fields), b"{}", StageTimeline())
-            keys.add(found.lease.value.mm_hash)
-            found.lease.release()
-        common = await source.find(image(origin.url("/a")), b'{"scale":2}', StageTimeline())
-        assert common.lease.value.mm_hash in keys, "the same options, wherever they were given"
-        common.lease.release()
+            found = await source.processed(image(origin.url("/a"), **fields), b"{}", StageTimeline())
+            keys.add(found.value.mm_hash)
+            found.hold.release()
+        common = await source.processed(image(origin.url("/a")), b'{"scale":2}', StageTimeline())
+        assert common.value.mm_hash in keys, "the same options, wherever they were given"
+        common.hold.release()
     assert len(keys) == 3
     assert preparers.stats().num_done == 3
 
@@ -137,8 +131,9 @@ async def test_unchanged_content_is_not_downloaded_again(arena, origin):
     async with source_of(arena) as source:
         ranges = []
         for _ in range(2):
-            with await source.encoded(image(origin.url("/a")), StageTimeline()) as lease:
-                ranges.append(lease.range)
+            found = await source.encoded(image(origin.url("/a")), StageTimeline())
+            ranges.append(found.value.range)
+            found.hold.release()
     assert ranges[0] == ranges[1]
     assert ["if-none-match" in request.headers for request in origin.requests] == [False, True]
 
@@ -147,7 +142,8 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
     origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
     async with source_of(arena) as source:
         for _ in range(2):
-            (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
+            (await source.encoded(image(origin.url("/a")), StageTimeline())).hold.release()
+            await eventually(lambda: arena.stats().num_leases == 0)
             arena.clear()
     assert len(origin.requests) == 2
 
@@ -157,10 +153,10 @@ async def test_inline_and_fetched_content_share_one_entry(arena, origin):
     async with source_of(arena) as source:
         sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline())
         fetched = await source.encoded(image(origin.url("/a")), StageTimeline())
-        assert fetched.range == sent.range
+        assert fetched.value.range == sent.value.range
         assert arena.stats().num_entries == 1
-        sent.release()
-        fetched.release()
+        sent.hold.release()
+        fetched.hold.release()
 
 
 async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
@@ -173,7 +169,7 @@ async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
         tracemalloc.stop()
         assert lease.value.content_hash == content_hash(body)
         assert lease.value.num_bytes == len(body) > 6 * MIB
-        lease.release()
+        lease.hold.release()
     assert peak < 3 * MIB
 
 
@@ -199,7 +195,7 @@ async def test_large_body_is_not_copied_to_the_heap(arena, origin):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.value.num_bytes == len(body) > 6 * MIB
-        lease.release()
+        lease.hold.release()
     assert peak < 2 * MIB
 
 
@@ -277,13 +273,13 @@ async def test_media_for_a_worker_are_probed_once_and_images_with_known_headers_
     async with source_of(arena, preparers) as source:
         found = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
         assert preparers.stats().num_done == 1
-        (await source.encoded(refs[-1], StageTimeline())).release()
+        (await source.encoded(refs[-1], StageTimeline())).hold.release()
         assert preparers.stats().num_done == 1
         sound_of_it = MediaRef("audio", "p", data=clip(3))
         with pytest.raises(InvalidAudio, match="no audio track"):
             await source.encoded(sound_of_it, StageTimeline())
-    for lease in found:
-        lease.release()
+    for one in found:
+        one.hold.release()
 
 
 async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, monkeypatch):
@@ -298,12 +294,12 @@ async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, 
     monkeypatch.setattr(preparers, "prepare_item", made)
     async with source_of(arena, preparers) as source:
         ref = MediaRef("image", "p", data=png())
-        found = await asyncio.gather(*(source.find(ref, b"{}", StageTimeline()) for _ in range(2)))
+        found = await asyncio.gather(*(source.processed(ref, b"{}", StageTimeline()) for _ in range(2)))
         assert preparers.stats().num_done == 1
-        assert found[0].lease.range == found[1].lease.range
+        assert found[0].value.tensors[0].range == found[1].value.tensors[0].range
         for one in found:
-            one.lease.release()
-        assert arena.stats().num_leases == 0
+            one.hold.release()
+        await eventually(lambda: arena.stats().num_leases == 0)
 
 
 async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_preparation(arena, preparers):
@@ -312,7 +308,7 @@ async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_p
     async with source_of(arena, preparers) as source:
         for _ in range(2):
             with pytest.raises(MediaTooLarge) as refused:
-                await source.find(ref, b"{}", StageTimeline())
+                await source.processed(ref, b"{}", StageTimeline())
             assert (refused.value.status, refused.value.param) == (413, ref.param)
             assert preparers.stats().num_failed == 1
 
@@ -320,7 +316,6 @@ async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_p
 async def test_bytes_larger_than_the_arena_are_rejected_permanently(arena, preparers):
     data = bmp(3400)
     async with source_of(arena, preparers, max_image_bytes=64 * MIB) as source:
-        source._store._config = MediaConfig(max_image_bytes=64 * MIB)
         with pytest.raises(MediaTooLarge) as refused:
             await source.encoded(MediaRef("image", "p", data=data), StageTimeline())
         assert refused.value.status == 413
@@ -334,7 +329,7 @@ async def test_body_is_rejected_while_the_arena_is_full_and_accepted_later(arena
             await source.encoded(image(origin.url("/a")), StageTimeline())
         assert arena.stats().num_reservations == 0
         held.release()
-        (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
+        (await source.encoded(image(origin.url("/a")), StageTimeline())).hold.release()
 
 
 async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(arena, origin):
@@ -348,8 +343,9 @@ async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(
                 task.cancel()
             if num_wanting:
                 gate.set()
-                with await both[0] as lease:
-                    assert lease.value.content_hash == content_hash(body)
+                found = await both[0]
+                assert found.value.content_hash == content_hash(body)
+                found.hold.release()
             await asyncio.wait(both)
             assert [task.cancelled() for task in both] == [not num_wanting, True]
             await eventually(lambda: arena.stats().num_reservations == 0)
@@ -396,7 +392,7 @@ async def test_concurrent_fetches_are_bounded(arena, limits, most):
     async with HttpOrigin(dict(routes)) as one, HttpOrigin(dict(routes)) as other, source_of(arena, **limits) as source:
         refs = [image(origin.url(f"/{n}")) for n in range(8) for origin in (one, other)]
         leases = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
-        for lease in leases:
-            lease.release()
+        for found in leases:
+            found.hold.release()
         assert peak == most
         assert len(one.requests) == len(other.requests) == 8

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import secrets
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
 from gateway_parts import ScriptedFetcher, png, ref
+from host_store import HostStore
 from PIL import Image as PILImage
 
 from medialane.core.media import MediaSize
-from medialane.gateway import Aliases, FeatureSource, LoopFairness
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PrepareConfig, PreparerPool
@@ -28,7 +30,7 @@ def jpeg():
 @pytest.fixture
 async def source_with(arena):
     """Make a feature source and preparers with these media settings."""
-    pools, fairness = [], LoopFairness()
+    stack = AsyncExitStack()
 
     async def make(**settings):
         media = MediaConfig(**settings)
@@ -39,30 +41,24 @@ async def source_with(arena):
             arena=arena,
             media=media,
         )
-        pools.append(pool)
         await pool.start()
-        return FeatureSource(
-            arena=arena,
-            pool=pool,
-            fetcher=ScriptedFetcher(),
-            media=media,
-            processor_digest="digest",
-            fairness=fairness,
-            aliases=Aliases(max_aliases=8, ttl_s=60),
-        )
+        stack.push_async_callback(pool.close)
+        store = await stack.enter_async_context(HostStore(arena, pool, ScriptedFetcher(), media=media, address=f"unix:/tmp/{secrets.token_hex(8)}.sock"))
+        return store.features
 
     yield make
-    fairness.close()
-    for pool in pools:
-        await pool.close()
+    await stack.aclose()
 
 
 async def found(source, data, options):
     """The feature's hash, its reported sizes, and the shape of its first tensor."""
-    made = await source.find(ref(data), options, StageTimeline())
-    with made.lease as lease:
-        feature = lease.value
-        return feature.mm_hash, feature.size, feature.tensors[0].spec.shape
+    if options is None:
+        made = await source.decoded(ref(data), StageTimeline())
+    else:
+        made = await source.processed(ref(data), options, StageTimeline())
+    made.hold.release()
+    feature = made.value
+    return feature.mm_hash, feature.size, feature.tensors[0].spec.shape
 
 
 async def test_scaled_and_full_size_images_never_share_an_entry(source_with, jpeg):
@@ -79,8 +75,9 @@ async def test_scaled_and_full_size_images_never_share_an_entry(source_with, jpe
 
 
 async def source_content(source, data):
-    with await source.encoded(ref(data), StageTimeline()) as lease:
-        return lease.value
+    found = await source.encoded(ref(data), StageTimeline())
+    found.hold.release()
+    return found.value
 
 
 async def test_unscaled_images_are_full_size_even_with_scaling_enabled(source_with, jpeg):

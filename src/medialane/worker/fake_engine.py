@@ -51,7 +51,7 @@ class FakeEngine:
     """Outputs token ids derived from the prompt's ids and the bytes of the features, one delta each.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
-    whose tensors it may read. Prompts stay in its KV cache, `blocks`. `attaches` is the result of `attach_arena`.
+    whose tensors it may read, `num_requests` all that it has accepted. Prompts stay in its KV cache, `blocks`. `attaches` is the result of `attach_arena`.
     Administrative calls are recorded in `calls` and only change the state that calls can query. `die` makes it fail
     like a lost engine.
     """
@@ -59,6 +59,7 @@ class FakeEngine:
     def __init__(self, *, card: ModelCard = FAKE_CARD, attaches: bool = True, release_s: float = 0.0) -> None:
         self.card = card
         self.num_reading = 0
+        self.num_requests = 0
         self.num_pings = 0
         self.arenas: list[str] = []
         self.calls: list[AdminCall] = []
@@ -66,7 +67,7 @@ class FakeEngine:
         self.is_paused = False
         self.closed = False
         self.blocks = FakeBlocks(card.block_size)
-        self._attaches = attaches
+        self.attaches = attaches
         self._release_s = release_s
         self._failure: MedialaneError | None = None
 
@@ -86,7 +87,7 @@ class FakeEngine:
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         self._check_alive()
         self.arenas.append(arena)
-        return self._attaches
+        return self.attaches
 
     async def detach_arena(self, arena: str) -> None:
         if arena in self.arenas:
@@ -97,6 +98,7 @@ class FakeEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         params = _params(request)
         self._check(request, tensors)
+        self.num_requests += 1
         self.num_reading += 1
         num_cached = self.blocks.prefill(request)
         try:

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from medialane.gateway.loop_fairness import LARGE_BYTES, SMALL_BYTES, LoopFairness
+from medialane.core.loop_fairness import LARGE_BYTES, SMALL_BYTES, LoopFairness
 
 
 class LoopTurns:

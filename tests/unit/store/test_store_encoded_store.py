@@ -12,8 +12,8 @@ from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import ArenaFull, InvalidImage, MediaTooLarge, UnsupportedMediaType
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
-from medialane.gateway import EncodedStore
-from medialane.gateway.encoded_store import STEPS
+from medialane.store import EncodedStore
+from medialane.store.encoded_store import STEPS
 from medialane.media import MediaConfig
 
 MIB = 1 << 20

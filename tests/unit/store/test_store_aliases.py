@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.core.media import Alias
-from medialane.gateway.aliases import Aliases, AliasTarget
+from medialane.store.aliases import Aliases, AliasTarget
 
 
 class Clock:

@@ -1,0 +1,95 @@
+"""The media store of a host in this process, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Self
+
+from medialane.arena import Arena
+from medialane.core.loop_fairness import LoopFairness
+from medialane.core.stats import PoolStats, StoreStats
+from medialane.media import Fetcher, MediaConfig
+from medialane.prepare import PreparerPool
+from medialane.rpc import RpcConfig
+from medialane.store import Aliases, Items, StoreFeatures, StoreLink, StoreServer
+from medialane.store.messages import StoreStatus
+
+RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
+WAIT_S = 2.0
+NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
+
+
+def store_address(arena: Arena) -> str:
+    """Every client of a test finds the store of its arena."""
+    return f"unix:/tmp/medialane-test-{arena.id[:16]}.sock"
+
+
+class StoreClientTask:
+    """A link that stays connected until `close`."""
+
+    def __init__(self, address: str, directory: str, **settings: object) -> None:
+        self.link = StoreLink(address, rpc=RPC, arena_directory=directory, wait_timeout_s=WAIT_S, **settings)
+        self._running = asyncio.create_task(self.link.run())
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.wait([self._running])
+
+
+class HostStore:
+    """The store of `arena`, which its caller owns, like the other parts. `features` is a gateway's source of media."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        preparers: PreparerPool | None,
+        fetcher: Fetcher,
+        *,
+        media: MediaConfig | None = None,
+        address: str | None = None,
+    ) -> None:
+        media = media or MediaConfig()
+        self.arena = arena
+        self.address = address or store_address(arena)
+        self.items = Items(
+            arena=arena,
+            pool=preparers,
+            fetcher=fetcher,
+            media=media,
+            aliases=Aliases(max_aliases=8, ttl_s=60),
+        )
+        self.fairness = LoopFairness()
+        self._preparers = preparers
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._stack.callback(self.fairness.close)
+        self.server = StoreServer(
+            self.items, self.arena, RPC, max_connections=64, processor=dict, status=self._status
+        )
+        self._stack.push_async_callback(self.server.close)
+        await self.server.serve(self.address)
+        client = StoreClientTask(self.address, str(self.arena.path.parent), writable=True, processor="digest")
+        self._stack.push_async_callback(client.close)
+        self.link = client.link
+        async with asyncio.timeout(5):
+            await self.link.welcome()
+        self.features = StoreFeatures(self.link, processor_digest="digest", fairness=self.fairness)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+        assert not Path(self.address.removeprefix("unix:")).exists()
+
+    def _status(self) -> StoreStatus:
+        preparers = self._preparers.stats() if self._preparers is not None else NO_PREPARERS
+        return StoreStatus(StoreStats(self.arena.stats(), preparers))
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what it waits for happens at the other end of a socket
+            await asyncio.sleep(0.005)
