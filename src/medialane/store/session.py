@@ -94,7 +94,7 @@ class StoreSession:
         return use
 
     def opened(self, connection: Connection) -> None:
-        self.pidfd = _pidfd_of(connection.peer_pid)
+        self.pidfd = pidfd_of(connection.peer_pid)
         self._on_open(self)
 
     def received(self, frame: memoryview) -> None:
@@ -231,7 +231,7 @@ class StoreSession:
             return store.publish(reservation, ref, ref.content or "")
 
 
-def _pidfd_of(pid: int) -> int | None:
+def pidfd_of(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid) if pid else None
     except ProcessLookupError:

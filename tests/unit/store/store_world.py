@@ -1,0 +1,180 @@
+"""A store without media: items are patterns of bytes. Its clients are of this process, with pipes for processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from contextlib import suppress
+
+import pytest
+
+from medialane.arena import Arena, ArenaConfig, Lease, layout
+from medialane.core.feature import Feature
+from medialane.core.media import MediaRef, MediaSize
+from medialane.core.stats import PoolStats, StoreStats
+from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.rpc import RpcConfig
+from medialane.store import StoreLink, StoreServer
+from medialane.store.items import LeasedItem
+from medialane.store.messages import FindItem, ItemFound, StoreStatus
+
+RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=5.0)
+IDLE = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
+ITEM_BYTES = 500_000
+
+
+class PatternItems:
+    """Replaces `Items`: the item of content `c` is `ITEM_BYTES` bytes of `pattern(c)`."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.gate: asyncio.Event | None = None
+
+    async def find(self, ref, form, processing, *, timeline, upload=None) -> LeasedItem:
+        if self.gate is not None:
+            await self.gate.wait()
+        if upload is not None:
+            lease = await upload(self)
+            return LeasedItem(ref.content, lease, is_hit=False)
+        lease = self._arena.lookup(ref.content)
+        return LeasedItem(ref.content, lease or self._make(ref.content), is_hit=lease is not None)
+
+    def reserve(self, num_bytes: int):
+        return self._arena.reserve(num_bytes)
+
+    def publish(self, reservation, ref: MediaRef, content: str) -> Lease[Feature]:
+        return self._arena.publish(reservation, content, feature(content, reservation.range))
+
+    def _make(self, content: str) -> Lease[Feature]:
+        reservation = self._arena.reserve(ITEM_BYTES)
+        reservation.buffer[:] = pattern(content) * ITEM_BYTES
+        return self.publish(reservation, None, content)
+
+
+def pattern(content: str) -> bytes:
+    return bytes([ord(content[0])])
+
+
+def feature(content: str, entry: ArenaRange) -> Feature:
+    spec = TensorSpec("uint8", (ITEM_BYTES,))
+    (offset,), _ = layout((spec,))
+    return Feature("image", content, b"", (TensorDescriptor(spec, entry, offset),), MediaSize())
+
+
+def reference(content: str) -> MediaRef:
+    return MediaRef("image", "p", content=content)
+
+
+class Client:
+    """A gateway or worker. `die` is kill -9: the connection ends, then the process is gone."""
+
+    def __init__(self, world: World, **settings: object) -> None:
+        self.world = world
+        self.link = StoreLink(
+            world.address, rpc=RPC, arena_directory="/dev/shm", wait_timeout_s=2.0, writable=True, **settings
+        )
+        self.holds: dict[int, tuple[str, ArenaRange]] = {}
+        self.exit: int | None = None
+        self.running = asyncio.create_task(self.link.run())
+
+    async def find(self, content: str) -> int:
+        reply = await self.link.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
+        assert isinstance(reply, ItemFound)
+        self.holds[reply.hold_id] = content, reply.range
+        return reply.hold_id
+
+    def release(self, hold_id: int) -> None:
+        _, entry = self.holds.pop(hold_id)
+        self.link.release(hold_id, entry.arena)
+
+    async def disconnect(self) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        if self.link._client is not None:
+            await self.link._client.close()
+
+    async def die(self) -> None:
+        await self.disconnect()
+        self.world.kill(self)
+
+
+class World:
+    """The store, and the pipes whose ends stand for the processes of its clients."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int = 16 << 20) -> None:
+        self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
+        self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
+        self.items = PatternItems(self.arena)
+        self.server = StoreServer(
+            self.items,
+            self.arena,
+            RPC,
+            max_connections=16,
+            processor=dict,
+            status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE)),
+        )
+        self._pipes: dict[str, int] = {}
+        monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
+        self._exits: list[int] = []
+        _poison_freed(monkeypatch)
+
+    async def start(self) -> World:
+        await self.server.serve(self.address)
+        return self
+
+    async def client(self, **settings: object) -> Client:
+        num_known = len(self._exits)
+        client = Client(self, **settings)
+        await asyncio.wait_for(client.link.welcome(), 5)
+        client.exits = self._exits[num_known:]
+        del self._exits[num_known:]
+        return client
+
+    def kill(self, client: Client) -> None:
+        """The process exits: its pidfds become readable."""
+        for end in client.exits:
+            os.close(end)
+
+    async def lose_connection(self, client: Client) -> None:
+        """The connection ends, while the process lives; it connects again."""
+        old = client.link._client
+        await old.close()
+        async with asyncio.timeout(5):
+            while client.link._client in (old, None):  # noqa: ASYNC110 - at the other end of a socket
+                await asyncio.sleep(0.001)
+        client.exits += self._exits
+        self._exits.clear()
+
+    def bytes_of(self, entry: ArenaRange) -> bytes:
+        return bytes(self.arena.view.memory[entry.offset + 64 : entry.offset + 64 + ITEM_BYTES])
+
+    async def close(self) -> None:
+        await self.server.close()
+        self.arena.close()
+
+    def _pidfd(self, _pid: int) -> int:
+        read_end, write_end = os.pipe()
+        self._exits.append(write_end)
+        return read_end
+
+
+def _poison_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwrite what is freed, so that a reader without a hold is noticed."""
+    from medialane.arena import arena as module
+
+    clear = module.clear
+
+    def poison(words: memoryview, entry: ArenaRange) -> None:
+        clear(words, entry)
+        with suppress(ValueError):
+            memory = words.cast("B")
+            memory[entry.offset + 64 : entry.offset + entry.nbytes] = b"\xdb" * (entry.nbytes - 64)
+
+    monkeypatch.setattr(module, "clear", poison)
+
+
+async def eventually(condition, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what it waits for happens at the other end of a socket
+            await asyncio.sleep(0.002)

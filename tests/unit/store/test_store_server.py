@@ -1,0 +1,226 @@
+"""The store and its clients over a real socket: holds, uploads, lost connections, exits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+
+import pytest
+from store_world import ITEM_BYTES, Client, World, eventually, pattern, reference
+
+from medialane.core.errors import HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
+from medialane.store.client import StoreClient
+from medialane.store.holds import StoreEntries
+from medialane.store.messages import FindItem, ItemFound, Release, StoreHello
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    world = World(monkeypatch)
+    await world.start()
+    clients: list[Client] = []
+    make = world.client
+
+    async def client(**settings):
+        clients.append(await make(**settings))
+        return clients[-1]
+
+    world.client = client
+    yield world
+    for one in clients:
+        await one.disconnect()
+    await world.close()
+    assert (world.arena.stats().num_leases, world.arena.stats().num_reservations) == (0, 0)
+
+
+async def test_item_stays_in_place_while_it_is_held(world):
+    gateway = await world.client()
+    hold_id = await gateway.find("a")
+    _, entry = gateway.holds[hold_id]
+    for _ in range(100):  # many times the arena's size
+        gateway.release(await gateway.find(chr(98 + _ % 20)))
+        world.arena.clear()
+    assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
+    gateway.release(hold_id)
+    await eventually(lambda: world.arena.stats().num_leases == 0)
+
+
+async def test_second_gateway_hits_what_the_first_has_brought_in(world):
+    one, other = await world.client(), await world.client()
+    (first, second) = (await one.find("a"), await other.find("a"))
+    assert one.holds[first][1] == other.holds[second][1]
+    assert world.arena.stats().num_entries == 1
+
+
+async def test_worker_holds_what_the_gateway_has_sent_beyond_the_gateways_death(world):
+    gateway, worker = await world.client(), await world.client()
+    hold_id = await gateway.find("a")
+    _, entry = gateway.holds[hold_id]
+    held = await StoreEntries(worker.link).hold([entry])
+    await gateway.die()
+    world.arena.clear()
+    assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
+    held.release()
+    await eventually(lambda: world.arena.stats().num_leases == 0)
+
+
+async def test_worker_cannot_hold_what_its_gateway_has_released(world):
+    gateway, worker = await world.client(), await world.client()
+    kept, dropped = await gateway.find("a"), await gateway.find("b")
+    entries = [gateway.holds[kept][1], gateway.holds[dropped][1]]
+    gateway.release(dropped)
+    await eventually(lambda: world.arena.stats().num_leases == 1)
+    with pytest.raises(HandoverFailed):
+        await StoreEntries(worker.link).hold(entries)
+    assert world.arena.stats().num_leases == 1, "all or none"
+
+
+async def test_killed_client_loses_its_holds_when_its_process_is_gone(world):
+    worker = await world.client()
+    _, entry = worker.holds[await worker.find("a")]
+    await worker.disconnect()
+    await asyncio.sleep(0.05)  # time is the subject: it must not be released before the process exits
+    world.arena.clear()
+    assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
+    world.kill(worker)
+    await eventually(lambda: world.arena.stats().num_leases == 0)
+
+
+async def test_lost_connection_keeps_what_the_living_client_still_holds(world):
+    client = await world.client()
+    kept, dropped = await client.find("a"), await client.find("b")
+    old = client.link._client
+    client.link._client = None  # as between loss and reconnection
+    client.release(dropped)
+    client.link._client = old
+    await world.lose_connection(client)
+    await eventually(lambda: world.arena.stats().num_leases == 1)
+    world.arena.clear()
+    assert world.bytes_of(client.holds[kept][1]) == pattern("a") * ITEM_BYTES
+    client.release(kept)
+    await eventually(lambda: world.arena.stats().num_leases == 0)
+
+
+async def test_cancelled_call_leaves_no_hold(world):
+    client = await world.client()
+    world.items.gate = asyncio.Event()
+    for delay_s in (0.0, 0.002, 0.005):  # before, while and after the reply is under way
+        finding = asyncio.create_task(client.find("a"))
+        await asyncio.sleep(0.005)
+        world.items.gate.set()
+        await asyncio.sleep(delay_s)
+        finding.cancel()
+        await asyncio.wait([finding])
+        if not finding.cancelled():
+            client.release(finding.result())
+        world.items.gate.clear()
+    await eventually(lambda: world.arena.stats().num_leases == 0 and not client.link.num_held)
+
+
+async def upload(client: Client, write) -> ItemFound:
+    return await client.link.call(
+        lambda call_id: FindItem(call_id, reference("u"), "processed", num_bytes=ITEM_BYTES), write
+    )
+
+
+async def test_bytes_of_a_request_are_written_straight_into_the_arena(world):
+    client = await world.client()
+
+    async def write(entry):
+        client.link.payload(entry)[:] = pattern("u") * ITEM_BYTES
+
+    found = await upload(client, write)
+    assert world.bytes_of(found.range) == pattern("u") * ITEM_BYTES
+    assert world.arena.stats().num_reservations == 0
+
+
+async def test_cancelled_upload_frees_its_range(world):
+    client, writing = await world.client(), asyncio.Event()
+
+    async def write(entry):
+        writing.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(upload(client, write))
+    await writing.wait()
+    assert world.arena.stats().num_reservations == 1
+    task.cancel()
+    await eventually(lambda: world.arena.stats().num_reservations == 0)
+
+
+async def test_range_of_a_killed_writer_is_freed_when_its_process_is_gone(world):
+    client, writing = await world.client(), asyncio.Event()
+
+    async def write(entry):
+        writing.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(upload(client, write))
+    await writing.wait()
+    await client.disconnect()
+    await asyncio.sleep(0.05)  # time is the subject: a living process may still be writing
+    assert world.arena.stats().num_reservations == 1
+    world.kill(client)
+    await eventually(lambda: world.arena.stats().num_reservations == 0)
+    task.cancel()
+
+
+async def test_calls_wait_for_a_store_that_restarts_and_fail_after_the_deadline(monkeypatch):
+    world = await World(monkeypatch).start()
+    client = await world.client()
+    await client.find("a")
+    await world.close()
+    again = World(monkeypatch)
+    again.address = world.address
+    finding = asyncio.create_task(client.find("b"))
+    await asyncio.sleep(0.1)  # time is the subject: the store is away
+    assert not finding.done()
+    await again.start()
+    hold_id = await finding
+    assert client.holds[hold_id][1].arena == again.arena.id
+    assert client.link.num_held == 1, "the hold at the earlier store has ended with it"
+    await again.close()
+    client.link._wait_timeout_s = 0.1
+    with pytest.raises(StoreUnavailable) as refused:
+        await client.find("c")
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+    await client.disconnect()
+
+
+async def test_socket_is_private_and_a_client_of_another_release_is_refused(world):
+    path = world.address.removeprefix("unix:")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    from store_world import RPC
+
+    with pytest.raises(StartupFailed, match="same release"):
+        await StoreClient.connect(world.address, StoreHello(version=0, client_id="x"), RPC, set())
+
+
+async def test_release_of_what_is_not_held_ends_only_that_connection(world):
+    one, other = await world.client(), await world.client()
+    held = await other.find("a")
+    broken = one.link._client
+    broken._connection.send(Release([7]))
+    await asyncio.wait_for(broken.closed.wait(), 5)
+    assert other.link._client is not None
+    other.release(held)
+
+
+async def test_status_is_refreshed_on_request(world):
+    client = await world.client()
+    hold_id = await client.find("a")
+    await client.link.refresh(5)
+    assert client.link.status.stats.arena.num_leases == 1
+    client.release(hold_id)
+    await client.link.refresh(5)
+    assert client.link.status.stats.arena.num_leases == 0
+
+
+def test_unreadable_frames_are_violations():
+    from medialane.store.messages import decode_from_store, decode_to_store
+
+    for decode in (decode_to_store, decode_from_store):
+        for frame in (b"", b"\xc1", b"\x91\xa1x", b"\x93\xa8FindItem\x01\x90"):
+            with pytest.raises(ProtocolViolation):
+                decode(memoryview(frame))
