@@ -11,7 +11,7 @@ import pytest
 
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
-from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam
+from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam, _seams
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +56,7 @@ def table(monkeypatch):
     """Makes a table of these seams."""
 
     def put(*seams, processes=BOTH):
-        group = Group("test group", "", "", (), processes, "", "", (), seams)
+        group = Group("test group", purpose="", module="", without="", tests=(), seams=seams, processes=processes)
         monkeypatch.setattr(probe, "GROUPS", (group,))
 
     return put
@@ -64,6 +64,28 @@ def table(monkeypatch):
 
 def seam(name, kind="read", **more):
     return Seam(f"strange_library:{name}", kind, **more)
+
+
+def test_row_of_the_table_is_read_with_all_its_parts():
+    (found,) = _seams("""
+        replace library.engine:Engine._decode(self, data,
+            more) with limit, encoder in Engine.add as _decode_later
+    """)
+    assert found == Seam(
+        "library.engine:Engine._decode",
+        "replace",
+        ("self", "data", "more"),
+        attributes=("limit", "encoder"),
+        called_in="library.engine:Engine.add",
+        lookup="_decode_later",
+    )
+
+
+def test_malformed_row_of_the_table_is_an_error():
+    with pytest.raises(ValueError, match=r"library:Engine\.add"):
+        _seams("""
+            call library:Engine.add(self, request) width limit
+        """)
 
 
 SEAMS = [

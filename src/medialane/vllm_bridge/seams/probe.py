@@ -175,11 +175,14 @@ def _names(code: CodeType) -> set[str]:
 
 def markdown() -> str:
     """Return the table of seams for `docs/upgrading-vllm.md`."""
-    lines = ["| group, used for | in vLLM | by | without it | public replacement |", "|---|---|---|---|---|"]
+    lines = [
+        "| group, used for | in vLLM | used by | without it | public replacement |",
+        "|---|---|---|---|---|",
+    ]
     for group in GROUPS:
         seams = "<br>".join(f"`{seam.where}` ({seam.kind})" for seam in group.seams)
-        users = ", ".join(f"`{user}`" for user in group.users)
-        lines.append(f"| **{group.name}**: {group.purpose} | {seams} | {users} | {group.without} | {group.instead} |")
+        cells = (f"**{group.name}**: {group.purpose}", seams, f"`{group.module}`", group.without, group.instead)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
