@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from medialane.core.errors import StartupFailed
+from medialane.core.numbers import check_numbers
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +27,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
-        for name in ("ping_interval_s", "ping_timeout_s", "release_timeout_s", "stop_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise StartupFailed(f"worker {name} must be positive")
+        check_numbers(self)
