@@ -14,7 +14,7 @@ from typing import Protocol
 
 from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
-from medialane.core.request import TransportName
+from medialane.core.stage import TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
 TransferTensors = tuple[TensorDescriptor | InlineTensor, ...]

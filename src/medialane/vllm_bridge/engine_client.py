@@ -250,6 +250,3 @@ def _token_ids(prompt: Any) -> list[int]:
     if not isinstance(prompt, dict) or prompt.get("type") not in ("token", "multimodal"):
         raise InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
     return list(prompt["prompt_token_ids"])
-
-
-__all__ = ["BridgedError", "RoutedEngineClient"]

@@ -29,16 +29,3 @@ def middleware_stack_not_built() -> Iterator[None]:
         yield
     finally:
         FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
-
-
-__all__ = [
-    "AuthenticationMiddleware",
-    "NoSignalServer",
-    "SSLCertRefresher",
-    "build_app",
-    "configure_logging_from_args",
-    "get_uvicorn_log_config",
-    "init_app_state",
-    "middleware_stack_not_built",
-    "validate_api_server_args",
-]

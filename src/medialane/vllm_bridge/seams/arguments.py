@@ -12,6 +12,3 @@ def parser_actions(parser: FlexibleArgumentParser) -> list[Action]:
     """Return all actions of a parser; argparse has no public interface for that."""
     found: list[Action] = parser._actions
     return found
-
-
-__all__ = ["FlexibleArgumentParser", "make_arg_parser", "parser_actions", "validate_parsed_serve_args"]

@@ -29,6 +29,3 @@ def cores_of_ranks(config: VllmConfig) -> list[list[int]]:
 def wait_by(condition: type[SpinCondition]) -> None:
     """Make shared-memory readers created from now on wait with `condition`, a subclass of SpinCondition."""
     shm_broadcast.SpinCondition = condition
-
-
-__all__ = ["OneProcessExecutor", "SpinCondition", "cores_of_ranks", "wait_by"]

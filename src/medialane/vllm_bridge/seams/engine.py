@@ -77,21 +77,3 @@ def stop_listening(llm: AsyncLLM) -> None:
 
 def encoder_cache_tokens(llm: AsyncLLM) -> int:
     return int(llm.input_processor.mm_encoder_cache_size)
-
-
-__all__ = [
-    "EngineCoreRequest",
-    "FrontEndInputs",
-    "ItemDecoder",
-    "ItemEncoder",
-    "MsgpackDecoder",
-    "MsgpackEncoder",
-    "RequestStateStats",
-    "SchedulerStats",
-    "call_every_engine",
-    "encode_with",
-    "encoder_cache_tokens",
-    "is_engine_dead",
-    "num_unfinished_by_rank",
-    "stop_listening",
-]

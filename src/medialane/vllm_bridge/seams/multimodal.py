@@ -138,26 +138,3 @@ def load_video(media_io: VideoMediaIO, data: bytes) -> tuple[Any, dict[str, Any]
     """Return frames and metadata of a file, read by the loader of `media_io` with its options."""
     frames, metadata = media_io.video_loader.load_bytes(data, num_frames=media_io.num_frames, **media_io.kwargs)
     return frames, metadata
-
-
-__all__ = [
-    "OpenCVError",
-    "VideoLoader",
-    "VideoSourceMetadata",
-    "VideoTargetMetadata",
-    "decodes_on_gpu",
-    "decoding_by",
-    "embeds_data",
-    "expand_prompt",
-    "fields_config",
-    "find_placeholders",
-    "has_own_reader",
-    "load_video",
-    "prepare_media_by",
-    "processes_items_apart",
-    "prompt_updates",
-    "run_hf_processor",
-    "source_for",
-    "video_backend",
-    "vllm_decode",
-]
