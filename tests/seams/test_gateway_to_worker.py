@@ -211,7 +211,7 @@ async def test_media_stay_with_the_prepared_prompt(arena, preparers, worker):
 
 
 async def test_fallback_media_are_found_once_for_all_beams(arena, preparers, make_worker):
-    card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
+    card = ModelCard("fake", 8192, 16, processor={"model": "other"})
     worker = await make_worker(card=card)
     seen = spy(worker)
     url = "http://host/a.png"
@@ -404,7 +404,7 @@ async def test_worker_without_shared_memory_gets_the_bytes(arena, preparers, mak
 
 
 async def test_worker_with_a_different_processor_processes_media_itself(arena, preparers, make_worker):
-    card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
+    card = ModelCard("fake", 8192, 16, processor={"model": "other"})
     worker = await make_worker(card=card)
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:

@@ -171,7 +171,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     model: str
     max_model_len: int
     block_size: int
-    mm_limits: dict[str, int]
     processor: dict[str, str]
     encoder_cache_tokens: int = 0
     num_kv_blocks: int = 0

@@ -351,7 +351,6 @@ def _card(llm: AsyncLLM) -> ModelCard:
         max_model_len=llm.model_config.max_model_len,
         # In hybrid models full attention may have larger blocks than the rest; its blocks count for the prefix cache.
         block_size=cache.effective_attention_block_size or cache.block_size,
-        mm_limits=_media_limits(llm),
         processor=processor_settings(llm.model_config, llm.renderer),
         encoder_cache_tokens=encoder_cache_tokens(llm),
         num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM reports the sum over its ranks
@@ -360,11 +359,6 @@ def _card(llm: AsyncLLM) -> ModelCard:
         data_parallel_size=num_ranks,
         max_loras=config.lora_config.max_loras if config.lora_config is not None else 0,
     )
-
-
-def _media_limits(llm: AsyncLLM) -> dict[str, int]:
-    takes_media = llm.model_config.supports_multimodal_inputs
-    return dict(llm.renderer.get_mm_processor().info.allowed_mm_limits) if takes_media else {}
 
 
 def _has_error(output: RequestOutput) -> bool:

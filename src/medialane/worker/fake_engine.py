@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
@@ -30,11 +31,13 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.worker.fake_blocks import FakeBlocks
+from medialane.worker.simulated.block_pool import BlockPool
+from medialane.worker.simulated.sequence import Item, SimulatedSequence
 
-FAKE_CARD = ModelCard(
-    model="fake", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "fake"}
-)
+FAKE_CARD = ModelCard(model="fake", max_model_len=8192, block_size=16, processor={"model": "fake"})
+
+#: More than all tests fill.
+NUM_BLOCKS = 1 << 20
 
 #: Output token ids are below this.
 VOCABULARY = 512
@@ -51,7 +54,7 @@ class FakeEngine:
     """Outputs token ids derived from the prompt's ids and the bytes of the features, one delta each.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
-    whose tensors it may read. Prompts stay in its KV cache, `blocks`. `attaches` is the result of `attach_arena`.
+    whose tensors it may read. Prompts stay in its KV cache. `attaches` is the result of `attach_arena`.
     Administrative calls are recorded in `calls` and only change the state that calls can query. `die` makes it fail
     like a lost engine.
     """
@@ -65,7 +68,8 @@ class FakeEngine:
         self.is_sleeping = False
         self.is_paused = False
         self.closed = False
-        self.blocks = FakeBlocks(card.block_size)
+        self.listener: Callable[[KvEventBatch], None] | None = None
+        self._pool = BlockPool(NUM_BLOCKS)
         self._attaches = attaches
         self._release_s = release_s
         self._failure: MedialaneError | None = None
@@ -81,7 +85,7 @@ class FakeEngine:
         return [WorkerLoad(num_running=self.num_reading)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
-        self.blocks.listener = listener
+        self.listener = listener
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         self._check_alive()
@@ -98,7 +102,7 @@ class FakeEngine:
         params = _params(request)
         self._check(request, tensors)
         self.num_reading += 1
-        num_cached = self.blocks.prefill(request)
+        num_cached = self._prefill(request)
         try:
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
@@ -134,6 +138,28 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+    def _prefill(self, request: EngineRequest) -> int:
+        """Cache and report the prompt's blocks; return the number of its tokens that were already cached."""
+        prompt, size = request.prompt, self.card.block_size
+        placed = ((media.mm_hash, media.placeholder, media.modality) for media in prompt.media)
+        sequence = SimulatedSequence(
+            request.request_id,
+            prompt.token_ids,
+            block_size=size,
+            max_tokens=1,
+            items=[Item(mm_hash, place, modality) for mm_hash, place, modality in placed if place is not None],
+            cache_salt=request.cache_salt,
+        )
+        cached = self._pool.find(sequence.cacheable_ids())
+        self._pool.use(cached)
+        sequence.start(cached)
+        sequence.blocks += self._pool.take(len(prompt.token_ids) // size - len(cached))
+        sequence.store_full(self._pool, len(prompt.token_ids))
+        self._pool.free(reversed(sequence.restart()))
+        if (events := self._pool.take_events()) and self.listener is not None:
+            self.listener(KvEventBatch(0, events, time.time()))
+        return len(cached) * size
 
     def _check(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> None:
         self._check_alive()

@@ -16,7 +16,7 @@ from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Router, RoutingConfig, RoutingRequest
 
 BLOCK = 16
-CARD = ModelCard("m", 4096, BLOCK, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=64)
+CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=64)
 
 
 class Clock:

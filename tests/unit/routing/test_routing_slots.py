@@ -8,9 +8,7 @@ from medialane.routing.slots import SlotTable
 
 
 def card(**kwargs):
-    return ModelCard(
-        **{"model": "m", "max_model_len": 4096, "block_size": 16, "mm_limits": {}, "processor": {}} | kwargs
-    )
+    return ModelCard(**{"model": "m", "max_model_len": 4096, "block_size": 16, "processor": {}} | kwargs)
 
 
 def endpoint(name="w", *, rank=0, load=None, **kwargs):

@@ -9,6 +9,8 @@ from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
+from medialane.worker.simulated.engine import step_s
+from medialane.worker.simulated.scheduler import Step
 
 FAST = SimulatedConfig(speedup=1000.0)
 DELTA = 1
@@ -68,7 +70,7 @@ async def test_first_token_takes_the_time_of_its_prompt_and_images():
     first, *_ = await answer(engine, request(features=[image("i", 3, 20)]))
     assert first.times.prefill_s == pytest.approx(0.002 + 0.040 + 0.200)
     assert first.times.queue_s >= 0
-    assert engine.busy_s == pytest.approx(0.242 + 3 * 0.007)
+    assert step_s(config, Step(num_decode_tokens=1)) == pytest.approx(0.007)
     await engine.close()
 
 

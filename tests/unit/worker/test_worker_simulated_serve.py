@@ -73,7 +73,6 @@ def test_each_worker_has_its_own_address():
         {"num_workers": 0},
         {"step_ms": -1.0},
         {"num_kv_blocks": 2048},
-        {"max_items": -1},
     ],
 )
 def test_invalid_settings_are_named(wrong):

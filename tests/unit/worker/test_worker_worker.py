@@ -298,7 +298,7 @@ async def test_cache_in_use_keeps_its_blocks(worker, engine, known):
 
 async def test_blocks_stored_after_the_reported_reset_stay(worker, engine, known):
     async def tells(_call):
-        engine.blocks.listener(KvEventBatch(0, [AllBlocksCleared()], 0.0))
+        engine.listener(KvEventBatch(0, [AllBlocksCleared()], 0.0))
         await answer(worker, request(max_tokens=1))
         long = EngineRequest("r2", ExpandedPrompt(list(range(100, 164))), msgspec.json.encode(FakeParams(max_tokens=1)))
         await answer(worker, long)

@@ -9,7 +9,7 @@ import msgspec
 from medialane.core.errors import StartupFailed
 from medialane.core.numbers import check_numbers
 
-_MAY_BE_ZERO = ("max_items", "step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms")
+_MAY_BE_ZERO = ("step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms")
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,6 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int, msgspec.Meta(description="most tokens of prompt and output")] = 32768
     max_num_seqs: Annotated[int, msgspec.Meta(description="most concurrently running requests")] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(description="most tokens computed in one step")] = 8192
-    max_items: Annotated[int, msgspec.Meta(description="most items of each modality in one prompt")] = 16
     stream_interval: Annotated[int, msgspec.Meta(description="output tokens sent together, after the first")] = 1
     step_ms: Annotated[float, msgspec.Meta(description="fixed time of a step, ms")] = 8.0
     prefill_token_ms: Annotated[float, msgspec.Meta(description="time per prefilled token, ms")] = 0.04

@@ -55,7 +55,6 @@ def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
         model=model,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
-        mm_limits=dict.fromkeys(("image", "video", "audio"), config.max_items),
         processor={},
         encoder_cache_tokens=config.encoder_cache_tokens,
         num_kv_blocks=config.num_kv_blocks,
@@ -146,7 +145,6 @@ class SimulatedEngine:
         self._listener: Callable[[KvEventBatch], None] | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._failed = self._closed = False
-        self.busy_s = 0.0
 
     def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler
@@ -223,9 +221,7 @@ class SimulatedEngine:
             for sequence in step.tokens:
                 if not sequence.scheduled_s:
                     sequence.scheduled_s = due
-            duration = step_s(self._config, step)
-            due += duration
-            self.busy_s += duration
+            due += step_s(self._config, step)
             await asyncio.sleep(max(0.0, due - self._now()) / self._config.speedup)
             self._complete(step, due)
 
