@@ -77,8 +77,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     @property
     def dead_error(self) -> BaseException:
-        error: BaseException = EngineDeadError()
-        return error
+        return EngineDeadError()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise BridgedError if no worker is ready: once a stream has started, an error has no HTTP status."""

@@ -8,6 +8,7 @@ prompt, so a preparer runs it for a single item. It uses private methods of vLLM
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from huggingface_hub import constants
 from PIL import Image as PILImage
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -37,7 +39,6 @@ from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.image_tokens import ImageTokens
-from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
 from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
@@ -66,7 +67,7 @@ def build_processor(config: bytes) -> Processor:
     )
     if supports_split(engine_processor):
         processor.warm_up()
-    use_no_network()  # preparers have none
+    constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
     return processor
 
 
@@ -108,7 +109,10 @@ class VllmProcessor:
     @property
     def files(self) -> Sequence[str]:
         """Folders that preparers must be able to read: vLLM reloads the processor from them for new options."""
-        return model_files(self._processor.info.ctx.model_config)
+        config = self._processor.info.ctx.model_config
+        named = (config.model, config.tokenizer, config.hf_config_path)
+        local = [os.path.abspath(path) for path in named if path and os.path.exists(path)]
+        return [*local, constants.HF_HUB_CACHE]  # the cache does not contain the token
 
     @cached_property
     def _targets(self) -> ResizeTargets:

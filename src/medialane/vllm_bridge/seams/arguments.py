@@ -10,5 +10,4 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 def parser_actions(parser: FlexibleArgumentParser) -> list[Action]:
     """Return all actions of a parser; argparse has no public interface for that."""
-    found: list[Action] = parser._actions
-    return found
+    return parser._actions

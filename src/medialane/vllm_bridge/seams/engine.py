@@ -21,8 +21,7 @@ class ItemEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
     """vLLM's encoder, with a public method for multimodal items, which subclasses override."""
 
     def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
-        found: dict[str, Any] = super()._encode_mm_item(item)
-        return found
+        return super()._encode_mm_item(item)
 
     def _encode_mm_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
         return self.encode_item(item)

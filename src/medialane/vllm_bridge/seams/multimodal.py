@@ -41,8 +41,7 @@ def fields_config(
     processor: BaseMultiModalProcessor, data: BatchFeature, options: Mapping[str, object]
 ) -> Mapping[str, Any]:
     """Return how each field of the results is split into items."""
-    found: Mapping[str, Any] = processor._get_mm_fields_config(data, options)
-    return found
+    return processor._get_mm_fields_config(data, options)
 
 
 def prompt_updates(
@@ -52,15 +51,13 @@ def prompt_updates(
     kwargs: MultiModalKwargsItems,
 ) -> Mapping[str, Sequence[Sequence[Any]]]:
     """Return the placeholder tokens of each item: by modality, then by item, the updates of which one applies."""
-    found: Mapping[str, Sequence[Sequence[Any]]] = processor._get_mm_prompt_updates(items, options, kwargs)
-    return found
+    return processor._get_mm_prompt_updates(items, options, kwargs)
 
 
 def find_placeholders(
     processor: BaseMultiModalProcessor, token_ids: list[int], updates: Any
 ) -> Mapping[str, Sequence[Any]]:
-    found: Mapping[str, Sequence[Any]] = processor._find_mm_placeholders(token_ids, updates)
-    return found
+    return processor._find_mm_placeholders(token_ids, updates)
 
 
 def processes_items_apart(processor: BaseMultiModalProcessor) -> bool:
@@ -120,14 +117,12 @@ def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_
 
 def has_own_reader(loader: type[VideoLoader]) -> bool:
     """Return whether the loader reads OpenCV's capture itself."""
-    own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
-    return own
+    return loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
 
 
 def video_backend(model_config: Any) -> str | None:
     """Return the name of the loader that vLLM chooses for a model; None if it has no preference."""
-    found: str | None = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
-    return found
+    return get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
 
 
 def decodes_on_gpu(backend: str) -> bool:
