@@ -169,6 +169,7 @@ NAMES: Final[Mapping[SectionName, Mapping[str, str]]] = {
         "max_model_len": "simulated-max-model-len",
         "max_num_seqs": "simulated-max-num-seqs",
         "max_num_batched_tokens": "simulated-max-num-batched-tokens",
+        "max_items": "simulated-max-items",
         "stream_interval": "simulated-stream-interval",
         "step_ms": "simulated-step-ms",
         "prefill_token_ms": "simulated-prefill-token-ms",

@@ -12,14 +12,40 @@ import msgspec
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.core.media import Modality
-from medialane.core.numbers import check_numbers
 
 MIB = 1 << 20
 
 #: vLLM's limit on pixels, above which Pillow refuses to open an image.
 _PILLOW_MAX_PIXELS = 178_956_970
 
-_MAY_BE_ZERO = ("min_rate_bytes_per_s", "min_rate_grace_s", "max_redirects", "max_cached_urls", "max_fresh_s")
+_POSITIVE = (
+    "max_body_bytes",
+    "max_data_url_bytes",
+    "max_image_bytes",
+    "max_image_pixels",
+    "max_image_side",
+    "max_image_scans",
+    "max_video_bytes",
+    "max_video_pixels",
+    "max_video_duration_s",
+    "max_video_frames",
+    "max_sampled_frames",
+    "max_video_decoded_bytes",
+    "max_audio_bytes",
+    "max_audio_duration_s",
+    "max_audio_decoded_bytes",
+    "max_audio_channels",
+    "max_items",
+    "max_url_chars",
+    "connect_timeout_s",
+    "first_byte_timeout_s",
+    "image_fetch_timeout_s",
+    "audio_fetch_timeout_s",
+    "video_fetch_timeout_s",
+    "max_fetches",
+    "max_fetches_per_host",
+)
+_NOT_NEGATIVE = ("min_rate_bytes_per_s", "min_rate_grace_s", "max_redirects", "max_cached_urls", "max_fresh_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +139,12 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise StartupFailed naming the first invalid setting."""
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"{name} must be positive")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise StartupFailed(f"{name} must not be negative")
         if self.max_image_pixels > _PILLOW_MAX_PIXELS:
             raise StartupFailed(f"max_image_pixels must be at most {_PILLOW_MAX_PIXELS}")
         self._check_hosts()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from medialane.core.numbers import check_numbers
+from medialane.core.errors import StartupFailed
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,4 +27,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
-        check_numbers(self)
+        for name in ("ping_interval_s", "ping_timeout_s", "release_timeout_s", "stop_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"worker {name} must be positive")

@@ -7,9 +7,6 @@ from typing import Annotated
 import msgspec
 
 from medialane.core.errors import StartupFailed
-from medialane.core.numbers import check_numbers
-
-_MAY_BE_ZERO = ("step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms")
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +32,7 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int, msgspec.Meta(description="most tokens of prompt and output")] = 32768
     max_num_seqs: Annotated[int, msgspec.Meta(description="most concurrently running requests")] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(description="most tokens computed in one step")] = 8192
+    max_items: Annotated[int, msgspec.Meta(description="most items of each modality in one prompt")] = 16
     stream_interval: Annotated[int, msgspec.Meta(description="output tokens sent together, after the first")] = 1
     step_ms: Annotated[float, msgspec.Meta(description="fixed time of a step, ms")] = 8.0
     prefill_token_ms: Annotated[float, msgspec.Meta(description="time per prefilled token, ms")] = 0.04
@@ -46,6 +44,27 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
-        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
-        if (self.num_kv_blocks - 1) * self.block_size < self.max_model_len:  # like vLLM: it could never run otherwise
-            raise StartupFailed("num_kv_blocks minus one must hold max_model_len tokens")
+        for name in (
+            "num_workers",
+            "block_size",
+            "encoder_cache_tokens",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "stream_interval",
+        ):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        _require(self.speedup > 0, "speedup must be positive")
+        _require(self.max_items >= 0, "max_items must not be negative")
+        for name in ("step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        # Like vLLM at start-up: otherwise a request of this length could never run.
+        _require(
+            (self.num_kv_blocks - 1) * self.block_size >= self.max_model_len,
+            "num_kv_blocks minus one must hold max_model_len tokens",
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StartupFailed(message)
