@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-StageName = Literal[
+StepName = Literal[
     "lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "first_token"
 ]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
@@ -18,17 +18,17 @@ class StageTimeline:
 
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
-        self.seconds: dict[StageName, float] = {}
+        self.seconds: dict[StepName, float] = {}
         self.num_hits = 0
         self.num_misses = 0
         self.copied_bytes = 0
 
-    def add(self, stage: StageName, seconds: float) -> None:
+    def add(self, stage: StepName, seconds: float) -> None:
         """Record that one item spent `seconds` in `stage`."""
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
 
     @contextmanager
-    def measure(self, stage: StageName) -> Iterator[None]:
+    def measure(self, stage: StepName) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield

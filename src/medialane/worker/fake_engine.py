@@ -32,7 +32,7 @@ from medialane.core.request import (
     WorkerLoad,
 )
 from medialane.worker.simulated.block_pool import BlockPool
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.worker.simulated.sequence import sequence_of
 
 FAKE_CARD = ModelCard(model="fake", max_model_len=8192, block_size=16, processor={"model": "fake"})
 
@@ -101,8 +101,8 @@ class FakeEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         params = _params(request)
         self._check(request, tensors)
-        self.num_reading += 1
         num_cached = self._prefill(request)
+        self.num_reading += 1
         try:
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
@@ -141,21 +141,15 @@ class FakeEngine:
 
     def _prefill(self, request: EngineRequest) -> int:
         """Cache and report the prompt's blocks; return the number of its tokens that were already cached."""
-        prompt, size = request.prompt, self.card.block_size
-        placed = ((media.mm_hash, media.placeholder, media.modality) for media in prompt.media)
-        sequence = SimulatedSequence(
-            request.request_id,
-            prompt.token_ids,
-            block_size=size,
-            max_tokens=1,
-            items=[Item(mm_hash, place, modality) for mm_hash, place, modality in placed if place is not None],
-            cache_salt=request.cache_salt,
-        )
+        if not isinstance(request.prompt, ExpandedPrompt):
+            return 0
+        size, num_tokens = self.card.block_size, len(request.prompt.token_ids)
+        sequence = sequence_of(request, block_size=size, max_tokens=1)
         cached = self._pool.find(sequence.cacheable_ids())
         self._pool.use(cached)
         sequence.start(cached)
-        sequence.blocks += self._pool.take(len(prompt.token_ids) // size - len(cached))
-        sequence.store_full(self._pool, len(prompt.token_ids))
+        sequence.blocks += self._pool.take(num_tokens // size - len(cached))
+        sequence.store_full(self._pool, num_tokens)
         self._pool.free(reversed(sequence.restart()))
         if (events := self._pool.take_events()) and self.listener is not None:
             self.listener(KvEventBatch(0, events, time.time()))
@@ -169,8 +163,6 @@ class FakeEngine:
                 f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
             )
         for item, datas in zip(prompt.media, tensors, strict=True):
-            if item.placeholder is not None and item.placeholder.end > len(prompt.token_ids):
-                raise InvalidFeature("a placeholder ends beyond the prompt")
             if [d.nbytes for d in datas] != [t.spec.nbytes for t in item.tensors]:
                 raise InvalidFeature("a tensor's size does not match its shape")
 

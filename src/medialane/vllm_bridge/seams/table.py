@@ -1,8 +1,4 @@
-"""The table of vLLM's private seams. Imports nothing of vLLM, so it is readable with any version installed, or none.
-
-After a change run `python -m medialane.vllm_bridge.seams.probe --table`, which writes the table of
-`docs/upgrading-vllm.md`; a test compares the two.
-"""
+"""The table of vLLM's private seams. Imports nothing of vLLM, so it is readable with any version installed, or none."""
 
 from __future__ import annotations
 
