@@ -21,12 +21,9 @@ from medialane.routing.native_view import (
     Prefixes,
     Scores,
     Words,
-    ints,
-    prefix_rows,
-    score_rows,
-    scores,
+    line,
+    rows,
     signed,
-    word_rows,
 )
 
 #: Scores are sums of floats in different orders: differences up to this count as equal (ms).
@@ -99,12 +96,17 @@ def choose(
     `is_open`: the candidates are exactly the slots with a finite base cost. `session_slot` is -1 if there is none;
     `drawn` is a random number in [0, 1).
     """
-    table, masks, index, rates = score_rows(view, TABLE), word_rows(view, MASKS), ints(view, INDEX), scores(view, RATES)
-    items, picked = score_rows(view, ITEMS)[:num_items], ints(view, PICKED)
+    table, masks, index, rates = (
+        rows(view, TABLE, np.float64),
+        rows(view, MASKS, np.uint64),
+        line(view, INDEX, np.int64),
+        line(view, RATES, np.float64),
+    )
+    items, picked = rows(view, ITEMS, np.float64)[:num_items], line(view, PICKED, np.int64)
     candidates, found = masks[0], table[SCORES]
     # An engine computes at least the last token.
     find_prefixes(ids, candidates, index, min(len(ids), max(num_tokens - 1, 0) // block_size))
-    lengths = prefix_rows(index, LENGTHS)
+    lengths = rows(index, LENGTHS, np.int32)
     blocks = lengths[0]
     uncached = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
     uncached += handover_bytes * rates[BYTE]

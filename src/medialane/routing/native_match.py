@@ -29,11 +29,8 @@ from medialane.routing.native_view import (
     Ints,
     Prefixes,
     Words,
-    int_rows,
-    ints,
-    prefix_rows,
-    word_rows,
-    words,
+    line,
+    rows,
 )
 
 #: Elements of `counts`: those of `MatchCounts`, and the limit of probes per match.
@@ -89,23 +86,23 @@ def match(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
 
 @compiled_part
 def find_prefixes(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
-    lengths, spans = prefix_rows(view, LENGTHS), int_rows(view, SPANS)
+    lengths, spans = rows(view, LENGTHS, np.int32), rows(view, SPANS, np.int64)
     _match_held(
         ids,
         candidates,
         lengths[1],
-        ints(view, BIT_OF),
-        ints(view, SLOT_OF),
-        words(view, PLAIN),
-        seen(ints(view, HELD)),
-        word_rows(view, WORK),
+        line(view, BIT_OF, np.int64),
+        line(view, SLOT_OF, np.int64),
+        line(view, PLAIN, np.uint64),
+        seen(line(view, HELD, np.int64)),
+        rows(view, WORK, np.uint64),
         spans,
-        ints(view, COUNTS),
+        line(view, COUNTS, np.int64),
         max_length,
     )
     for slot in range(lengths.shape[1]):
         lengths[0, slot] = lengths[1, slot]
-    _match_pending(ids, candidates, lengths[0], seen(ints(view, PENDING)), spans, max_length)
+    _match_pending(ids, candidates, lengths[0], seen(line(view, PENDING, np.int64)), spans, max_length)
 
 
 @compiled_part

@@ -24,19 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from medialane.core.compiled import compiled, compiled_part
-from medialane.routing.native_view import (
-    INT_ROWS,
-    INTS,
-    WORD_ROWS,
-    WORDS,
-    Ints,
-    Words,
-    int_rows,
-    ints,
-    signed,
-    word_rows,
-    words,
-)
+from medialane.routing.native_view import INT_ROWS, INTS, WORD_ROWS, WORDS, Ints, Words, line, rows, signed
 
 #: Rows that are not interned: the empty set, and the one in which the next set is composed.
 EMPTY: Final = 0
@@ -131,14 +119,14 @@ def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
 def seen(view: Ints) -> Holders:
     """Return the arrays of a view."""
     return Holders(
-        word_rows(view, 0),
-        word_rows(view, 1),
-        word_rows(view, 2),
-        int_rows(view, 3),
-        ints(view, 4),
-        ints(view, 5),
-        words(view, 6),
-        ints(view, 7),
+        rows(view, 0, np.uint64),
+        rows(view, 1, np.uint64),
+        rows(view, 2, np.uint64),
+        rows(view, 3, np.int64),
+        line(view, 4, np.int64),
+        line(view, 5, np.int64),
+        line(view, 6, np.uint64),
+        line(view, 7, np.int64),
     )
 
 
