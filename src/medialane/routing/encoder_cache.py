@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 
+@dataclass(slots=True)
 class _Entry:
-    __slots__ = ("is_computed", "num_embeds", "num_pins")
-
-    def __init__(self, num_embeds: int) -> None:
-        self.num_embeds = num_embeds
-        self.num_pins = 0
-        self.is_computed = False
+    num_embeds: int
+    num_pins: int = 0
+    is_computed: bool = False
 
 
 class EncoderCacheModel:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -48,27 +49,21 @@ class PredictionCounts(msgspec.Struct):
     num_warnings: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Expectation:
-    """The prediction for one request at one slot."""
+    """The prediction for one request at one slot. `last_id` is the last full block, None if the prediction covers all
+    usable blocks; `prefix_id` is the last block of the predicted prefix, if the worker reported it."""
 
-    __slots__ = (
-        "block_size", "due_s", "is_over", "last_id", "predicted_tokens", "prefix_id", "slot", "usable_tokens",
-        "was_evicted", "was_stored",
-    )  # fmt: skip
-
-    def __init__(
-        self, slot: _SlotOutcomes, *, block_size: int, usable_tokens: int, predicted_tokens: int, last_id: int | None
-    ) -> None:
-        self.slot = slot
-        self.block_size = block_size
-        self.usable_tokens = usable_tokens
-        self.predicted_tokens = predicted_tokens
-        self.last_id = last_id  # of the last full block; None if the prediction covers all usable blocks
-        self.prefix_id: int | None = None  # of the last block of the predicted prefix, if the worker reported it
-        self.was_stored = False
-        self.was_evicted = False
-        self.is_over = False
-        self.due_s = 0.0
+    slot: _SlotOutcomes
+    block_size: int
+    usable_tokens: int
+    predicted_tokens: int
+    last_id: int | None
+    prefix_id: int | None = None
+    was_stored: bool = False
+    was_evicted: bool = False
+    is_over: bool = False
+    due_s: float = 0.0
 
 
 class _SlotOutcomes:
