@@ -29,7 +29,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterState:
-    """State shared by the router and its requests. `sessions` are the workers of the sessions' last requests. `clock` is
+    """State shared by the router and its requests. `sessions` has the worker of each session's last request; `clock` is
     monotonic, `wall_clock` since the epoch, in seconds."""
 
     policy: PolicyName

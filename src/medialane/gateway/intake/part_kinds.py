@@ -13,9 +13,7 @@ from msgspec.structs import astuple
 
 from medialane.core.embeds import UNNAMED
 from medialane.core.media import Modality
-from medialane.gateway.intake.base64_place import Base64Place
-from medialane.gateway.intake.embeds_place import EmbedsPlace
-from medialane.gateway.intake.place import Place
+from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlPlace, UuidPlace
 from medialane.gateway.intake.request_body import (
     ABSENT,
     BRACE,
@@ -29,8 +27,6 @@ from medialane.gateway.intake.request_body import (
     is_filled,
     string_or_none,
 )
-from medialane.gateway.intake.url_place import UrlPlace
-from medialane.gateway.intake.uuid_place import UuidPlace
 from medialane.gateway.item_options import ItemOptions
 
 
