@@ -150,7 +150,7 @@ class Parts:
             fairness=self.fairness,
             aliases=Aliases(max_aliases=8, ttl_s=60),
         )
-        inline = InlineTransport(arena.view.tensor, max_bytes=transfer.max_inline_bytes)
+        inline = InlineTransport(arena.view.tensor)
         self.gateway = Gateway(
             config=config,
             transfer=transfer,

@@ -30,49 +30,26 @@ from medialane.routing.native_view import (
 _EQUAL: Final = 1e-6
 #: Rows of `table`, which has a column for each slot: initial scores, by policy; 1 if on another host; the scores of the
 #: last choice.
-BASE_COST: Final = 0
-SEQUENCES: Final = 1
-FLAT: Final = 2
-IS_REMOTE: Final = 3
-SCORES: Final = 4
-NUM_ROWS: Final = 5
+BASE_COST, SEQUENCES, FLAT, IS_REMOTE, SCORES, NUM_ROWS = range(6)
 #: Arrays of the view: the table; bit masks of slots: the candidates, then the holders of each item in their encoder
 #: cache; the items, in the order in which a growing prefix covers them; the rates of the policy; its row of initial
 #: scores in the table and the slot that it selected last; the index's view. All arrays over slots have one length, a
 #: multiple of 64.
-TABLE: Final = 0
-MASKS: Final = 1
-ITEMS: Final = 2
-RATES: Final = 3
-PICKED: Final = 4
-INDEX: Final = 5
+TABLE, MASKS, ITEMS, RATES, PICKED, INDEX = range(6)
 LAYOUT: Final = (SCORE_ROWS, WORD_ROWS, SCORE_ROWS, SCORE_LINE, INTS, INTS)
-BEGIN: Final = 0
-LAST: Final = 1
+BEGIN, LAST = range(2)
 #: Columns of items: blocks of the prompt that cover it, and its embeddings.
-COVERED_BY: Final = 0
-EMBEDS: Final = 1
+COVERED_BY, EMBEDS = range(2)
 #: Rates, in the unit of scores: per request, per token that is not cached, per embedding that is in neither cache, per
 #: byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot. With a
 #: temperature a slot is sampled with weight exp(-score / temperature), otherwise the lowest score wins.
-REQUEST: Final = 0
-TOKEN: Final = 1
-EMBED: Final = 2
-BYTE: Final = 3
-REMOTE: Final = 4
-REMOTE_BYTE: Final = 5
-SESSION: Final = 6
-TEMPERATURE: Final = 7
+REQUEST, TOKEN, EMBED, BYTE, REMOTE, REMOTE_BYTE, SESSION, TEMPERATURE = range(8)
 #: Rows of `best`: the selected slot, the next best, then a row with only the longest prefix of all candidates.
 NUM_BEST: Final = 4
 LONGEST: Final = 4
 NUM_BEST_ROWS: Final = 5
 #: Columns of `best`.
-SLOT: Final = 0
-SCORE: Final = 1
-BLOCKS: Final = 2
-REPORTED: Final = 3
-NUM_COLUMNS: Final = 4
+SLOT, SCORE, BLOCKS, REPORTED, NUM_COLUMNS = range(5)
 
 _ONE: Final = np.uint64(1)
 

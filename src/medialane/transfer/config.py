@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.setting import NonNegativeInt, check_bounds
-from medialane.transfer.selection import TransportChoice
+from medialane.transfer.transport import TransportChoice
 
 MIB = 1024 * 1024
 
