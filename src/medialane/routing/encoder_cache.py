@@ -34,16 +34,6 @@ class EncoderCacheModel:
         self._unpinned: OrderedDict[str, None] = OrderedDict()
         self._num_embeds = 0
 
-    def __contains__(self, mm_hash: str) -> bool:
-        return mm_hash in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_embeds(self) -> int:
-        return self._num_embeds
-
     def pin(self, mm_hash: str, num_embeds: int) -> bool:
         """Hold an item for a request until `unpin`. Return False if it is larger than the cache."""
         if num_embeds > self._capacity:

@@ -61,11 +61,6 @@ class PendingBlocks:
         """The slots that will hold each block, for `native_match`: bits are slots."""
         return self._holders.view
 
-    @property
-    def num_counts(self) -> int:
-        """Stored ids, each counted once per slot."""
-        return self._num_counts
-
     def note(self, slot: int, ids: BlockIds, *, deadline: float) -> PendingPrefix:
         """Register a prompt sent to the slot; `ids` start at the prompt's start. Deadlines must not decrease."""
         if 4 * (self._num_counts + _MAX_STORED) > 3 * len(self._counts):

@@ -83,10 +83,6 @@ class Router:
         return next((card.block_size for card in cards), _BLOCK_SIZE)
 
     @property
-    def num_slots(self) -> int:
-        return sum(1 for _ in self._slots)
-
-    @property
     def num_encoder_items(self) -> int:
         """Media items assumed to be in at least one worker's encoder cache."""
         return self._caches.num_items
