@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -23,6 +22,8 @@ from medialane.core.errors import GenerationFailed, MedialaneError, NoWorkerRead
 from medialane.core.kv_events import KvChange
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
+from medialane.gateway.handed_leases import HandedLeases
 from medialane.gateway.scope import Releasable
 from medialane.observability.metrics import Metrics
 from medialane.rpc import Hello, RemoteRequest, RpcClient, RpcConfig
@@ -49,83 +50,6 @@ class WorkerListener(Protocol):
         ...
 
     def changed(self, link: WorkerLink, change: KvChange) -> None: ...
-
-
-class HandedLeases:
-    """The leases on memory of this gateway that a worker may still read, by request id. Each is released exactly once;
-    `len` is the number of requests that still have leases."""
-
-    def __init__(self) -> None:
-        self._until_released: dict[str, Sequence[Releasable]] = {}
-        self._until_sent: dict[str, Sequence[Releasable]] = {}
-
-    def __len__(self) -> int:
-        return len(self._until_released)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._until_released
-
-    def add(self, request_id: str, *, until_released: Sequence[Releasable], until_sent: Sequence[Releasable]) -> None:
-        """Own leases until the worker has released the request, or until its bytes have been sent. The id must be
-        new."""
-        self._until_released[request_id] = until_released
-        self._until_sent[request_id] = until_sent
-
-    def sent(self, request_id: str) -> None:
-        """Release `until_sent`: the request's bytes have been sent, or never will be."""
-        for lease in self._until_sent.pop(request_id, ()):
-            lease.release()
-
-    def released(self, request_id: str) -> None:
-        """Release all leases of the request: the worker no longer reads its media."""
-        self.sent(request_id)
-        for lease in self._until_released.pop(request_id, ()):
-            lease.release()
-
-    def release_all(self) -> None:
-        """Release all leases: the worker no longer reads anything."""
-        for request_id in list(self._until_released):
-            self.released(request_id)
-
-
-#: Processor settings that differ: name -> (ours, the worker's).
-Disagreements = Mapping[str, tuple[str | None, str | None]]
-
-
-def disagreements(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Disagreements:
-    """Return the settings in which two processors differ, by name."""
-    names = sorted(ours.keys() | theirs.keys())
-    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
-
-
-@dataclass(frozen=True)
-class ConnectedWorker:
-    """A worker that has accepted this gateway's registration, for the lifetime of the connection. `disagreements` are
-    computed at registration: the worker's settings do not change during a connection."""
-
-    address: str
-    client: RpcClient
-    disagreements: Disagreements
-
-    def endpoint(self, rank: int) -> Endpoint:
-        """Return one of its data-parallel ranks, with its last reported load."""
-        card, loads = self.client.welcome.card, self.client.loads
-        return Endpoint(
-            self.address,
-            self.address,
-            ready=True,
-            load=loads[rank] if loads else WorkerLoad(),
-            num_in_flight=self.client.num_in_flight,
-            rank=rank,
-            num_ranks=max(1, card.data_parallel_size),
-            same_host=self.client.welcome.shm,
-            card=card,
-        )
-
-
-def lost_endpoint(address: str, rank: int) -> Endpoint:
-    """Return the endpoint of a worker that is not connected."""
-    return Endpoint(address, address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank)
 
 
 class WorkerLink:
