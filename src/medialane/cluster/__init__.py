@@ -7,7 +7,7 @@ package's is a part.
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, ReadyCheck, SocketExists
 from medialane.cluster.process_supervisor import Observer
-from medialane.cluster.supervisor import Supervisor
+from medialane.cluster.supervisor import Supervisor, running
 
 __all__ = [
     "ClusterConfig",
@@ -17,4 +17,5 @@ __all__ = [
     "ReadyCheck",
     "SocketExists",
     "Supervisor",
+    "running",
 ]

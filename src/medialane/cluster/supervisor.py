@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from medialane.cluster.config import ClusterConfig
@@ -46,6 +47,11 @@ class Supervisor:
             self._process_supervisors[part.name] = ProcessSupervisor(part, log, self._context, gate)
         self._runner: asyncio.Task[None] | None = None
         self._unreadable_logs: set[ProcessSupervisor] = set()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The running processes, and the ids of their process groups."""
+        return {name: k.process.pid for name, k in self._process_supervisors.items() if k.process is not None}
 
     async def start(self) -> None:
         """Start every process and wait until all are ready.
@@ -137,3 +143,13 @@ class Supervisor:
         """Fail the start; only the first reason counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
+
+
+@asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
+    """Run the supervisor's processes: ready inside the block, stopped after it. Raises StartupFailed."""
+    try:
+        await supervisor.start()
+        yield supervisor
+    finally:
+        await supervisor.stop()

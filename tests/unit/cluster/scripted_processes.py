@@ -3,8 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,18 +90,3 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None
 def number_in(path: Path) -> int:
     """The process id that a script left in a file; 0 while it has not."""
     return int(path.read_text() or 0) if path.exists() else 0
-
-
-@asynccontextmanager
-async def running(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    """Ready inside the block, stopped after it."""
-    try:
-        await supervisor.start()
-        yield supervisor
-    finally:
-        await supervisor.stop()
-
-
-def pids_of(supervisor: Supervisor) -> dict[str, int]:
-    """The running processes."""
-    return {name: k.process.pid for name, k in supervisor._process_supervisors.items() if k.process is not None}

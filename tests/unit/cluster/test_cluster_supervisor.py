@@ -7,18 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_processes import (
-    Recorder,
-    eventually,
-    is_running,
-    make_supervisor,
-    number_in,
-    pids_of,
-    running,
-    script_part,
-    wait_until,
-)
+from scripted_processes import Recorder, eventually, is_running, make_supervisor, number_in, script_part, wait_until
 
+from medialane.cluster import running
 from medialane.core.errors import StartupFailed
 
 IDLE = "ready(); time.sleep(60)"
@@ -29,10 +20,10 @@ async def test_start_returns_when_every_process_is_ready_and_stop_leaves_none(tm
     parts = [script_part(tmp_path, f"worker {i}", "time.sleep(0.3); " + IDLE) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         assert seen.count("ready") == 2
-        pids = pids_of(supervisor)
+        pids = supervisor.pids
         assert set(pids) == {"worker 0", "worker 1"}
     assert not any(map(is_running, pids.values()))
-    assert pids_of(supervisor) == {}
+    assert supervisor.pids == {}
 
 
 async def test_process_exiting_before_readiness_fails_the_start_with_its_reason(tmp_path):
@@ -46,7 +37,7 @@ async def test_process_exiting_before_readiness_fails_the_start_with_its_reason(
     headline, *rest = failed.value.message.splitlines()
     assert headline == "worker 0 did not start: ValueError: no such model"
     assert any("| loading" in line for line in rest)
-    assert pids_of(supervisor) == {}
+    assert supervisor.pids == {}
 
 
 async def test_error_line_of_a_process_is_shown_alone(tmp_path):
@@ -76,11 +67,11 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
     seen = Recorder()
     parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
-        before = pids_of(supervisor)
+        before = supervisor.pids
         os.kill(before["worker 0"], signal.SIGKILL)
         await eventually(lambda: seen.count("ready", "worker 0") == 2)
-        assert pids_of(supervisor)["worker 1"] == before["worker 1"]
-        assert pids_of(supervisor)["worker 0"] != before["worker 0"]
+        assert supervisor.pids["worker 1"] == before["worker 1"]
+        assert supervisor.pids["worker 0"] != before["worker 0"]
         assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
 
 
@@ -100,7 +91,7 @@ async def test_child_processes_are_gone_before_a_restart(tmp_path):
     async with running(make_supervisor(tmp_path, seen, [part])) as supervisor:
         grandchild = number_in(note)
         assert is_running(grandchild)
-        os.kill(pids_of(supervisor)["worker 0"], signal.SIGKILL)
+        os.kill(supervisor.pids["worker 0"], signal.SIGKILL)
         await eventually(lambda: seen.count("ended"))
         assert not is_running(grandchild)
 
@@ -110,7 +101,7 @@ async def test_process_ignoring_sigterm_is_killed_after_its_grace_period(tmp_pat
     part = script_part(tmp_path, "worker 0", script, stop_timeout_s=0.5)
     supervisor = make_supervisor(tmp_path, Recorder(), [part])
     await supervisor.start()
-    pid = pids_of(supervisor)["worker 0"]
+    pid = supervisor.pids["worker 0"]
     started = time.monotonic()
     await supervisor.stop()
     assert 0.5 <= time.monotonic() - started < 3
@@ -154,8 +145,8 @@ async def test_process_waits_for_its_predecessor(tmp_path):
 async def test_stop_during_the_start_stops_running_processes(tmp_path):
     supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", "time.sleep(60)")])
     starting = asyncio.create_task(supervisor.start())
-    await eventually(lambda: pids_of(supervisor))
-    pid = pids_of(supervisor)["w"]
+    await eventually(lambda: supervisor.pids)
+    pid = supervisor.pids["w"]
     starting.cancel()
     await asyncio.wait((starting,))
     await supervisor.stop()
@@ -235,10 +226,10 @@ async def test_failed_supervision_of_one_process_restarts_and_others_continue(tm
     seen = Breaking("ended")
     parts = [script_part(tmp_path, f"worker {i}", IDLE) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
-        before = pids_of(supervisor)
+        before = supervisor.pids
         os.kill(before["worker 0"], signal.SIGKILL)
         await eventually(lambda: seen.count("ready", "worker 0") == 2)
-        assert pids_of(supervisor)["worker 1"] == before["worker 1"]
+        assert supervisor.pids["worker 1"] == before["worker 1"]
         assert "worker 0: supervision failed" in caplog.text
 
 
@@ -248,7 +239,7 @@ async def test_failure_to_show_a_log_is_reported_once_and_ends_nothing(tmp_path,
     parts = [script_part(tmp_path, f"worker {i}", script) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         await eventually(lambda: seen.lines.count("worker 1: hello") > 5 and seen.lines.count("worker 0: hello") > 5)
-        assert set(pids_of(supervisor)) == {"worker 0", "worker 1"}
+        assert set(supervisor.pids) == {"worker 0", "worker 1"}
     assert caplog.text.count("its log cannot be read") == 1
 
 
@@ -256,7 +247,7 @@ async def test_failing_readiness_observer_does_not_stop_the_process(tmp_path):
     part = script_part(tmp_path, "worker 0", IDLE)
     async with running(make_supervisor(tmp_path, Breaking("ready"), [part])) as supervisor:
         await asyncio.sleep(0.3)
-        assert is_running(pids_of(supervisor)["worker 0"])
+        assert is_running(supervisor.pids["worker 0"])
 
 
 async def test_start_fails_if_supervision_fails(tmp_path):
@@ -265,7 +256,7 @@ async def test_start_fails_if_supervision_fails(tmp_path):
     with pytest.raises(StartupFailed, match="worker 0 cannot be supervised: BrokenPipeError"):
         async with running(supervisor):
             pytest.fail("it is not supervised")
-    assert pids_of(supervisor) == {}
+    assert supervisor.pids == {}
 
 
 async def test_failing_readiness_check_fails_the_start(tmp_path):
