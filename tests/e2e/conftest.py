@@ -20,7 +20,7 @@ from openai_http import OpenAiHttp
 from process_tree import command_of, descendants
 from small_dummies import with_small_dummies
 
-from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
+from medialane.cli.server_process import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 
 #: Tool parsing as users enable it; usage includes prefix cache hits.

@@ -150,7 +150,7 @@ class Parts:
             fairness=self.fairness,
             aliases=Aliases(max_aliases=8, ttl_s=60),
         )
-        inline = InlineTransport(arena.view.tensor, max_bytes=transfer.max_inline_bytes)
+        inline = InlineTransport(arena.view.tensor)
         self.gateway = Gateway(
             config=config,
             transfer=transfer,
@@ -181,7 +181,7 @@ class Parts:
 
     @property
     def num_held(self) -> int:
-        return sum(link.num_held for link in self.links.links.values())
+        return sum(len(link._leases) for link in self.links.links.values())
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0

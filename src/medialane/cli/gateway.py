@@ -242,7 +242,7 @@ def _gateway(components: _Components) -> Gateway:
         fairness=components.fairness,
         aliases=Aliases(max_aliases=components.gateway_config.max_uuids, ttl_s=components.gateway_config.uuid_ttl_s),
     )
-    inline = InlineTransport(components.arena.view.tensor, max_bytes=components.config.transfer.max_inline_bytes)
+    inline = InlineTransport(components.arena.view.tensor)
     return Gateway(
         config=components.gateway_config,
         transfer=components.config.transfer,

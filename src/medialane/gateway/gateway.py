@@ -109,7 +109,8 @@ class Gateway:
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
         scope = current_scope()
-        scope.take(self._admission.enter())
+        self._admission.enter()
+        scope.defer(self._admission.leave)
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
@@ -233,23 +234,13 @@ class Gateway:
         )
         remote = route.link.submit(sent, pins.until_released, pins.until_sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
-        scope.take(_AbortOnRelease(remote))
+        scope.defer(remote.abort)
         return remote
 
     def _begin(self, call: _Call, transfer_path: TransferPath) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id)
             call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, call.route.routed.decision))
-
-
-class _AbortOnRelease:
-    """A request in flight as a resource of its scope."""
-
-    def __init__(self, remote: RemoteRequest) -> None:
-        self._remote = remote
-
-    def release(self) -> None:
-        self._remote.abort()
 
 
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:

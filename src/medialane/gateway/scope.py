@@ -7,7 +7,7 @@ disconnected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -68,10 +68,14 @@ class RequestScope:
 
     def take(self, resource: Releasable) -> None:
         """Own `resource` until the scope closes; if it is closed already, release it at once."""
+        self.defer(resource.release)
+
+    def defer(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the scope closes; at once if it is closed already."""
         if self._closed:
-            resource.release()
+            callback()
         else:
-            self._stack.callback(resource.release)
+            self._stack.callback(callback)
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if

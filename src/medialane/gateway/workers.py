@@ -79,11 +79,6 @@ class WorkerLink:
         return self.refusal is not None or self._failure is not None
 
     @property
-    def num_held(self) -> int:
-        """Number of requests whose leases are held for this worker."""
-        return len(self._leases)
-
-    @property
     def same_host(self) -> bool:
         return self._worker is not None and self._worker.client.welcome.shm
 

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -129,21 +129,9 @@ def num_placeholder_tokens(feature: Feature) -> int:
     return -(-feature.size.width // PATCH_SIDE) * -(-feature.size.height // PATCH_SIDE)
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _hang() -> None:
-    time.sleep(3600)
-
-
 def _hog() -> None:
     hoard = [np.ones(1 << 26, np.uint8) for _ in range(32)]  # 2 GiB, unless a limit prevents it
     del hoard
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
 
 
 def _raise() -> None:
@@ -154,21 +142,13 @@ def _reject() -> None:
     raise InvalidImage("the fake processor rejects this image")
 
 
-def _exit() -> None:
-    os._exit(0)
-
-
-def _nothing() -> None:
-    return
-
-
-_FAULTS = {
-    "none": _nothing,
-    "kill": _kill,
+_FAULTS: dict[Fault, Callable[[], object]] = {
+    "none": lambda: None,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "abort": os.abort,
-    "exit": _exit,
-    "segfault": _segfault,
-    "hang": _hang,
+    "exit": lambda: os._exit(0),
+    "segfault": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(3600),
     "hog": _hog,
     "raise": _raise,
     "reject": _reject,

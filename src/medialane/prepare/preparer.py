@@ -24,7 +24,6 @@ from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
 from medialane.media import decode, probe
 from medialane.prepare import confinement
-from medialane.prepare.decoded import decoded_item
 from medialane.prepare.messages import (
     LENGTH,
     Copied,
@@ -44,7 +43,7 @@ from medialane.prepare.messages import (
     frame_length,
 )
 from medialane.prepare.process_memory import address_of, allow_reader
-from medialane.prepare.processor import ProcessedItem, Processor
+from medialane.prepare.processor import ProcessedItem, Processor, decoded_item
 from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)

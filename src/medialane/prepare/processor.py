@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, MediaSize, Video
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Video
 from medialane.core.tensor import TensorSpec
 
 
@@ -23,6 +26,22 @@ class ProcessedItem:
     specs: tuple[TensorSpec, ...]
     buffers: tuple[memoryview, ...]
     size: MediaSize
+
+
+def decoded_item(media: Decoded) -> ProcessedItem:
+    """Return the array of decoded media as one tensor, laid out as in `core.media`, with an empty header (stage
+    `decoded`)."""
+    array: NDArray[Any]
+    match media:
+        case Image():
+            array = media.pixels
+        case FrameBatch():
+            array = media.frames
+        case AudioSamples():
+            array = media.samples
+    array = np.ascontiguousarray(array)
+    spec = TensorSpec("float32" if isinstance(media, AudioSamples) else "uint8", array.shape)
+    return ProcessedItem(header=b"", specs=(spec,), buffers=(array.data,), size=media.size)
 
 
 class Processor(Protocol):

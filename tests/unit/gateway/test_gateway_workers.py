@@ -98,7 +98,7 @@ async def test_leases_end_once_when_the_worker_releases(net):
     leases = [Held(), Held()]
     remote = link.submit(request(), leases)
     assert await num_tokens(remote) == 3
-    await eventually(lambda: link.num_held == 0)
+    await eventually(lambda: len(link._leases) == 0)
     assert [held.num_released for held in leases] == [1, 1]
 
 
@@ -116,7 +116,7 @@ async def test_unserialisable_request_releases_its_leases(net):
     held = Held()
     with pytest.raises(OverflowError):
         link.submit(request(priority=1 << 70), [held])
-    assert (held.num_released, link.num_held) == (1, 0)
+    assert (held.num_released, len(link._leases)) == (1, 0)
 
 
 async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_release(net):
@@ -128,7 +128,7 @@ async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_rele
         link.submit(request(), [second])
     assert (first.num_released, second.num_released) == (0, 1)
     assert await num_tokens(remote) == 3
-    await eventually(lambda: link.num_held == 0)
+    await eventually(lambda: len(link._leases) == 0)
     assert (first.num_released, second.num_released) == (1, 1)
 
 

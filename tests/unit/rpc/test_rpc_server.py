@@ -12,7 +12,7 @@ from medialane.core.errors import (
     StartupFailed,
     WorkerLost,
 )
-from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, session_registry
+from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, server
 from medialane.rpc.session import MAX_HELLO_BYTES
 
 HOUR_S = 3600.0
@@ -151,7 +151,7 @@ async def test_unauthenticated_connections_do_not_exclude_gateways(net, raw):
 
 
 async def test_too_many_unauthenticated_connections_close_the_oldest(net, raw, monkeypatch):
-    monkeypatch.setattr(session_registry, "MAX_UNIDENTIFIED", 2)
+    monkeypatch.setattr(server, "MAX_UNIDENTIFIED", 2)
     await net.serve(FakeHandler())
     oldest, _, newest = [await raw(hello=False) for _ in range(3)]
     assert await oldest.hung_up()

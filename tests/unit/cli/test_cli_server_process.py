@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli.plain_vllm import plain_vllm
+from medialane.cli.server_process import plain_vllm
 from medialane.core.errors import StartupFailed
 
 #: Answers /health and starts a child that ignores SIGTERM, as a stuck engine would.
