@@ -14,10 +14,10 @@ HELD = []
 
 CASES = {
     "leaked_task": (
-        "async def test_it():\n    HELD.append(asyncio.create_task(asyncio.sleep(60)))",
+        "async def test_it():\n    HELD.append(asyncio.create_task(asyncio.Event().wait()))",
         "tasks left behind",
     ),
-    "blocked_loop": ("async def test_it():\n    time.sleep(1.7)", "Executing "),
+    "blocked_loop": ("async def test_it():\n    time.sleep(1.7)", "Executing "),  # time: more than BLOCKED_S
     "open_arena_file": (
         "def test_it():\n"
         "    path = Path('/dev/shm/medialane-conftest-open')\n"
@@ -45,6 +45,7 @@ CASES = {
 def run(pytester):
     folder = pytester.mkdir("unit")
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile(waiting=Path(__file__).with_name("waiting.py").read_text())
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
     def run(source: str):
@@ -64,5 +65,5 @@ def test_leaked_resources_fail_the_test(run, name):
 
 
 def test_clean_test_passes(run):
-    source = "async def test_it():\n    task = asyncio.create_task(asyncio.sleep(60))\n    task.cancel()"
+    source = "async def test_it():\n    task = asyncio.create_task(asyncio.Event().wait())\n    task.cancel()"
     assert run(source).ret == 0

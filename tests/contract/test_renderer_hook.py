@@ -35,6 +35,7 @@ from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.renderer_hook import CONNECTOR
+from waiting import eventually
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -515,8 +516,7 @@ async def test_client_disconnect_closes_the_backend_stream(server):
     headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer secret")]
     async with asyncio.timeout(10):
         await server.app(_scope(headers=headers), receive, send)
-        while not server.backend.num_ended:  # noqa: ASYNC110 - the loop's hook closes what vLLM drops
-            await asyncio.sleep(0.005)
+    await eventually(lambda: server.backend.num_ended, "the loop's hook closes the generator that vLLM drops")
     assert server.backend.scopes[0].extracted.refs == ()
 
 

@@ -1,9 +1,10 @@
 """SIGTERM ends everything; runs last, since it stops the shared servers."""
 
 import pytest
-from medialane_process import until
 from openai_http import chat, picture, text
 from process_tree import descendants, is_alive
+
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -16,6 +17,6 @@ async def test_sigterm_leaves_no_process_arena_or_socket(serve, ours, runtime_di
     assert arenas
     assert list(runtime_directory.iterdir())
     assert serve.stop() == 0, serve.tail()
-    await until(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
+    await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
     assert not [path for path in arenas if path.exists()]
     assert not list(runtime_directory.iterdir())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from medialane_process import launch, until
+from medialane_process import launch
 from process_tree import descendants, is_alive
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -16,6 +16,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from medialane.core.errors import NoWorkerReady, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.rpc import Hello, RpcClient, RpcConfig
+from waiting import eventually, retried
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -33,17 +34,15 @@ class WorkerProcess:
     sockets: Path
 
     async def connect(self):
-        async with asyncio.timeout(START_S):
-            while True:
-                try:
-                    return await RpcClient.connect(self.address, Hello(gateway_id="g"), RpcConfig())
-                except NoWorkerReady:
-                    assert self.process.poll() is None, "the worker ended during its start"
-                    await asyncio.sleep(0.2)
+        async def attempt():
+            assert self.process.poll() is None, "the worker ended during its start"
+            return await RpcClient.connect(self.address, Hello(gateway_id="g"), RpcConfig())
+
+        return await retried(attempt, NoWorkerReady, START_S)
 
     async def end(self):
         """Wait until it has ended. Returns the exit status."""
-        await until(lambda: self.process.poll() is not None, "the worker ends", END_S)
+        await eventually(lambda: self.process.poll() is not None, "the worker ends", END_S)
         return self.process.returncode
 
 
@@ -96,7 +95,7 @@ async def test_killed_worker_leaves_no_child_process(worker):
     with pytest.raises(WorkerLost):
         await read_to_the_end(remote)
     await worker.end()
-    await until(lambda: not any(map(is_alive, family)), "all that it started has ended", END_S)
+    await eventually(lambda: not any(map(is_alive, family)), "all that it started has ended", END_S)
     await client.close()
 
 
@@ -109,6 +108,6 @@ async def test_sigterm_ends_the_worker_cleanly_with_a_request_in_flight(worker):
     with pytest.raises(WorkerLost):
         await read_to_the_end(remote)
     assert await worker.end() == 0
-    await until(lambda: not any(map(is_alive, family)), "all that it started has ended", END_S)
+    await eventually(lambda: not any(map(is_alive, family)), "all that it started has ended", END_S)
     assert not list(worker.sockets.iterdir())
     await client.close()

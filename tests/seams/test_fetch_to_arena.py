@@ -8,7 +8,7 @@ import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
-from gateway_parts import Parts, eventually, png
+from gateway_parts import Parts, png
 from PIL import Image as PILImage
 
 from audio_maker import by_ffmpeg, hours_of_silence, sound
@@ -33,6 +33,7 @@ from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
 from video_clips import clip
+from waiting import eventually
 
 MIB = 1 << 20
 LOCAL = {"allowed_media_networks": ("127.0.0.0/8",)}
@@ -221,8 +222,8 @@ async def test_body_over_a_limit_leaves_no_entry(arena, origin, limits, error):
             piece = body[at : at + 100_000]
             writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             await writer.drain()
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(30)
+            await asyncio.sleep(0.05)  # time: the origin's rate
+        await asyncio.Event().wait()
 
     origin.routes["/a"] = write
     async with source_of(arena, **limits) as source:
@@ -388,7 +389,7 @@ async def test_concurrent_fetches_are_bounded(arena, limits, most):
         nonlocal under_way, peak
         under_way += 1
         peak = max(peak, under_way)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time: in which fetches overlap
         under_way -= 1
         await answer(200, png(seed=int(request.path[1:])))(request, writer)
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 import pytest
-from gateway_parts import Parts, eventually, png
+from gateway_parts import Parts, png
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
 from medialane.core.errors import InvalidImage, UnknownMediaUuid
@@ -21,6 +21,7 @@ from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 FIRST, SECOND = png(seed=1), png(90, 60, seed=2)

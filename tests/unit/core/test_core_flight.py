@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from medialane.core.flight import SingleFlight
+from waiting import iterations
 
 
 class Work:
@@ -29,8 +30,7 @@ class Work:
 
 async def started(flights, work, number, key="key"):
     tasks = [asyncio.create_task(flights.do(key, work)) for _ in range(number)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await iterations(2)
     return tasks
 
 
@@ -110,12 +110,11 @@ async def test_error_without_waiters_is_not_reported_as_unretrieved(caplog):
             raise ValueError("no")
 
     task = asyncio.create_task(flights.do("key", failing))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await iterations(2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.sleep(0.01)
+    await iterations(3)
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -160,8 +159,7 @@ async def test_caller_cancelled_at_completion_leaks_no_share(num_turns):
 
     (task,) = await started(flights, work, 1)
     go.set()
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
+    await iterations(num_turns)
     task.cancel()
     await asyncio.wait([task])
     await asyncio.sleep(0)
@@ -181,8 +179,7 @@ async def test_result_without_callers_is_released():
     (task,) = await started(flights, stubborn, 1)
     task.cancel()
     await asyncio.wait([task])
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await iterations(2)
     assert room.num_held == 0
 
 

@@ -14,6 +14,7 @@ from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.observability.metrics import Metrics
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer
 from medialane.rpc.fake import FAKE_CARD
+from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 
@@ -74,19 +75,26 @@ async def net(tmp_path):
     await net.close()
 
 
-async def eventually(condition):
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - the other end of a socket tells nobody
-            await asyncio.sleep(0.005)
+@pytest.fixture
+def attempts(monkeypatch):
+    """The addresses to which links have tried to connect."""
+    connect, addresses = RpcClient.connect, []
+
+    async def recorded(address, hello, config):
+        addresses.append(address)
+        return await connect(address, hello, config)
+
+    monkeypatch.setattr(RpcClient, "connect", recorded)
+    return addresses
 
 
 def request(request_id="r", **fields):
     return EngineRequest(request_id, ExpandedPrompt([1, 2]), b"", **fields)
 
 
-async def test_link_connects_once_the_worker_appears(net):
+async def test_link_connects_once_the_worker_appears(net, attempts):
     link = net.link()
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(attempts) > 1)
     assert not link.endpoint().ready
     await net.serve(FakeHandler())
     await eventually(lambda: link.endpoint().ready)
@@ -133,13 +141,14 @@ async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_rele
 
 
 async def test_leases_are_held_until_the_worker_process_is_gone(net):
-    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2))
+    handler = FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2)
+    server = await net.serve(handler)
     link = await net.connected()
     held = Held()
     link.submit(request(), [held])
     await eventually(lambda: server.num_in_flight == 1)
     closing = asyncio.create_task(server.close())
-    await asyncio.sleep(0.05)
+    await eventually(lambda: handler.num_cancelled == 1)
     assert held.num_released == 0
     await closing
     await eventually(lambda: held.num_released == 1)
@@ -162,10 +171,10 @@ async def test_cancelled_link_disconnects_and_releases_everything(net):
 
 
 async def test_rejection_is_logged_once_and_kept(net, caplog):
-    await net.serve(FakeHandler(refusal=StartupFailed("another model")))
+    handler = FakeHandler(refusal=StartupFailed("another model"))
+    await net.serve(handler)
     link = net.link()
-    await eventually(lambda: link.refusal is not None)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: len(handler.hellos) > 2)
     assert link.refusal.message == "another model"
     assert caplog.text.count("refuses this gateway") == 1
 
@@ -378,13 +387,12 @@ async def test_exception_in_one_link_leaves_the_others_serving(net, monkeypatch,
     await net._end(running)
 
 
-async def test_invalid_address_fails_only_its_link(net, caplog):
+async def test_invalid_address_fails_only_its_link(net, attempts, caplog):
     config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
     hello, metrics = Hello(gateway_id="g"), Metrics(CollectorRegistry())
     link = WorkerLink("tcp://a..b:7000", hello, rpc=RPC, config=config, metrics=metrics)
     running = asyncio.create_task(link.run())
-    await eventually(lambda: link.is_failing)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: link.is_failing and len(attempts) > 2)
     assert caplog.text.count("'a..b' is not a host name or IP address") == 1
     await net._end(running)
 

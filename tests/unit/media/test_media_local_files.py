@@ -1,4 +1,3 @@
-import asyncio
 import os
 import threading
 
@@ -15,6 +14,7 @@ from medialane.core.errors import (
 from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, local_files
 from medialane.media.local_files import LocalFiles, OpenFile
+from waiting import eventually
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)
 
@@ -200,5 +200,4 @@ async def test_cancelled_read_leaves_no_descriptor_or_body(files, root, slow, mo
         await files.read(f"file://{root}/sub/c.png", FetchLimits(100, 0.2), open_body=lambda: body)
     assert body.told[-1] == ("abandon",)
     gate.set()
-    while set(os.listdir("/proc/self/fd")) - before:  # noqa: ASYNC110 - a thread closes it, which has no event
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not set(os.listdir("/proc/self/fd")) - before, "a thread closes the file")

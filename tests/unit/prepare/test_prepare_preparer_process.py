@@ -3,7 +3,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -24,7 +23,7 @@ def handle(peer, on_exit=lambda: None) -> PreparerProcess:
 
 @pytest.fixture
 def sleeper():
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen(["sleep", "60"])
     with process:
         yield process
         process.kill()

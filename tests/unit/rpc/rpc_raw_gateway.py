@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 
-from rpc_requests import DEADLINE_S
-
 from medialane.rpc.framing import FrameReader, append_frame
 from medialane.rpc.messages import decode_from_worker
+from waiting import DEADLINE_S
 
 
 class RawGateway:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from prometheus_client import Counter
-from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.admin import AddLora, IsSleeping, ResetPrefixCache, Sleep
 from medialane.core.errors import GenerationFailed, InvalidRequest, ProtocolViolation, Unavailable, WorkerLost
@@ -20,6 +20,7 @@ from medialane.rpc.messages import (
     decode_to_worker,
 )
 from medialane.rpc.session_calls import MAX_CALLS
+from waiting import eventually
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import socket
 
 import msgspec
 import pytest
-from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.errors import (
     GenerationFailed,
@@ -21,6 +21,7 @@ from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Welcome
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.framing import append_frame
 from medialane.rpc.messages import LoadReport, Refused, Released
+from waiting import eventually
 
 HOUR_S = 3600.0
 HELLO = Hello(gateway_id="gateway")
@@ -59,7 +60,7 @@ async def worker_that_says(tmp_path):
         server.close()
     for writer in writers:
         writer.close()
-    await asyncio.sleep(0.01)
+    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/w.sock", "tcp://127.0.0.1:1", "tcp://localhost:1"])
@@ -113,7 +114,7 @@ async def test_cancelled_connect_leaves_no_connection(net):
 
         async def register(self, hello):
             self.called.set()
-            await asyncio.sleep(HOUR_S)
+            await asyncio.Event().wait()
 
     handler = Slow()
     await net.serve(handler)
@@ -159,7 +160,7 @@ async def test_heartbeats_keep_an_idle_connection_alive(net):
     quick = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2)
     await net.serve(FakeHandler([1]), quick)
     client = await net.connect(quick)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(0.6)  # time: three timeouts without a request
     assert await tokens_of(client.submit(engine_request("r"))) == [1]
 
 

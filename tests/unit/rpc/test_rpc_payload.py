@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rpc_requests import engine_request, eventually, tokens_of
+from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, ProtocolViolation
 from medialane.core.feature import MediaPayload
@@ -17,6 +17,7 @@ from medialane.rpc import FakeHandler, RpcConfig
 from medialane.rpc.framing import HEADER, FrameReader, append_raw_frame, raw_data
 from medialane.rpc.messages import Abort, DropPayload, Failed, Payload, Released, Submit, decode_to_worker
 from medialane.rpc.payload import PIECE_BYTES, PIECES_AT_ONCE, IncomingPayload, OutgoingRequest, join, split
+from waiting import eventually
 
 MIB = 1 << 20
 HOUR_S = 3600.0
