@@ -378,7 +378,7 @@ async def test_cancelled_waiting_job_is_dropped(arena, encoded):
         first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.3), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         second = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
-        await eventually(lambda: pool.stats().num_waiting == 1)
+        await eventually(lambda: pool.stats().num_queued == 1)
         second.cancel()
         (await first).release()
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()  # would come after the second
