@@ -39,7 +39,7 @@ MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
-_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm", "test_worker_process")
+_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm")
 
 
 def pytest_collection_modifyitems(items):
@@ -63,7 +63,7 @@ def vllm_environ() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def runtime_directory() -> Iterator[Path]:
-    """Where `serve` puts its sockets: a short path, since theirs are bounded."""
+    """Where `serve` and its engines create their sockets: a short path, since theirs are bounded."""
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-"))
     yield folder
     shutil.rmtree(folder)
@@ -77,7 +77,11 @@ def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory
         str(tiny_model),
         ["--workers", "2", "--verbose", *MEDIALANE_FLAGS],
         SERVER_FLAGS,
-        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
+        environ={
+            **vllm_environ,
+            "XDG_RUNTIME_DIR": str(runtime_directory),
+            "VLLM_RPC_BASE_PATH": str(runtime_directory),
+        },
         log=tmp_path_factory.mktemp("serve") / "serve.log",
     )
     yield process
