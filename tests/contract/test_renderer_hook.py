@@ -114,9 +114,9 @@ async def test_report_is_in_every_kind_of_response(server, path, stream):
     response = await server.client.post(path, json={**body, "medialane": {"report": True}})
     assert response.status_code == 200, response.text
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
-    told = json.loads(events[-1] if stream else response.text)["medialane"]
-    assert told["items"] == []
-    assert "lift" in told["times_ms"]
+    report = json.loads(events[-1] if stream else response.text)["medialane"]
+    assert report["items"] == []
+    assert "lift" in report["times_ms"]
 
 
 async def test_prepared_prompt_reaches_generate_and_the_output_reaches_the_client(server):

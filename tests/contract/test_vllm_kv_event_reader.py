@@ -40,13 +40,13 @@ class Ranks:
         for n in numbers:
             self.publishers[rank].publish(vllm_events.KVEventBatch(ts=time.time(), events=[removed(n)]))
 
-    def told(self, rank=0):
+    def numbers(self, rank=0):
         """The numbers of one rank; None where it was cleared."""
         events = [event for batch in self.batches if batch.rank == rank for event in batch.events]
         return [None if isinstance(e, AllBlocksCleared) else e.block_hashes[0] for e in events]
 
     async def until(self, expected, rank=0):
-        await eventually(lambda: self.told(rank) == expected)
+        await eventually(lambda: self.numbers(rank) == expected)
 
     async def close(self):
         await self.reader.close()

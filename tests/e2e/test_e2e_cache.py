@@ -71,7 +71,7 @@ async def test_cache_salt_isolates_entries(ours):
 
 async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     await ours.succeed(chat(picture(27), ASK))
-    await eventually(lambda: is_idle(ours), "the worker has let go", 20)
+    await eventually(lambda: is_idle(ours), "the worker has released", 20)
     page = await ours.metrics()
     for stage in ("lift", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
         assert page.value("medialane_stage_seconds_count", stage=stage) > 0, stage

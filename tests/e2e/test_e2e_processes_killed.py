@@ -144,7 +144,7 @@ async def test_killed_gateway_restarts_and_leaves_no_arena(serve, ours, plain):
     await eventually(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
     await eventually(
         lambda: not any(arenas & arenas_of(pid) for pid in descendants(serve.pid)),
-        "workers and their engines unmap its arena: the next one needs the room",
+        "workers and their engines unmap its arena: the next one needs the memory",
         30,
     )
     await serve.answers()

@@ -190,16 +190,16 @@ async def test_client_disconnect_at_any_await_leaves_no_lease_or_request(arena, 
             with open_scope():
                 return await parts.answer(prompt(png(), png(seed=1)), max_tokens=1)
 
-        for num_turns in range(100):
+        for num_iterations in range(100):
             client = asyncio.create_task(one())
-            await iterations(num_turns)
+            await iterations(num_iterations)
             client.cancel()
             await asyncio.wait([client])
             if not client.cancelled():
                 break
             await eventually(lambda: worker.engine.num_reading == parts.num_held == 0)
             await eventually(lambda: arena.stats().num_leases == 0)
-        assert num_turns > 1
+        assert num_iterations > 1
 
 
 async def test_media_stay_with_the_prepared_prompt(arena, preparers, worker):

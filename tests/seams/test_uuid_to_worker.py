@@ -181,9 +181,9 @@ async def test_embeddings_are_forwarded_unchanged_in_every_stage(arena, preparer
 
 
 async def test_embeddings_may_be_combined_with_another_modality(arena, preparers, worker, seen):
-    sound = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64," + base64.b64encode(wav()).decode()}}
+    audio = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64," + base64.b64encode(wav()).decode()}}
     async with Parts(arena, preparers, [worker]) as parts:
-        await ask(parts, embeds(), sound)
+        await ask(parts, embeds(), audio)
     ((prompt, datas),) = seen
     assert [item.modality for item in prompt.media] == ["image", "audio"]
     assert datas[1] == [wav()]

@@ -206,7 +206,7 @@ class Breaking(Recorder):
 
     def _break(self, event, part):
         if (event, part) == (self.event, "worker 0"):
-            raise BrokenPipeError("nobody reads what is shown")
+            raise BrokenPipeError("no reader")
 
     def starting(self, part):
         super().starting(part)
@@ -276,7 +276,7 @@ async def test_failing_readiness_check_fails_the_start(tmp_path):
     part = type(part)("worker 0", part.argv, {}, Unreadable())
     with pytest.raises(StartupFailed, match="UnicodeError"):
         async with running(make_supervisor(tmp_path, Recorder(), [part])):
-            pytest.fail("nobody knows whether it is ready")
+            pytest.fail("it is not ready")
 
 
 async def test_end_of_supervision_is_reported_to_waiters(tmp_path):

@@ -140,9 +140,9 @@ def test_entries_are_separate_per_tenant(store):
 
 async def test_entry_is_probed_again_for_another_modality(arena, store):
     (await store.put(image(), content_hash(BMP), BMP)).release()
-    sound = MediaRef("audio", "p", url="http://host/")
+    audio = MediaRef("audio", "p", url="http://host/")
     with pytest.raises(UnsupportedMediaType):
-        store.lookup(sound, content_hash(BMP))
+        store.lookup(audio, content_hash(BMP))
     assert arena.stats().num_leases == 0
 
 

@@ -196,7 +196,7 @@ async def test_same_host_requires_proof_by_the_worker(net):
 async def test_pool_counts_ready_workers(net, tmp_path):
     await net.serve(FakeHandler())
     config, metrics = GatewayConfig(), Metrics(CollectorRegistry())
-    addresses = [net.address, f"unix:{tmp_path}/nobody.sock"]
+    addresses = [net.address, f"unix:{tmp_path}/missing.sock"]
     pool = WorkerPool(
         [WorkerLink(a, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=metrics) for a in addresses]
     )
@@ -223,20 +223,20 @@ class Heard:
     """The notifications of a listener, and its view of the blocks."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
         self.held = None
 
     def joined(self, link):
-        self.told.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
+        self.calls.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
         self.held = set()
 
     def left(self, link):
-        self.told.append(("left", link.address))
+        self.calls.append(("left", link.address))
         self.held = None
 
     def reported(self, link, loads):
-        if self.told[-1][0] != "reported":
-            self.told.append(("reported", *[load.num_running for load in loads]))
+        if self.calls[-1][0] != "reported":
+            self.calls.append(("reported", *[load.num_running for load in loads]))
 
     def changed(self, link, change):
         known = set() if change.snapshot else self.held - ids(change.removed)
@@ -255,10 +255,10 @@ async def test_listener_is_notified_of_joins_blocks_and_leaves(net):
     await eventually(lambda: heard.held == {1, 2})
     handler.change_blocks([3], [1])
     await eventually(lambda: heard.held == {2, 3})
-    await eventually(lambda: heard.told[-1] == ("reported", 0))
+    await eventually(lambda: heard.calls[-1] == ("reported", 0))
     await server.close()
-    await eventually(lambda: heard.told[-1] == ("left", net.address))
-    assert heard.told == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
+    await eventually(lambda: heard.calls[-1] == ("left", net.address))
+    assert heard.calls == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
 
 
 async def test_load_is_reported_per_rank(net):
@@ -267,7 +267,7 @@ async def test_load_is_reported_per_rank(net):
     handler.num_active = 3
     await net.serve(handler)
     link = net.link(heard)
-    await eventually(lambda: heard.told and heard.told[-1] == ("reported", 3, 0))
+    await eventually(lambda: heard.calls and heard.calls[-1] == ("reported", 3, 0))
     assert [endpoint.load.num_running for endpoint in link.endpoints()] == [3, 0]
     handler.num_active = 0
 
@@ -283,7 +283,7 @@ async def test_returning_worker_rejoins_with_its_current_blocks(net):
     again.change_blocks([9])
     await net.serve(again)
     await eventually(lambda: heard.held == {9})
-    assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left", "joined"]
+    assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left", "joined"]
 
 
 async def test_listener_is_notified_when_the_gateway_drops_a_worker(net):
@@ -292,7 +292,7 @@ async def test_listener_is_notified_when_the_gateway_drops_a_worker(net):
     net.link(heard)
     await eventually(lambda: heard.held == set())
     await net.close()
-    assert heard.told[-1] == ("left", net.address)
+    assert heard.calls[-1] == ("left", net.address)
 
 
 async def test_every_rank_of_a_worker_is_an_endpoint(net):
@@ -331,7 +331,7 @@ async def test_failing_link_is_logged_once_and_retried(net, caplog):
     assert link.client is None
     await eventually(lambda: link.client is not None and not heard.num_failures)
     assert not link.is_failing
-    assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
+    assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
     assert caplog.text.count("its link failed and is restarted") == 1
     assert "no room for another" in caplog.text
 

@@ -36,7 +36,7 @@ class RawGateway:
                 elif isinstance(message := decode_from_worker(frame), kinds):
                     return message
 
-    async def hung_up(self) -> bool:
+    async def is_disconnected(self) -> bool:
         async with asyncio.timeout(DEADLINE_S):
             try:
                 while await self._reader.read(65536):

@@ -112,10 +112,10 @@ async def test_many_blocks_do_not_block_either_event_loop(net, handler):
 async def test_outputs_are_not_delayed_by_many_blocks(net, handler):
     handler.blocks = MANY
     client = await net.connect()
-    told = []
-    client.watch(on_blocks=told.append, on_loads=lambda _loads: None)
+    changes = []
+    client.watch(on_blocks=changes.append, on_loads=lambda _loads: None)
     assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
-    assert len(told) < 60
+    assert len(changes) < 60
     await client.close()
 
 

@@ -127,7 +127,7 @@ async def test_unknown_call_closes_the_connection(call, net, handler, raw):
         decode_to_worker(memoryview(raw_frame(["Administer", 1, call])[4:]))
     gateway = await raw()
     gateway.write(raw_frame(["Administer", 1, call]))
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
     assert handler.calls == []
 
 
@@ -193,7 +193,7 @@ async def test_concurrent_metrics_requests_close_the_connection(net, handler, ra
     gateway = await raw()
     gateway.send(ReadMetrics())
     gateway.send(ReadMetrics())
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
 
 
 @pytest.mark.parametrize("answer", [AdminDone(1, True), MetricValues(MetricChanges())])

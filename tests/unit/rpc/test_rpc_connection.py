@@ -48,7 +48,7 @@ class End:
                     found.append(decode_to_worker(frame))
         return found
 
-    async def say(self, data):
+    async def send_raw(self, data):
         await asyncio.get_running_loop().sock_sendall(self.far, data)
 
 
@@ -107,7 +107,7 @@ class Wiretap:
 
 async def test_violation_closes_the_connection_after_earlier_frames(connect):
     end = await connect()
-    await end.say(b"\0\0\0\4fine" + b"\0\0\0\3bad" + b"\0\0\0\5never")
+    await end.send_raw(b"\0\0\0\4fine" + b"\0\0\0\3bad" + b"\0\0\0\5never")
     await end.connection.closed.wait()
     assert end.peer.frames == [b"fine"]
     assert [type(error) for error in end.peer.errors] == [ProtocolViolation]
@@ -116,7 +116,7 @@ async def test_violation_closes_the_connection_after_earlier_frames(connect):
 async def test_large_frames_are_accepted_after_the_handshake(connect):
     end = await connect(RpcConfig(max_frame_bytes=10_000), max_frame_bytes=10)
     end.connection.accept_large_frames()
-    await end.say((9000).to_bytes(4, "big") + bytes(9000))
+    await end.send_raw((9000).to_bytes(4, "big") + bytes(9000))
     await eventually(lambda: end.peer.frames == [bytes(9000)])
 
 
@@ -193,7 +193,7 @@ async def test_local_stall_is_not_mistaken_for_a_silent_peer(connect):
     end = await connect(RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1))
     end.connection.start_heartbeat()
     await asyncio.sleep(0.04)  # time: less than an interval
-    await end.say(b"\0\0\0\4fine")
+    await end.send_raw(b"\0\0\0\4fine")
     time.sleep(0.3)  # noqa: ASYNC251 - time: the stall, longer than the timeout
     await eventually(lambda: end.peer.frames == [b"fine"])
     assert not end.connection.closed.is_set()

@@ -304,7 +304,7 @@ async def test_payload_violating_the_protocol_closes_the_connection(net, raw, sa
     server = await net.serve(FakeHandler([1]))
     gateway = await raw()
     say(gateway)
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
     await eventually(lambda: server.num_in_flight == 0)
 
 

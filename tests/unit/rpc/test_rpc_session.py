@@ -167,7 +167,7 @@ async def test_oversized_frame_closes_the_connection_and_its_requests(net, raw):
     gateway.send(Submit(engine_request("r")))
     await eventually(lambda: handler.num_active == 1)
     gateway.write((100_001).to_bytes(4, "big"))
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
     await eventually(lambda: handler.num_active == 0)
 
 
@@ -235,7 +235,7 @@ async def test_silent_gateway_is_dropped_with_its_requests(net, raw):
     gateway.send(Submit(engine_request("r")))
     await eventually(lambda: handler.num_active == 1)
     await eventually(lambda: handler.num_active == 0)
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
 
 
 async def test_load_is_reported_on_change_and_by_heartbeat(net):
