@@ -43,17 +43,20 @@ CASES = {
 
 @pytest.fixture
 def run(pytester):
-    folder = pytester.mkdir("unit")
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    folder, shared_memory = (
+        pytester.mkdir("unit"),
+        str(pytester.mkdir("shm")),
+    )  # not that of tests that run beside these
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    pytester.makeconftest(conftest.replace("/dev/shm", shared_memory))
     pytester.makepyfile(waiting=Path(__file__).with_name("waiting.py").read_text())
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
     def run(source: str):
-        (folder / "test_case.py").write_text(PREAMBLE + source)
+        (folder / "test_case.py").write_text(PREAMBLE + source.replace("/dev/shm", shared_memory))
         return pytester.runpytest_subprocess("-p", "no:cacheprovider")
 
-    yield run
-    Path("/dev/shm/medialane-conftest-abandoned").unlink(missing_ok=True)
+    return run
 
 
 @pytest.mark.parametrize("name", CASES)
