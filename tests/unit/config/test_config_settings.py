@@ -12,10 +12,8 @@ def load(flags, *, sections):
 
 
 def test_fields_and_setting_names_correspond():
-    fields = {
-        section.name: [field.name for field in structs.fields(section.type)] for section in structs.fields(Config)
-    }
-    assert {section: list(names) for section, names in NAMES.items()} == fields
+    fields = {room.name: [field.name for field in structs.fields(room.type)] for room in structs.fields(Config)}
+    assert {room: list(names) for room, names in NAMES.items()} == fields
 
 
 def test_flag_variable_and_file_key_share_one_name():
