@@ -70,7 +70,7 @@ class FakeBackend:
                     finished=last,
                     prompt_token_ids=None if number else request.prompt.token_ids,
                 )
-                await asyncio.sleep(self.token_s)
+                await asyncio.sleep(self.token_s)  # time: of one token
                 self._fail_at("stream")
         finally:
             self.num_ended += 1

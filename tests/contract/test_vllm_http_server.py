@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import socket
 import ssl
 
@@ -16,6 +17,7 @@ from medialane.gateway import GatewayConfig
 from medialane.gateway.http_protocol import http_protocol
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.http_server import check_http, serve_http, uvicorn_config
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -83,10 +85,13 @@ class Server:
         self._task = asyncio.create_task(
             serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, http=http)
         )
-        while not getattr(getattr(self._app.state, "server", None), "started", False):
-            await asyncio.sleep(0.01)
-            assert not self._task.done(), self._task.exception()
+        await eventually(lambda: self._has_started or self._task.done())
+        assert not self._task.done(), self._task.exception()
         return self
+
+    @property
+    def _has_started(self):
+        return getattr(getattr(self._app.state, "server", None), "started", False)
 
     async def __aexit__(self, *_):
         self._stop.set()
@@ -163,13 +168,15 @@ async def test_changed_certificate_is_reloaded(files, tmp_path):
             return ssl.get_server_certificate(("127.0.0.1", server.port))
 
         first = await asyncio.to_thread(certificate)
-        await asyncio.sleep(0.5)  # the watcher does not signal when it has started
         other = trustme.CA().issue_cert("localhost")
         other.private_key_pem.write_to_path(tmp_path / "key.pem")
         other.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-        async with asyncio.timeout(20):
-            while await asyncio.to_thread(certificate) == first:  # noqa: ASYNC110 - the watcher is vLLM's
-                await asyncio.sleep(0.05)
+
+        async def is_reloaded() -> bool:
+            os.utime(tmp_path / "cert.pem")  # again: vLLM does not signal when its watcher has started
+            return await asyncio.to_thread(certificate) != first
+
+        await eventually(is_reloaded, timeout_s=20)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ BREAKS: dict[int, Callable[[], object]] = {
     302: lambda: os.kill(os.getpid(), signal.SIGKILL),
     303: os.abort,
     304: lambda: os._exit(0),
-    305: lambda: time.sleep(600),
+    305: lambda: time.sleep(600),  # time: more than any timeout
     306: _hog,
     307: lambda: 1 // 0,
 }

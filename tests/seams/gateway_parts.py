@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import Self
 
@@ -37,6 +36,7 @@ from medialane.routing import Router
 from medialane.rpc import ArenaOffer, Hello, RpcConfig, RpcServer
 from medialane.transfer import InlineTransport, ShmTransport, TransferConfig
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
+from waiting import eventually
 
 PROCESSOR = {"model": "fake"}
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
@@ -62,12 +62,6 @@ def prompt(*datas: bytes, options: bytes = b"{}", salt: str = "") -> MediaPrompt
 
 def request(request_id: str, token_ids: list[int], **params: object) -> EngineRequest:
     return EngineRequest(request_id, ExpandedPrompt(token_ids), msgspec.json.encode(FakeParams(**params)))
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what it waits for happens at the other end of a socket
-            await asyncio.sleep(0.005)
 
 
 class FakeWorker:

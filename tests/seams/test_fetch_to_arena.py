@@ -8,10 +8,10 @@ import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
-from gateway_parts import Parts, eventually, png
+from gateway_parts import Parts, png
 from PIL import Image as PILImage
 
-from audio_maker import by_ffmpeg, hours_of_silence, sound
+from audio_maker import by_ffmpeg, hours_of_silence, tones
 from http_origin import HttpOrigin, answer
 from medialane.core.errors import (
     ArenaFull,
@@ -33,6 +33,7 @@ from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
 from video_clips import clip
+from waiting import eventually
 
 MIB = 1 << 20
 LOCAL = {"allowed_media_networks": ("127.0.0.0/8",)}
@@ -221,8 +222,8 @@ async def test_body_over_a_limit_leaves_no_entry(arena, origin, limits, error):
             piece = body[at : at + 100_000]
             writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             await writer.drain()
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(30)
+            await asyncio.sleep(0.05)  # time: the origin's rate
+        await asyncio.Event().wait()
 
     origin.routes["/a"] = write
     async with source_of(arena, **limits) as source:
@@ -252,10 +253,10 @@ async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
         ("image", lambda: bmp(200)[:18] + (65_000).to_bytes(4, "little") * 2 + bmp(200)[26:], ImageTooLarge),
         ("video", lambda: clip(3, pts=[0, 1, 86_400], ticks=1, fps=1), VideoTooLong),
         ("video", lambda: clip(3)[:-300], InvalidVideo),
-        ("audio", lambda: by_ffmpeg(sound(48000, 8), 48000, "ipod", "aac"), InvalidAudio),
+        ("audio", lambda: by_ffmpeg(tones(48000, 8), 48000, "ipod", "aac"), InvalidAudio),
         ("audio", lambda: hours_of_silence("ipod", "aac", 48000, 1800), AudioTooLong),
     ],
-    ids=["size", "length", "index", "channels", "length of a sound"],
+    ids=["size", "length", "index", "channels", "length of an audio clip"],
 )
 @pytest.mark.parametrize("sent", [True, False])
 async def test_oversized_header_is_rejected_before_a_worker_decodes(
@@ -279,9 +280,9 @@ async def test_media_for_a_worker_are_probed_once_and_images_with_known_headers_
         assert preparers.stats().num_done == 1
         (await source.encoded(refs[-1], StageTimeline())).release()
         assert preparers.stats().num_done == 1
-        sound_of_it = MediaRef("audio", "p", data=clip(3))
+        audio_track = MediaRef("audio", "p", data=clip(3))
         with pytest.raises(InvalidAudio, match="no audio track"):
-            await source.encoded(sound_of_it, StageTimeline())
+            await source.encoded(audio_track, StageTimeline())
     for lease in found:
         lease.release()
 
@@ -382,14 +383,14 @@ async def test_sixteen_bodies_of_one_request_arrive_concurrently(arena, preparer
     ("limits", "most"), [({"max_fetches_per_host": 3}, 6), ({"max_fetches": 4}, 4)], ids=["per host", "total"]
 )
 async def test_concurrent_fetches_are_bounded(arena, limits, most):
-    under_way = peak = 0
+    in_flight = peak = 0
 
     async def write(request, writer):
-        nonlocal under_way, peak
-        under_way += 1
-        peak = max(peak, under_way)
-        await asyncio.sleep(0.05)
-        under_way -= 1
+        nonlocal in_flight, peak
+        in_flight += 1
+        peak = max(peak, in_flight)
+        await asyncio.sleep(0.05)  # time: in which fetches overlap
+        in_flight -= 1
         await answer(200, png(seed=int(request.path[1:])))(request, writer)
 
     routes = {f"/{n}": write for n in range(8)}

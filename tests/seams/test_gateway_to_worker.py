@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 import pytest
-from gateway_parts import FakeWorker, Parts, eventually, png, prompt, ref, request
+from gateway_parts import FakeWorker, Parts, png, prompt, ref, request
 from PIL import Image as PILImage
 
 from medialane.core.errors import (
@@ -33,6 +33,7 @@ from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.core.tensor import InlineTensor
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.transfer import TransferConfig
+from waiting import eventually, iterations
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 
@@ -189,17 +190,16 @@ async def test_client_disconnect_at_any_await_leaves_no_lease_or_request(arena, 
             with open_scope():
                 return await parts.answer(prompt(png(), png(seed=1)), max_tokens=1)
 
-        for num_turns in range(100):
+        for num_iterations in range(100):
             client = asyncio.create_task(one())
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
+            await iterations(num_iterations)
             client.cancel()
             await asyncio.wait([client])
             if not client.cancelled():
                 break
             await eventually(lambda: worker.engine.num_reading == parts.num_held == 0)
             await eventually(lambda: arena.stats().num_leases == 0)
-        assert num_turns > 1
+        assert num_iterations > 1
 
 
 async def test_media_stay_with_the_prepared_prompt(arena, preparers, worker):

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import uvloop
-from gateway_parts import FakeWorker, eventually, request
+from gateway_parts import FakeWorker, request
 
 from medialane.arena import describe
 from medialane.core.feature import MediaPayload
@@ -18,6 +18,7 @@ from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
 from medialane.rpc import Hello, RpcClient, RpcConfig
 from medialane.transfer import InlineTransport
+from waiting import eventually
 
 MIB = 1 << 20
 NUM_BYTES = 19 * MIB

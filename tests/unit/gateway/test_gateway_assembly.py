@@ -8,6 +8,7 @@ from medialane.core.feature import Feature, MediaPrompt
 from medialane.core.media import MediaSize
 from medialane.gateway.assembly import MAX_ITEMS_ON_LOOP, MAX_TOKENS_ON_LOOP, Assembly
 from medialane.prepare import AssembledPrompt
+from waiting import iterations
 
 
 class Recorder:
@@ -75,7 +76,7 @@ async def test_short_prompt_waits_while_the_thread_owns_the_assembler(assembly, 
     long = asyncio.create_task(assembly.assemble(prompt(MAX_TOKENS_ON_LOOP + 1), ()))
     await asyncio.to_thread(recorder.called.wait, 5)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
-    await asyncio.sleep(0.05)
+    await iterations(5)
     assert not short.done()
     recorder.go.set()
     await asyncio.gather(long, short)
@@ -90,7 +91,7 @@ async def test_cancelled_caller_does_not_release_the_assembler_early(assembly, r
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
-    await asyncio.sleep(0.05)
+    await iterations(5)
     assert not short.done()
     recorder.go.set()
     await short

@@ -35,7 +35,7 @@ def make_routes():
 
 
 def left_to_worker(number):
-    """A request whose one image the worker expands, and that nobody has seen before."""
+    """A request whose one image the worker expands, seen for the first time."""
     item = MediaRef("image", "messages[0].content[0].image_url", data=b"")
     prepared = PreparedPrompt([1, 2, 3], (), ("f" * 64,), MediaPrompt([1, 2, 3], (item,)), None)
     return EngineRequest(f"r{number}", ExpandedPrompt([1, 2, 3]), b""), prepared

@@ -125,7 +125,7 @@ ATTACKS = {
     # What must go on working.
     "thread": start_thread,
     "late import": import_late,
-    "clock": lambda: time.sleep(0.001),
+    "clock": lambda: time.sleep(0.001),  # time: the system call
 }
 
 

@@ -3,7 +3,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -21,7 +20,7 @@ def peer():
 
 @pytest.fixture
 def sleeper():
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen(["sleep", "60"])
     with process:
         yield process
         process.kill()

@@ -83,7 +83,7 @@ def test_clear_drops_one_slots_pending_prefixes_and_later_release_is_allowed():
     gone, stays = notes.note(0, blocks(range(20)), deadline=5), notes.note(1, blocks(range(20)), deadline=5)
     notes.clear(0)
     assert pending(notes, range(20))[:2] == [0, 20]
-    again = notes.note(0, blocks(range(20)), deadline=5)  # whoever has the slot's number next
+    again = notes.note(0, blocks(range(20)), deadline=5)  # the next worker with this slot number
     notes.forget(gone)
     assert pending(notes, range(20))[:2] == [20, 20]
     notes.forget(again)

@@ -442,8 +442,8 @@ class Bookkeeping(RuleBasedStateMachine):
     def tell(self, seed, name, snapshot, gone):
         if name in self.joined:
             ids = request(text(seed, 400)).block_ids
-            told = change(removed=ids) if gone else change(stored=ids, snapshot=snapshot)
-            self.router.change(self.joined[name], told)
+            update = change(removed=ids) if gone else change(stored=ids, snapshot=snapshot)
+            self.router.change(self.joined[name], update)
 
     @rule(seconds=st.sampled_from([1, 20, 70]))
     def wait(self, seconds):

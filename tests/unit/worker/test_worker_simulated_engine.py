@@ -11,6 +11,7 @@ from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
 from medialane.worker.simulated.engine import step_s
 from medialane.worker.simulated.scheduler import Step
+from waiting import eventually
 
 FAST = SimulatedConfig(speedup=1000.0)
 DELTA = 1
@@ -90,9 +91,9 @@ async def test_load_counts_running_and_waiting_requests():
     async with aclosing(engine.generate(request(max_tokens=1000), [])) as deltas:
         await anext(deltas)
         waiting = asyncio.create_task(answer(engine, request(name="s", max_tokens=1)))
-        await asyncio.sleep(0.01)
+        await eventually(lambda: engine.loads()[0].num_waiting == 1)
         load = engine.loads()[0]
-        assert (load.num_running, load.num_waiting) == (1, 1)
+        assert load.num_running == 1
         assert load.kv_usage > 0
     await waiting
     assert engine.loads()[0].kv_usage == 0
@@ -101,7 +102,7 @@ async def test_load_counts_running_and_waiting_requests():
 
 async def test_cancelled_request_frees_its_blocks(engine):
     task = asyncio.create_task(answer(engine, request(max_tokens=30_000)))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: engine.loads()[0].num_running == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -112,7 +113,7 @@ async def test_cancelled_request_frees_its_blocks(engine):
 async def test_closed_engine_fails_requests_in_flight():
     engine = SimulatedEngine(SimulatedConfig(), model="m")
     task = asyncio.create_task(answer(engine, request(max_tokens=1000)))
-    await asyncio.sleep(0.01)
+    await eventually(lambda: engine.loads()[0].num_running == 1)
     await engine.close()
     with pytest.raises(WorkerLost):
         await task
