@@ -7,7 +7,7 @@
     |   |-- TooManyMediaItems, UnknownMediaUuid
     |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
     |   |-- PromptRejected              vLLM rejected the prompt or its parameters
-    |   |   `-- PromptTooLong             one item alone has more tokens than a prompt may have
+    |   |   `-- PromptTooLong             the images alone have more tokens than a prompt may have
     |   |-- InvalidFeature              the worker rejected the request's processed media
     |   |-- InvalidBody                 not JSON, or not of the expected schema
     |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
