@@ -122,7 +122,8 @@ class FeatureSource:
     async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> Lease[EncodedMedia]:
         """Return the current encoded bytes of `ref`; their content hash is `value.content_hash`.
 
-        An image is counted in `budget`. If their header must be checked, a preparer has opened them; bytes that it rejects are dropped from the cache.
+        An image is counted in `budget`. If their header must be checked, a preparer has opened them; bytes that it
+        rejects are dropped from the cache.
         """
         with _naming(ref):
             lease = await self._fetch_encoded(ref, timeline)
