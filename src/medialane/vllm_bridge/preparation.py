@@ -32,13 +32,12 @@ from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, Media
 from medialane.media.model_choices import FrameSampler
 from medialane.prepare.processor import NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
-from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
+from medialane.vllm_bridge.seams.multimodal import fields_config, processes_items_apart, run_hf_processor
 
 
 class FactoryConfig(msgspec.Struct, frozen=True):
@@ -60,7 +59,7 @@ def build_processor(config: bytes) -> Processor:
     takes_video = "video" in engine_processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
     processor = VllmProcessor(engine_processor, sampler if takes_video else None)
-    if supports_split(engine_processor):
+    if processes_items_apart(engine_processor):
         processor.warm_up()
     use_no_network()  # preparers have none
     return processor
