@@ -68,8 +68,13 @@ def request(request_id: str, token_ids: list[int], **params: object) -> EngineRe
 class Uncounted:
     """Replaces `ImageBudget`: no image's cost is predicted."""
 
-    async def add(self, ref: MediaRef, width: int, height: int) -> int:
+    def has_counted(self, ref: MediaRef) -> bool:
+        return True
+
+    def processed_bytes(self, ref: MediaRef) -> int:
         return 0
+
+    decoded_bytes = processed_bytes
 
 
 UNCOUNTED = Uncounted()

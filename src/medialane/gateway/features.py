@@ -128,8 +128,7 @@ class FeatureSource:
         with _naming(ref):
             lease = await self._fetch_encoded(ref, timeline)
             try:
-                if (size := self._image_size(ref, lease.value)) is not None:
-                    await budget.add(ref, *size)
+                await self._count(ref, lease.value, budget)
                 await self._probe(ref, lease.value)
             except BaseException as error:  # cancellation included: the lease has no other owner
                 lease.release()
@@ -148,6 +147,17 @@ class FeatureSource:
             options=merged_options(options, ref.options),
             salt=ref.salt,
         )
+
+    async def count_sent(self, ref: MediaRef, budget: ImageBudget) -> None:
+        """Count an image that came with the request in `budget`."""
+        with _naming(ref):
+            await self._count(ref, ref.data, budget)
+
+    async def _count(self, ref: MediaRef, source: EncodedMedia | bytes | bytearray | None, budget: ImageBudget) -> None:
+        if source is None or ref.modality != "image" or ref.is_embeds or budget.has_counted(ref):
+            return
+        if (size := await self._image_size(source)) is not None:
+            await budget.add(ref, *size)
 
     async def _find(self, ref: MediaRef, form: _Form, timeline: StageTimeline, budget: ImageBudget) -> Found:
         with _naming(ref):
@@ -173,32 +183,25 @@ class FeatureSource:
                 timeline.num_misses += 1
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded or nullcontext():
-                    size = self._image_size(ref, fetched.data if encoded is None else encoded.value)
-                    if size is not None:
-                        await self._check_image(ref, form, size, budget)
+                    await self._count(ref, fetched.data if encoded is None else encoded.value, budget)
+                    self._check_fits(ref, form, budget)
                     return Found(content, await self._prepare_once(ref, fetched, form, timeline), is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
 
-    def _image_size(self, ref: MediaRef, source: EncodedMedia | bytes | bytearray | None) -> tuple[int, int] | None:
-        """Return (width, height) of an image from its header; None for other media, and for an invalid header, whose
-        error is raised when the bytes are stored."""
-        if ref.modality != "image" or ref.is_embeds or source is None:
-            return None
+    async def _image_size(self, source: EncodedMedia | bytes | bytearray) -> tuple[int, int] | None:
+        """Return (width, height) of an image from its header; None if it is invalid: storing the bytes raises why."""
         data = self._store.bytes(source) if isinstance(source, EncodedMedia) else source
-        with suppress(InvalidRequest):
-            return image_size(data, self._media)
+        async with self._fairness.step(len(data)):
+            with suppress(InvalidRequest):
+                return image_size(data, self._media)
         return None
 
-    async def _check_image(self, ref: MediaRef, form: _Form, size: tuple[int, int], budget: ImageBudget) -> None:
-        """Raise PromptTooLong or MediaTooLarge if the image need not be decoded to know that it will be rejected."""
-        num_bytes = await budget.add(ref, *size)
-        if form.kind == "decoded":
-            num_bytes = size[0] * size[1] * 3
+    def _check_fits(self, ref: MediaRef, form: _Form, budget: ImageBudget) -> None:
+        """Raise MediaTooLarge if the image's size implies that it can never be stored once it is prepared."""
+        num_bytes = budget.decoded_bytes(ref) if form.kind == "decoded" else budget.processed_bytes(ref)
         if num_bytes > self._arena.max_payload_bytes:
-            raise MediaTooLarge(
-                f"the item takes {num_bytes} bytes once it is prepared, more than this server can store"
-            )
+            raise MediaTooLarge(f"the item takes {num_bytes} bytes once prepared, more than this server can store")
 
     def _key(self, ref: MediaRef, form: _Form, content: str) -> str:
         if form.options is None:

@@ -34,6 +34,8 @@ class RequestMedia:
         by the content that is sent. Raises PromptTooLong as soon as the headers of images tell."""
         if (found := self._found.get(stage)) is None:
             find, budget = FINDERS[STAGES[stage].sends], ImageBudget(self._assembly, self.source.options)
+            for ref in self.source.items:
+                await self.features.count_sent(ref, budget)
             found = self._found[stage] = await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
         return found
 
