@@ -40,9 +40,6 @@ class BreakingProcessor:
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         return self._inner.sample(video, io)
 
-    def check_size(self, size, options):
-        self._inner.check_size(size, options)
-
     def smaller_size(self, size, smaller, options):
         return self._inner.smaller_size(size, smaller, options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 import time
 from contextlib import AsyncExitStack, aclosing
 from typing import Self
@@ -62,6 +63,21 @@ def prompt(*datas: bytes, options: bytes = b"{}", salt: str = "") -> MediaPrompt
 
 def request(request_id: str, token_ids: list[int], **params: object) -> EngineRequest:
     return EngineRequest(request_id, ExpandedPrompt(token_ids), msgspec.json.encode(FakeParams(**params)))
+
+
+class Uncounted:
+    """Replaces `ImageBudget`: no image's cost is predicted."""
+
+    def has_counted(self, ref: MediaRef) -> bool:
+        return True
+
+    def processed_bytes(self, ref: MediaRef) -> int:
+        return 0
+
+    decoded_bytes = processed_bytes
+
+
+UNCOUNTED = Uncounted()
 
 
 class FakeWorker:
@@ -123,6 +139,7 @@ class Parts:
         config: GatewayConfig | None = None,
         transfer: TransferConfig | None = None,
         fetcher: Fetcher | None = None,
+        max_tokens: int = sys.maxsize,
     ) -> None:
         self.arena = arena
         self.registry = CollectorRegistry()
@@ -153,7 +170,7 @@ class Parts:
                 transports=[ShmTransport(), inline],
                 max_inline_bytes=transfer.max_inline_bytes,
             ),
-            assembler=FakeAssembler(),
+            assembler=FakeAssembler(max_tokens),
             workers=self.links,
             router=Router(),
             metrics=self.metrics,

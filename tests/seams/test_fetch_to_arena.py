@@ -8,7 +8,7 @@ import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
-from gateway_parts import Parts, png
+from gateway_parts import UNCOUNTED, Parts, png
 from PIL import Image as PILImage
 
 from audio_maker import by_ffmpeg, hours_of_silence, tones
@@ -104,10 +104,10 @@ async def test_different_options_need_no_new_download_or_copy(arena, preparers, 
         sizes = []
         for options in (b"{}", b'{"scale":2}'):
             timeline = StageTimeline()
-            found = await source.find(image(origin.url("/a")), options, timeline)
+            found = await source.find(image(origin.url("/a")), options, timeline, UNCOUNTED)
             sizes.append(timeline.copied_bytes - found.lease.value.nbytes)
             found.lease.release()
-        with await source.encoded(image(origin.url("/a")), StageTimeline()) as encoded:
+        with await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED) as encoded:
             assert encoded.value.content_hash == content_hash(body)
     assert sizes == [0, 0]
     assert preparers.stats().num_done == 2
@@ -119,10 +119,10 @@ async def test_item_and_decode_options_give_distinct_features(arena, preparers, 
     async with source_of(arena, preparers) as source:
         keys = set()
         for fields in ({}, {"options": b'{"scale":2}'}, {"io": b'{"image_mode":"RGB"}'}):
-            found = await source.find(image(origin.url("/a"), **fields), b"{}", StageTimeline())
+            found = await source.find(image(origin.url("/a"), **fields), b"{}", StageTimeline(), UNCOUNTED)
             keys.add(found.lease.value.mm_hash)
             found.lease.release()
-        common = await source.find(image(origin.url("/a")), b'{"scale":2}', StageTimeline())
+        common = await source.find(image(origin.url("/a")), b'{"scale":2}', StageTimeline(), UNCOUNTED)
         assert common.lease.value.mm_hash in keys, "the same options, wherever they were given"
         common.lease.release()
     assert len(keys) == 3
@@ -138,7 +138,7 @@ async def test_unchanged_content_is_not_downloaded_again(arena, origin):
     async with source_of(arena) as source:
         ranges = []
         for _ in range(2):
-            with await source.encoded(image(origin.url("/a")), StageTimeline()) as lease:
+            with await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED) as lease:
                 ranges.append(lease.range)
     assert ranges[0] == ranges[1]
     assert ["if-none-match" in request.headers for request in origin.requests] == [False, True]
@@ -148,7 +148,7 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
     origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
     async with source_of(arena) as source:
         for _ in range(2):
-            (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
+            (await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)).release()
             arena.clear()
     assert len(origin.requests) == 2
 
@@ -156,8 +156,8 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
 async def test_inline_and_fetched_content_share_one_entry(arena, origin):
     origin.routes["/a"] = answer(200, png())
     async with source_of(arena) as source:
-        sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline())
-        fetched = await source.encoded(image(origin.url("/a")), StageTimeline())
+        sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline(), UNCOUNTED)
+        fetched = await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert fetched.range == sent.range
         assert arena.stats().num_entries == 1
         sent.release()
@@ -169,7 +169,7 @@ async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
     (tmp_path / "a.bmp").write_bytes(body)
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline())
+        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.value.content_hash == content_hash(body)
@@ -182,7 +182,7 @@ async def test_file_that_is_not_an_image_leaves_no_entry(arena, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"no image at all")
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         with pytest.raises(InvalidImage):
-            await source.encoded(image(f"file://{tmp_path}/a.txt"), StageTimeline())
+            await source.encoded(image(f"file://{tmp_path}/a.txt"), StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
@@ -196,7 +196,7 @@ async def test_large_body_is_not_copied_to_the_heap(arena, origin):
     origin.routes["/a"] = write
     async with source_of(arena) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(origin.url("/a")), StageTimeline())
+        lease = await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.value.num_bytes == len(body) > 6 * MIB
@@ -228,7 +228,7 @@ async def test_body_over_a_limit_leaves_no_entry(arena, origin, limits, error):
     origin.routes["/a"] = write
     async with source_of(arena, **limits) as source:
         with pytest.raises(error) as failed:
-            await source.encoded(image(origin.url("/a")), StageTimeline())
+            await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert failed.value.param == "messages[0].content[0].image_url"
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
@@ -243,7 +243,7 @@ async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
     async with source_of(arena) as source:
         for path, error in (("/cut", MediaFetchFailed), ("/text", InvalidImage)):
             with pytest.raises(error):
-                await source.encoded(image(origin.url(path)), StageTimeline())
+                await source.encoded(image(origin.url(path)), StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
@@ -268,7 +268,7 @@ async def test_oversized_header_is_rejected_before_a_worker_decodes(
     ref = MediaRef(modality, "p", data=data) if sent else MediaRef(modality, "p", url=origin.url("/a"))
     async with source_of(arena, preparers) as source:
         with pytest.raises(error):
-            await source.encoded(ref, StageTimeline())
+            await source.encoded(ref, StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
     assert preparers.stats().num_restarts == 0
 
@@ -276,13 +276,13 @@ async def test_oversized_header_is_rejected_before_a_worker_decodes(
 async def test_media_for_a_worker_are_probed_once_and_images_with_known_headers_never(arena, preparers):
     refs = [MediaRef("image", "p", data=png()), *(MediaRef("video", "p", data=clip(3)) for _ in range(3))]
     async with source_of(arena, preparers) as source:
-        found = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
+        found = await asyncio.gather(*(source.encoded(ref, StageTimeline(), UNCOUNTED) for ref in refs))
         assert preparers.stats().num_done == 1
-        (await source.encoded(refs[-1], StageTimeline())).release()
+        (await source.encoded(refs[-1], StageTimeline(), UNCOUNTED)).release()
         assert preparers.stats().num_done == 1
         audio_track = MediaRef("audio", "p", data=clip(3))
         with pytest.raises(InvalidAudio, match="no audio track"):
-            await source.encoded(audio_track, StageTimeline())
+            await source.encoded(audio_track, StageTimeline(), UNCOUNTED)
     for lease in found:
         lease.release()
 
@@ -299,7 +299,7 @@ async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, 
     monkeypatch.setattr(preparers, "prepare_item", made)
     async with source_of(arena, preparers) as source:
         ref = MediaRef("image", "p", data=png())
-        found = await asyncio.gather(*(source.find(ref, b"{}", StageTimeline()) for _ in range(2)))
+        found = await asyncio.gather(*(source.find(ref, b"{}", StageTimeline(), UNCOUNTED) for _ in range(2)))
         assert preparers.stats().num_done == 1
         assert found[0].lease.range == found[1].lease.range
         for one in found:
@@ -313,7 +313,7 @@ async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_p
     async with source_of(arena, preparers) as source:
         for _ in range(2):
             with pytest.raises(MediaTooLarge) as refused:
-                await source.find(ref, b"{}", StageTimeline())
+                await source.find(ref, b"{}", StageTimeline(), UNCOUNTED)
             assert (refused.value.status, refused.value.param) == (413, ref.param)
             assert preparers.stats().num_failed == 1
 
@@ -323,7 +323,7 @@ async def test_bytes_larger_than_the_arena_are_rejected_permanently(arena, prepa
     async with source_of(arena, preparers, max_image_bytes=64 * MIB) as source:
         source._store._config = MediaConfig(max_image_bytes=64 * MIB)
         with pytest.raises(MediaTooLarge) as refused:
-            await source.encoded(MediaRef("image", "p", data=data), StageTimeline())
+            await source.encoded(MediaRef("image", "p", data=data), StageTimeline(), UNCOUNTED)
         assert refused.value.status == 413
 
 
@@ -332,10 +332,10 @@ async def test_body_is_rejected_while_the_arena_is_full_and_accepted_later(arena
     held = arena.keep(arena.reserve(30 * MIB), None)
     async with source_of(arena) as source:
         with pytest.raises(ArenaFull):
-            await source.encoded(image(origin.url("/a")), StageTimeline())
+            await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert arena.stats().num_reservations == 0
         held.release()
-        (await source.encoded(image(origin.url("/a")), StageTimeline())).release()
+        (await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)).release()
 
 
 async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(arena, origin):
@@ -343,7 +343,10 @@ async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(
     origin.routes["/a"] = first_half(body, gate)
     async with source_of(arena) as source:
         for num_wanting in (1, 0):
-            both = [asyncio.create_task(source.encoded(image(origin.url("/a")), StageTimeline())) for _ in range(2)]
+            both = [
+                asyncio.create_task(source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED))
+                for _ in range(2)
+            ]
             await eventually(lambda: arena.stats().num_reservations == 1)
             for task in both[num_wanting:]:
                 task.cancel()
@@ -396,7 +399,7 @@ async def test_concurrent_fetches_are_bounded(arena, limits, most):
     routes = {f"/{n}": write for n in range(8)}
     async with HttpOrigin(dict(routes)) as one, HttpOrigin(dict(routes)) as other, source_of(arena, **limits) as source:
         refs = [image(origin.url(f"/{n}")) for n in range(8) for origin in (one, other)]
-        leases = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
+        leases = await asyncio.gather(*(source.encoded(ref, StageTimeline(), UNCOUNTED) for ref in refs))
         for lease in leases:
             lease.release()
         assert peak == most

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import pytest
-from gateway_parts import ScriptedFetcher, png, ref
+from gateway_parts import UNCOUNTED, ScriptedFetcher, png, ref
 from PIL import Image as PILImage
 
 from medialane.core.media import MediaSize
@@ -59,7 +59,7 @@ async def source_with(arena):
 
 async def found(source, data, options):
     """The feature's hash, its reported sizes, and the shape of its first tensor."""
-    made = await source.find(ref(data), options, StageTimeline())
+    made = await source.find(ref(data), options, StageTimeline(), UNCOUNTED)
     with made.lease as lease:
         feature = lease.value
         return feature.mm_hash, feature.size, feature.tensors[0].spec.shape
@@ -79,7 +79,7 @@ async def test_scaled_and_full_size_images_never_share_an_entry(source_with, jpe
 
 
 async def source_content(source, data):
-    with await source.encoded(ref(data), StageTimeline()) as lease:
+    with await source.encoded(ref(data), StageTimeline(), UNCOUNTED) as lease:
         return lease.value
 
 

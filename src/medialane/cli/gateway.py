@@ -250,7 +250,7 @@ def _gateway(components: _Components) -> Gateway:
         handover=Handover(
             transports=[ShmTransport(), inline], max_inline_bytes=components.config.transfer.max_inline_bytes
         ),
-        assembler=components.frontend.assembler(),
+        assembler=components.frontend.assembler,
         workers=components.links,
         router=Router(components.config.routing),
         metrics=components.metrics,

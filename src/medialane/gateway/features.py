@@ -7,22 +7,30 @@ another stage, or a URL known to be unchanged need neither a download nor a copy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Literal, NamedTuple
 
 import msgspec
 from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease
-from medialane.core.errors import ArenaFull, InvalidRequest, MedialaneError, MediaTooLarge, UnknownMediaUuid
+from medialane.core.errors import (
+    ArenaFull,
+    InvalidRequest,
+    MedialaneError,
+    MediaTooLarge,
+    PromptTooLong,
+    UnknownMediaUuid,
+)
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash, decoded_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway.aliases import Aliases
 from medialane.gateway.encoded_store import EncodedStore
+from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.loop_fairness import LoopFairness
-from medialane.media import Fetched, Fetcher, MediaConfig, needs_probe
+from medialane.media import Fetched, Fetcher, MediaConfig, image_size, needs_probe
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 
@@ -80,6 +88,7 @@ class FeatureSource:
         self._fetcher = fetcher
         self._store = EncodedStore(arena, media)
         self._digest = processor_digest
+        self._media = media
         self._scales = media.jpeg_scaled_decode
         self._fairness = fairness
         self._aliases = aliases
@@ -99,26 +108,31 @@ class FeatureSource:
             raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
-    async def find(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> Found:
-        """Return the feature of `ref`, processed with the options of the request and of `ref`."""
-        return await self._find(ref, _Form("processed", options), timeline)
+    async def find(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> Found:
+        """Return the feature of `ref`, processed with the options of the request and of `ref`.
 
-    async def decoded(self, ref: MediaRef, timeline: StageTimeline) -> Found:
-        """Return the decoder's output for `ref`."""
-        return await self._find(ref, _Form("decoded", None), timeline)
+        An image that is not cached is counted in `budget` before it is decoded.
+        """
+        return await self._find(ref, _Form("processed", options), timeline, budget)
 
-    async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> Lease[EncodedMedia]:
+    async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> Found:
+        """Return the decoder's output for `ref`. `budget` is as in `find`."""
+        return await self._find(ref, _Form("decoded", None), timeline, budget)
+
+    async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> Lease[EncodedMedia]:
         """Return the current encoded bytes of `ref`; their content hash is `value.content_hash`.
 
-        If their header must be checked, a preparer has opened them; bytes that it rejects are dropped from the cache.
+        An image is counted in `budget`. If their header must be checked, a preparer has opened them; bytes that it
+        rejects are dropped from the cache.
         """
         with _naming(ref):
             lease = await self._fetch_encoded(ref, timeline)
             try:
+                await self._count(ref, lease.value, budget)
                 await self._probe(ref, lease.value)
             except BaseException as error:  # cancellation included: the lease has no other owner
                 lease.release()
-                if isinstance(error, InvalidRequest):
+                if isinstance(error, InvalidRequest) and not isinstance(error, PromptTooLong):
                     self._store.forget(ref, lease.value.content_hash)
                 raise
         self._bind(ref, lease.value.content_hash)
@@ -134,13 +148,24 @@ class FeatureSource:
             salt=ref.salt,
         )
 
-    async def _find(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
+    async def count_sent(self, ref: MediaRef, budget: ImageBudget) -> None:
+        """Count an image that came with the request in `budget`."""
         with _naming(ref):
-            found = await self._find_or_prepare(ref, form, timeline)
+            await self._count(ref, ref.data, budget)
+
+    async def _count(self, ref: MediaRef, source: EncodedMedia | bytes | bytearray | None, budget: ImageBudget) -> None:
+        if source is None or ref.modality != "image" or ref.is_embeds or budget.has_counted(ref):
+            return
+        if (size := await self._image_size(source)) is not None:
+            await budget.add(ref, *size)
+
+    async def _find(self, ref: MediaRef, form: _Form, timeline: StageTimeline, budget: ImageBudget) -> Found:
+        with _naming(ref):
+            found = await self._find_or_prepare(ref, form, timeline, budget)
         self._bind(ref, found.content_hash)
         return found
 
-    async def _find_or_prepare(self, ref: MediaRef, form: _Form, timeline: StageTimeline) -> Found:
+    async def _find_or_prepare(self, ref: MediaRef, form: _Form, timeline: StageTimeline, budget: ImageBudget) -> Found:
         """Look up the requested form, and prepare it if it is missing.
 
         If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
@@ -158,9 +183,25 @@ class FeatureSource:
                 timeline.num_misses += 1
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded or nullcontext():
+                    await self._count(ref, fetched.data if encoded is None else encoded.value, budget)
+                    self._check_fits(ref, form, budget)
                     return Found(content, await self._prepare_once(ref, fetched, form, timeline), is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
+
+    async def _image_size(self, source: EncodedMedia | bytes | bytearray) -> tuple[int, int] | None:
+        """Return (width, height) of an image from its header; None if it is invalid: storing the bytes raises why."""
+        data = self._store.bytes(source) if isinstance(source, EncodedMedia) else source
+        async with self._fairness.step(len(data)):
+            with suppress(InvalidRequest):
+                return image_size(data, self._media)
+        return None
+
+    def _check_fits(self, ref: MediaRef, form: _Form, budget: ImageBudget) -> None:
+        """Raise MediaTooLarge if the image's size implies that it can never be stored once it is prepared."""
+        num_bytes = budget.decoded_bytes(ref) if form.kind == "decoded" else budget.processed_bytes(ref)
+        if num_bytes > self._arena.max_payload_bytes:
+            raise MediaTooLarge(f"the item takes {num_bytes} bytes once prepared, more than this server can store")
 
     def _key(self, ref: MediaRef, form: _Form, content: str) -> str:
         if form.options is None:

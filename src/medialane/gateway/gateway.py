@@ -115,7 +115,7 @@ class Gateway:
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
-        media = RequestMedia(prompt, self._features, scope)
+        media = RequestMedia(prompt, self._features, scope, self._assembly)
         try:
             items = await media.in_stage(stage.name)
         except PromptTooLong as error:

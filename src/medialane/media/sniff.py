@@ -63,6 +63,12 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
     return media_type
 
 
+def image_size(data: Bytes, config: MediaConfig) -> tuple[int, int]:
+    """Return (width, height) as stored, from the header. Raises what `sniff` raises for images."""
+    sniffed = sniff_image(data, config)
+    return sniffed.width, sniffed.height
+
+
 def needs_probe(media_type: str) -> bool:
     """Return whether `probe` checks more of a file of this type than `sniff`."""
     return media_type not in _CHECKED_HERE

@@ -6,12 +6,20 @@ builds the former inside the fork server.
 
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.pool import PreparerPool
-from medialane.prepare.processor import NO_PROCESSOR_FACTORY, AssembledPrompt, Assembler, ProcessedItem, Processor
+from medialane.prepare.processor import (
+    NO_PROCESSOR_FACTORY,
+    AssembledPrompt,
+    Assembler,
+    ImageCost,
+    ProcessedItem,
+    Processor,
+)
 
 __all__ = [
     "NO_PROCESSOR_FACTORY",
     "AssembledPrompt",
     "Assembler",
+    "ImageCost",
     "PrepareConfig",
     "PreparerPool",
     "ProcessedItem",

@@ -60,13 +60,6 @@ class Processor(Protocol):
         """Process one item separately. `options` are canonical JSON. Raises MedialaneError for client errors."""
         ...
 
-    def check_size(self, size: tuple[int, int], options: bytes) -> None:
-        """Raise PromptTooLong if an image of this (width, height), in either orientation, exceeds any prompt's length.
-
-        Called before the image is decoded. Passes if the number of tokens depends on its pixels.
-        """
-        ...
-
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:
@@ -96,9 +89,6 @@ class NoProcessor:
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         raise UnsupportedMediaType(_REFUSAL)
 
-    def check_size(self, size: tuple[int, int], options: bytes) -> None:
-        raise UnsupportedMediaType(_REFUSAL)
-
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:
@@ -113,8 +103,21 @@ class AssembledPrompt:
     placeholders: tuple[PlaceholderRange, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """What an image takes at least: tokens of the prompt, and bytes of large tensors (0 if unknown)."""
+
+    num_tokens: int
+    num_bytes: int = 0
+
+
 class Assembler(Protocol):
     """Expands a prompt's placeholders from its items' metadata only: reads neither pixels nor large tensors."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a prompt (vLLM's `max_model_len`)."""
+        ...
 
     @property
     def accepts_item_options(self) -> bool:
@@ -123,4 +126,9 @@ class Assembler(Protocol):
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         """Expand the prompt; `features` are in request order within each modality. Raises PromptRejected."""
+        ...
+
+    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        """Return what an image of this (width, height), in either orientation, takes at least when it is processed with
+        `options`; None if that cannot be predicted."""
         ...

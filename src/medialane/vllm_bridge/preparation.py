@@ -9,7 +9,6 @@ prompt, so a preparer runs it for a single item. It uses private methods of vLLM
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -35,13 +34,11 @@ from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, Media
 from medialane.media.model_choices import FrameSampler
 from medialane.prepare.processor import NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
-from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
+from medialane.vllm_bridge.seams.multimodal import fields_config, processes_items_apart, run_hf_processor
 
 
 class FactoryConfig(msgspec.Struct, frozen=True):
@@ -62,10 +59,8 @@ def build_processor(config: bytes) -> Processor:
     engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
     takes_video = "video" in engine_processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
-    processor = VllmProcessor(
-        engine_processor, sampler if takes_video else None, max_model_len=model_config.max_model_len
-    )
-    if supports_split(engine_processor):
+    processor = VllmProcessor(engine_processor, sampler if takes_video else None)
+    if processes_items_apart(engine_processor):
         processor.warm_up()
     constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
     return processor
@@ -73,9 +68,6 @@ def build_processor(config: bytes) -> Processor:
 
 #: Sizes of the images with which `warm_up` compares the two input formats of the model's processor.
 _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
-
-#: Sizes of the images that verify token counts: some that processors enlarge, shrink, and split into several tiles.
-_TOKEN_TRIAL_SIZES = ((64, 64), (56, 168), (301, 211), (1200, 500))
 
 #: An image side of up to this many pixels could be mistaken for the channel dimension.
 _MAX_CHANNELS = 4
@@ -94,15 +86,8 @@ class VllmProcessor:
     `sampler` chooses the frames of videos; None if the model does not support video.
     """
 
-    def __init__(
-        self,
-        processor: BaseMultiModalProcessor,
-        sampler: FrameSampler | None = None,
-        *,
-        max_model_len: int = sys.maxsize,
-    ) -> None:
+    def __init__(self, processor: BaseMultiModalProcessor, sampler: FrameSampler | None = None) -> None:
         self._processor = processor
-        self._tokens = ImageTokens(processor, max_model_len)
         self._sampler = sampler
         self._accepts_tensors = False
 
@@ -123,7 +108,6 @@ class VllmProcessor:
         modalities = self._processor.info.get_supported_mm_limits()
         if "image" in modalities:
             self._accepts_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
-            self._tokens.verify(self.process(trial_image(*size), b"{}") for size in _TOKEN_TRIAL_SIZES)
         if "video" in modalities:
             self.process(trial_video(), b"{}")
         if "audio" in modalities:
@@ -136,9 +120,6 @@ class VllmProcessor:
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._process(media, options, as_tensor=self._accepts_tensors)
-
-    def check_size(self, size: Size, options: bytes) -> None:
-        self._tokens.check(size, options)
 
     def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
         return self._targets.smaller_size(size, smaller, options)

@@ -130,9 +130,6 @@ ATTACKS = {
 
 
 class TakenOverProcessor(FakeProcessor):
-    def check_size(self, size, options):
-        """The options are not the fake's."""
-
     def process(self, media, options):
         wanted = json.loads(options)
         try:

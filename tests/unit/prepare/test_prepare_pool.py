@@ -24,7 +24,6 @@ from medialane.core.errors import (
     PreparerCrashed,
     PreparersBusy,
     PreparerTimeout,
-    PromptTooLong,
     StartupFailed,
     Unavailable,
     UnsupportedMediaType,
@@ -433,17 +432,6 @@ async def test_pool_without_a_processor_opens_items_and_processes_none(arena, en
         await pool.probe_item(encoded)
         with pytest.raises(UnsupportedMediaType):
             await pool.prepare_item(encoded, b"{}", "a" * 64)
-
-
-async def test_image_with_too_many_tokens_is_rejected_before_decoding(arena):
-    """Its pixels are cut off: a decoder would call it damaged."""
-    whole = png(400, 300)
-    async with running(make_pool(arena)) as pool:
-        with put(arena, whole[: len(whole) // 2]) as cut:
-            with pytest.raises(PromptTooLong):
-                await pool.prepare_item(cut, options(max_pixels=1000), "a" * 64)
-            with pytest.raises(InvalidImage):
-                await pool.prepare_item(cut, b"{}", "a" * 64)
 
 
 async def test_feature_larger_than_the_arena_is_rejected_permanently(arena, encoded):
