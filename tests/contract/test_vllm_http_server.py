@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import ssl
+from functools import partial
 
 import aiohttp
 import pytest
@@ -13,7 +14,8 @@ from starlette.responses import PlainTextResponse
 
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.http_server import check_http, serve_http, uvicorn_config
 
@@ -79,9 +81,10 @@ class Server:
         self._sock.bind(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self._app = App()
-        http = http_protocol(GatewayConfig(), max_headers=self._args.h11_max_header_count)
+        bounds = http_bounds(GatewayConfig(), max_headers=self._args.h11_max_header_count)
+        server_of = partial(BoundedServer, bounds=bounds)
         self._task = asyncio.create_task(
-            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, http=http)
+            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, server_of=server_of)
         )
         while not getattr(getattr(self._app.state, "server", None), "started", False):
             await asyncio.sleep(0.01)

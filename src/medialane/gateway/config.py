@@ -66,12 +66,14 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_header_bytes: Annotated[
         int, msgspec.Meta(description="largest request header, including the request line; larger ones get 431")
     ] = 64 << 10
-    header_timeout_s: Annotated[float, msgspec.Meta(description="longest time to receive a request header")] = 20.0
+    header_timeout_s: Annotated[
+        float, msgspec.Meta(description="longest time to complete a TLS handshake, and to receive a request header")
+    ] = 20.0
     max_connections: Annotated[
         int,
         msgspec.Meta(
-            description="most concurrent HTTP connections, fewer if the limit of open files is lower; more get "
-            "503 with Retry-After"
+            description="most concurrent HTTP connections, pending TLS handshakes included, fewer if the limit of open "
+            "files is lower; more get 503 with Retry-After"
         ),
     ] = 4096
     max_uuids: Annotated[

@@ -103,7 +103,6 @@ GROUPS: tuple[Group, ...] = (
                 ("engine_client", "state", "args", "supported_tasks"),
             ),
             Seam(f"{_LAUNCHERS}.launcher:validate_api_server_args", "call", ("args",)),
-            Seam(f"{_LAUNCHERS}.launcher:NoSignalServer", "read", attributes=("serve", "should_exit")),
             Seam(f"{_LAUNCHERS}.utils.server_utils:get_uvicorn_log_config", "call", ("args",)),
             Seam(
                 f"{_LAUNCHERS}.utils.ssl:SSLCertRefresher",
