@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import ssl
+from functools import partial
 
 import aiohttp
 import pytest
@@ -14,7 +15,8 @@ from starlette.responses import PlainTextResponse
 
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.http_server import check_http, serve_http, uvicorn_config
 from waiting import eventually
@@ -81,9 +83,10 @@ class Server:
         self._sock.bind(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self._app = App()
-        http = http_protocol(GatewayConfig(), max_headers=self._args.h11_max_header_count)
+        bounds = http_bounds(GatewayConfig(), max_headers=self._args.h11_max_header_count)
+        server_of = partial(BoundedServer, bounds=bounds)
         self._task = asyncio.create_task(
-            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, http=http)
+            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, server_of=server_of)
         )
         await eventually(lambda: self._has_started or self._task.done())
         assert not self._task.done(), self._task.exception()

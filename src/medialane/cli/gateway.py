@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -41,7 +42,8 @@ from medialane.gateway import (
     health_of,
 )
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.media import Fetcher
 from medialane.observability.metrics import Metrics
@@ -117,8 +119,10 @@ async def serve(
         started = await unless_set(stop, starting)
         if started is not None:
             frontend, app = started
-            http = http_protocol(config.gateway, max_headers=frontend.max_headers)
-            await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
+            bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
+            server_of = partial(BoundedServer, bounds=bounds)
+            drain_s = config.gateway.drain_timeout_s
+            await frontend.serve(app, sock, stop.wait(), drain_timeout_s=drain_s, server_of=server_of)
             if not stop.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0

@@ -38,9 +38,10 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_header_bytes: PositiveInt = field(default=64 << 10, name="gateway-max-header-bytes")
     """largest request header, including the request line; larger ones get 431"""
     header_timeout_s: PositiveFloat = field(default=20.0, name="gateway-header-timeout")
-    """longest time to receive a request header"""
+    """longest time to complete a TLS handshake, and to receive a request header"""
     max_connections: PositiveInt = field(default=4096, name="gateway-max-connections")
-    """most concurrent HTTP connections, fewer if the limit of open files is lower; more get 503 with Retry-After"""
+    """most concurrent HTTP connections, pending TLS handshakes included, fewer if the limit of open files is lower;
+    more get 503 with Retry-After"""
     max_uuids: NonNegativeInt = field(default=100_000, name="gateway-max-uuids")
     """most media uuids that are remembered, over all tenants; 0 disables them"""
     uuid_ttl_s: PositiveFloat = field(default=3600.0, name="gateway-uuid-ttl")

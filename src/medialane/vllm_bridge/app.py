@@ -26,7 +26,7 @@ from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_a
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.fail_fast import failing_fast
-from medialane.vllm_bridge.http_server import check_http, serve_http
+from medialane.vllm_bridge.http_server import ServerFactory, check_http, serve_http
 from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
@@ -133,11 +133,16 @@ class Frontend:
         return app
 
     async def serve(
-        self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float, *, http: Any
+        self,
+        app: Any,
+        sock: socket.socket,
+        stop: Awaitable[object],
+        *,
+        drain_timeout_s: float,
+        server_of: ServerFactory,
     ) -> None:
-        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. `http` is
-        uvicorn's setting of that name."""
-        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, http=http)
+        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish."""
+        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, server_of=server_of)
 
 
 class _NoAssembler:

@@ -12,19 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware
 from medialane.gateway import http_protocol as module
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.media import MediaConfig
 from medialane.observability.logging import RateLimitedWarning
 from medialane.observability.metrics import Metrics
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 class App:
@@ -59,12 +54,11 @@ async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
     settings = uvicorn.Config(
         stack,
         port=0,
-        http=http_protocol(config, max_headers=max_headers),
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=1,
     )
-    server = Server(settings)
+    server = BoundedServer(settings, bounds=http_bounds(config, max_headers=max_headers))
     task = asyncio.create_task(server.serve())
     try:
         await eventually(lambda: server.started)

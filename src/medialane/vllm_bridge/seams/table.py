@@ -99,7 +99,7 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             call vllm.entrypoints.launchers.cli_args:make_arg_parser(parser)
             call vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args(args)
-            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _actions
+            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _action_groups
         """),
     ),
     Group(
@@ -115,7 +115,6 @@ GROUPS: tuple[Group, ...] = (
             call vllm.entrypoints.launchers.api_server.app_state:init_app_state(engine_client, state, args,
                 supported_tasks)
             call vllm.entrypoints.launchers.launcher:validate_api_server_args(args)
-            read vllm.entrypoints.launchers.launcher:NoSignalServer with serve, should_exit
             call vllm.entrypoints.launchers.utils.server_utils:get_uvicorn_log_config(args)
             call vllm.entrypoints.launchers.utils.ssl:SSLCertRefresher(ssl_context, key_path, cert_path, ca_path) with
                 stop
