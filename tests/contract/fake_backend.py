@@ -32,6 +32,10 @@ class FakeBackend:
         self.known = {}
         self.calls, self.admin_result = [], None
 
+    @property
+    def text_bytes(self):
+        return current_scope().extracted.text_bytes
+
     def fail(self, error):
         current_scope().fail(error)
 

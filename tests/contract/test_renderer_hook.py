@@ -5,6 +5,7 @@ import base64
 import inspect
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -53,6 +54,22 @@ async def test_image_is_passed_to_the_gateway_as_intakes_reference(server):
     assert prompt.items[1].param == "messages[0].content[2].image_url"
     assert prompt.token_ids.count(server.backend.image_token) == 2
     assert prompt.options == b'{"a":1}'
+
+
+@pytest.mark.parametrize(("num_words", "in_thread"), [(3, False), (2000, True)])
+async def test_short_prompts_are_rendered_without_the_renderers_thread(server, monkeypatch, num_words, in_thread):
+    calls = []
+
+    class Recorded(ThreadPoolExecutor):
+        def submit(self, *args, **kwargs):
+            calls.append(args)
+            return super().submit(*args, **kwargs)
+
+    with Recorded() as pool:
+        monkeypatch.setattr(server.frontend.renderer._executor, "_inner", pool)
+        response = await server.chat({"type": "text", "text": "word " * num_words})
+    assert response.status_code == 200, response.text
+    assert bool(calls) == in_thread
 
 
 async def test_item_options_are_passed_to_the_gateway_within_model_limits(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 from types import FrameType
 from typing import NoReturn
@@ -73,6 +74,9 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
         arena_directory=arena_directory,
         release_timeout_s=config.worker.release_timeout_s,
     )
+    # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
+    gc.collect()
+    gc.freeze()
     return uvloop.run(serve_worker(config.worker, config.rpc, engine, args.listen, arena_directory=arena_directory))
 
 

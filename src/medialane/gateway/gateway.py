@@ -101,7 +101,11 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return self._workers.num_ready > 0
+        return any(link.client is not None for link in self._workers.links.values())
+
+    @property
+    def text_bytes(self) -> int | None:
+        return current_scope().extracted.text_bytes
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
         """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.

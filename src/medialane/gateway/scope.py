@@ -29,10 +29,11 @@ class Releasable(Protocol):
 
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
-    """What intake has found in a request's body: its media, whether the client requests a report, and, if the body
-    could not be parsed for media, why not."""
+    """What intake has found in a request's body: its media, the size of the rest (None if the body was not read by
+    intake), whether the client requests a report, and, if the body could not be parsed for media, why not."""
 
     refs: tuple[MediaRef, ...] = ()
+    text_bytes: int | None = None
     wants_report: bool = False
     parse_error: str | None = None
 

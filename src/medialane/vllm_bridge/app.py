@@ -21,7 +21,7 @@ from vllm.tool_parsers import ToolParserManager
 from medialane.core.errors import MedialaneError, PromptRejected, StartupFailed
 from medialane.core.feature import Feature
 from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
-from medialane.vllm_bridge import renderer_hook
+from medialane.vllm_bridge import inline_rendering, renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
@@ -129,6 +129,8 @@ class Frontend:
             _add_health(app, health)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
+        if not self.args.trust_request_chat_template:  # a client's template may loop for ever
+            inline_rendering.install(self.renderer, backend)
         client.is_serving = True
         return app
 

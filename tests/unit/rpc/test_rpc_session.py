@@ -13,6 +13,7 @@ from medialane.core.errors import (
 )
 from medialane.core.request import CompletionDelta, OutputDelta
 from medialane.rpc import FakeHandler, RpcConfig
+from medialane.rpc.connection import Connection
 from medialane.rpc.framing import append_frame
 from medialane.rpc.messages import Abort, Failed, Released, Submit
 from waiting import eventually, iterations
@@ -134,6 +135,22 @@ async def test_second_abort_does_not_interrupt_the_release(net, raw):
     await iterations(3)
     assert handler.num_active == 2, "the second abort cut the release short"
     assert await gateway.next(Released) == Released("r")
+
+
+async def test_release_is_sent_in_the_same_write_as_the_final_output(net, raw, monkeypatch):
+    written = []
+    write = Connection._write
+
+    def recorded(connection):
+        written.append(bytes(connection._buffer))
+        write(connection)
+
+    monkeypatch.setattr(Connection, "_write", recorded)
+    await net.serve(FakeHandler([1]))
+    gateway = await raw()
+    gateway.send(Submit(engine_request("r")))
+    await gateway.next(Released)
+    assert [b"Released" in data for data in written if b"Output" in data] == [True]
 
 
 async def test_abort_in_the_same_packet_as_its_submit_is_released(net, raw):

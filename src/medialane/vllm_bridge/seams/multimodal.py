@@ -28,6 +28,12 @@ def prepare_media_by(renderer: BaseRenderer, process: Callable[..., Any]) -> Non
     renderer._process_multimodal_async = process
 
 
+def submit_rendering_by(renderer: BaseRenderer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace `submit` of the executor of chat templates and tokenizer by `wrap(submit)`."""
+    executor = renderer._executor
+    executor.submit = wrap(executor.submit)
+
+
 # The multimodal processor
 
 
