@@ -66,7 +66,7 @@ def _bounds(title: str, name: str) -> Iterator[str]:
     """Yield operators and limits of the number that a flag sets. vLLM names a group of flags after their configuration
     class, which may have the field in a member."""
     fields = getattr(config, title, config.VllmConfig).__pydantic_fields__
-    members = [found.annotation for found in fields.values() if is_dataclass(found.annotation)]
+    members: list[Any] = [found.annotation for found in fields.values() if is_dataclass(found.annotation)]
     for found in (fields, *(member.__pydantic_fields__ for member in members)):
         for bound in found[name].metadata if name in found else ():
             match bound:

@@ -176,21 +176,15 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="rendering thread",
         purpose="chat templates and tokenization of short prompts run on the event loop, without a thread's hand-over",
-        adapter="multimodal",
-        users=("inline_rendering",),
+        module="seams.multimodal",
         processes=("gateway",),
         without="short requests take some milliseconds longer on a busy gateway",
         instead="none; an `Executor` as an argument of the renderer would suffice",
         tests=("tests/contract/test_renderer_hook.py",),
-        seams=(
-            Seam(
-                "vllm.renderers.base:_SwappableExecutor.submit",
-                "replace",
-                ("self", "fn", "args", "kwargs"),
-                called_in="vllm.renderers.base:BaseRenderer.__init__",
-                lookup="_executor",
-            ),
-        ),
+        seams=_seams("""
+            replace vllm.renderers.base:_SwappableExecutor.submit(self, fn, args, kwargs) in BaseRenderer.__init__ as
+                _executor
+        """),
     ),
     Group(
         name="multimodal processor",
