@@ -41,7 +41,7 @@ _SPEC = TensorSpec("uint8", (4 << 20,))
 _RANGE = ArenaRange("a" * 32, 0, (4 << 20) + 64, 1)
 #: A prompt is routed before its media are inspected.
 _NO_MEDIA: Any = None
-_CARD = ModelCard("m", 1 << 20, BLOCK, {}, {}, encoder_cache_tokens=1 << 16, max_num_seqs=256)
+_CARD = ModelCard("m", 1 << 20, BLOCK, {}, encoder_cache_tokens=1 << 16, max_num_seqs=256)
 
 
 def decision_rows(*, num_slots: int, num_blocks: int, lengths: tuple[int, ...], rounds: int) -> list[dict[str, object]]:

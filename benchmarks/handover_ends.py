@@ -71,7 +71,7 @@ NUM_TOKENS, PLACEHOLDER = 1016, (4, 999)
 #: The field of an item with its large tensor, as named in the Qwen family.
 PIXELS = "pixel_values"
 
-CARD = ModelCard(model="none", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "none"})
+CARD = ModelCard(model="none", max_model_len=8192, block_size=16, processor={"model": "none"})
 
 
 #: The transfer path of a request without features: the cost of vLLM's hop alone.

@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from load import process_tree
-from medialane.cli.plain_vllm import plain_vllm
+from medialane.cli.server_process import ServerProcess, plain_vllm, server_process
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 
 #: More than the second for which vLLM's idle engine busy-waits.
@@ -57,38 +51,17 @@ async def both_servers(model: str) -> AsyncIterator[tuple[Server, Server]]:
     """medialane, then plain vLLM, serving `model`."""
     environ = {name: value for name, value in os.environ.items() if name not in _SPEED} | _ENVIRON
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "plain.log"
+        log = Path(folder)
+        command = ["-m", "medialane", "serve", model, "--workers", "1"]
+        flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
         async with (
-            plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log) as plain,
-            _medialane(model, TINY_MODEL_FLAGS, environ=environ) as ours,
+            plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log / "plain.log") as plain,
+            server_process(
+                "medialane", command, flags, model=model, environ=environ, log=log / "medialane.log", stop_s=60
+            ) as ours,
         ):
-            yield ours, Server("plain vLLM", plain.base_url, lambda: process_tree(plain.process_id))
+            yield _server("medialane", ours), _server("plain vLLM", plain)
 
 
-@asynccontextmanager
-async def _medialane(model: str, flags: Sequence[str], *, environ: Mapping[str, str]) -> AsyncIterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "1"]
-    command += ["--port", str(port), "--arena-size", "1GiB", "--", *flags]
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - it returns at once
-    try:
-        await _ready(process, f"http://127.0.0.1:{port}/health")
-        yield Server("medialane", f"http://127.0.0.1:{port}/v1", lambda: process_tree(process.pid))
-    finally:
-        process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(process.wait, 60)
-
-
-async def _ready(process: subprocess.Popen[bytes], url: str) -> None:
-    async with asyncio.timeout(300), aiohttp.ClientSession() as session:
-        while process.poll() is None:
-            try:
-                async with session.get(url) as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.2)
-    raise RuntimeError("medialane serve exited before it was ready")
+def _server(name: str, process: ServerProcess) -> Server:
+    return Server(name, process.base_url, lambda: process_tree(process.process_id))

@@ -12,7 +12,7 @@ import soundfile
 LAYOUTS = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
 
 
-def sound(rate: int, channels: int = 1, seconds: float = 0.2) -> np.ndarray:
+def tones(rate: int, channels: int = 1, seconds: float = 0.2) -> np.ndarray:
     """Tones with some noise: float32 of shape (samples, channels)."""
     rng = np.random.default_rng(channels)
     time = np.arange(int(rate * seconds))[:, None]
@@ -81,12 +81,12 @@ def hours_of_silence(container: str, coding: str, rate: int, seconds: int) -> by
 
 #: A small clip of every supported audio format.
 FILES: Mapping[str, Callable[[], bytes]] = {
-    "wav": lambda: by_libsndfile(sound(8000, 2), 8000),
-    "flac": lambda: by_libsndfile(sound(8000, 2), 8000, "FLAC"),
-    "mp3": lambda: by_libsndfile(sound(16000, 2), 16000, "MP3"),
-    "vorbis": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "VORBIS"),
-    "opus": lambda: by_libsndfile(sound(16000, 2), 16000, "OGG", "OPUS"),
-    "m4a": lambda: by_ffmpeg(sound(16000, 2), 16000, "ipod", "aac"),
-    "webm": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
-    "video": lambda: by_ffmpeg(sound(16000, 2), 16000, "mp4", "aac", "mpeg4"),
+    "wav": lambda: by_libsndfile(tones(8000, 2), 8000),
+    "flac": lambda: by_libsndfile(tones(8000, 2), 8000, "FLAC"),
+    "mp3": lambda: by_libsndfile(tones(16000, 2), 16000, "MP3"),
+    "vorbis": lambda: by_libsndfile(tones(16000, 2), 16000, "OGG", "VORBIS"),
+    "opus": lambda: by_libsndfile(tones(16000, 2), 16000, "OGG", "OPUS"),
+    "m4a": lambda: by_ffmpeg(tones(16000, 2), 16000, "ipod", "aac"),
+    "webm": lambda: by_ffmpeg(tones(16000, 2), 16000, "webm", "libopus"),
+    "video": lambda: by_ffmpeg(tones(16000, 2), 16000, "mp4", "aac", "mpeg4"),
 }

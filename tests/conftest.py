@@ -14,10 +14,11 @@ import inspect
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from waiting import comes_true, comes_true_sync
 
 SHARED_MEMORY = Path("/dev/shm")
 BLOCKED_S = 1.5
@@ -86,22 +87,25 @@ def _all_records(caplog) -> list[logging.LogRecord]:
 
 async def _settled(before: set[asyncio.Task]) -> set[asyncio.Task]:
     """Return the tasks still running after SETTLE_S: a cancelled task needs an iteration of the loop to end."""
-    deadline = asyncio.get_running_loop().time() + SETTLE_S
-    while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
-        if asyncio.get_running_loop().time() > deadline:
-            break
-        await asyncio.sleep(0.005)
-    return left
+
+    def left() -> set[asyncio.Task]:
+        return asyncio.all_tasks() - before - {asyncio.current_task()}
+
+    await comes_true(lambda: not left(), SETTLE_S)
+    return left()
 
 
 def _arena_files_after(before: dict[str, str]) -> dict[str, str]:
     """The arena files that were not there `before` and stay: one that another process is just making has no owner for a
     moment."""
-    deadline = time.monotonic() + SETTLE_S
-    while left := {name: why for name, why in _arena_files().items() if name not in before}:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.005)
+    left: dict[str, str] = {}
+
+    def is_gone() -> bool:
+        left.clear()
+        left.update((name, why) for name, why in _arena_files().items() if name not in before)
+        return not left
+
+    comes_true_sync(is_gone, SETTLE_S)
     return left
 
 

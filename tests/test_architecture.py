@@ -1,6 +1,7 @@
 """The import table of DESIGN.md, the owners of heavy dependencies, and of vLLM's private names."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -272,11 +273,56 @@ def test_seam_table_lists_every_vllm_name_that_the_seams_use(path):
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_seam_table_names_users_and_tests(group):
-    users = {path.stem for path in OUTSIDE if f"medialane.vllm_bridge.seams.{group.adapter}" in imports(path)}
-    if group.adapter:
-        assert set(group.users) <= users
-        others = {user for other in GROUPS if other.adapter == group.adapter for user in other.users}
-        assert users <= others
-    assert all((BRIDGE / f"{user}.py").is_file() for user in group.users)
+def test_seam_table_names_modules_and_tests(group):
+    assert (BRIDGE / f"{group.module.replace('.', '/')}.py").is_file()
     assert all((SRC.parents[1] / test).is_file() for test in group.tests)
+
+
+TESTS = Path(__file__).parent
+TEST_FILES = sorted(TESTS.rglob("*.py"))
+
+#: Also in the text of scripts. `asyncio.sleep(0)` waits for no time: it yields to the event loop once.
+SLEEP = re.compile(r"\b(?:time|asyncio)\.sleep\((?!0\))")
+REASON = re.compile(r"# (?:noqa: [A-Z0-9]+ - )?time: \w")
+
+
+def unexplained_sleeps(source: str) -> list[str]:
+    return [line for line in source.splitlines() if SLEEP.search(line) and not REASON.search(line)]
+
+
+def imported_sleeps(source: str) -> list[str]:
+    """Imports that would hide a sleep from `unexplained_sleeps`."""
+    hidden = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio"):
+            hidden += [ast.unparse(node) for alias in node.names if alias.name == "sleep"]
+        elif isinstance(node, ast.Import):
+            hidden += [ast.unparse(node) for alias in node.names if alias.name in ("time", "asyncio") and alias.asname]
+    return hidden
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=lambda p: str(p.relative_to(TESTS)))
+def test_sleep_in_tests_says_why_time_is_its_subject(path):
+    """Others wait for an event, or for a condition (waiting.py)."""
+    if path == Path(__file__):
+        return
+    source = path.read_text()
+    assert unexplained_sleeps(source) + imported_sleeps(source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["time.sleep(1)", "await asyncio.sleep(delay_s)  # a bit", "SCRIPT = 'time.sleep(60)'", "time.sleep(1)  # time:"],
+)
+def test_sleep_without_a_reason_is_detected(source):
+    assert unexplained_sleeps(source)
+
+
+@pytest.mark.parametrize("source", ["from time import sleep", "from asyncio import sleep as wait", "import time as t"])
+def test_sleep_under_another_name_is_detected(source):
+    assert imported_sleeps(source)
+
+
+@pytest.mark.parametrize("source", ["await asyncio.sleep(0)", "time.sleep(1)  # time: longer than the timeout"])
+def test_sleep_with_a_reason_is_accepted(source):
+    assert unexplained_sleeps(source) == imported_sleeps(source) == []

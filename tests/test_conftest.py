@@ -14,10 +14,10 @@ HELD = []
 
 CASES = {
     "leaked_task": (
-        "async def test_it():\n    HELD.append(asyncio.create_task(asyncio.sleep(60)))",
+        "async def test_it():\n    HELD.append(asyncio.create_task(asyncio.Event().wait()))",
         "tasks left behind",
     ),
-    "blocked_loop": ("async def test_it():\n    time.sleep(1.7)", "Executing "),
+    "blocked_loop": ("async def test_it():\n    time.sleep(1.7)", "Executing "),  # time: more than BLOCKED_S
     "open_arena_file": (
         "def test_it():\n"
         "    path = Path('/dev/shm/medialane-conftest-open')\n"
@@ -43,16 +43,20 @@ CASES = {
 
 @pytest.fixture
 def run(pytester):
-    folder = pytester.mkdir("unit")
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    folder, shared_memory = (
+        pytester.mkdir("unit"),
+        str(pytester.mkdir("shm")),
+    )  # not that of tests that run beside these
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    pytester.makeconftest(conftest.replace("/dev/shm", shared_memory))
+    pytester.makepyfile(waiting=Path(__file__).with_name("waiting.py").read_text())
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
     def run(source: str):
-        (folder / "test_case.py").write_text(PREAMBLE + source)
+        (folder / "test_case.py").write_text(PREAMBLE + source.replace("/dev/shm", shared_memory))
         return pytester.runpytest_subprocess("-p", "no:cacheprovider")
 
-    yield run
-    Path("/dev/shm/medialane-conftest-abandoned").unlink(missing_ok=True)
+    return run
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,5 +68,5 @@ def test_leaked_resources_fail_the_test(run, name):
 
 
 def test_clean_test_passes(run):
-    source = "async def test_it():\n    task = asyncio.create_task(asyncio.sleep(60))\n    task.cancel()"
+    source = "async def test_it():\n    task = asyncio.create_task(asyncio.Event().wait())\n    task.cancel()"
     assert run(source).ret == 0

@@ -32,6 +32,10 @@ class FakeBackend:
         self.known = {}
         self.calls, self.admin_result = [], None
 
+    @property
+    def text_bytes(self):
+        return current_scope().extracted.text_bytes
+
     def fail(self, error):
         current_scope().fail(error)
 
@@ -70,7 +74,7 @@ class FakeBackend:
                     finished=last,
                     prompt_token_ids=None if number else request.prompt.token_ids,
                 )
-                await asyncio.sleep(self.token_s)
+                await asyncio.sleep(self.token_s)  # time: of one token
                 self._fail_at("stream")
         finally:
             self.num_ended += 1

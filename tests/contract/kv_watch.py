@@ -1,6 +1,5 @@
 """An engine whose KV events are recorded, and prompts with predicted blocks."""
 
-import asyncio
 from contextlib import aclosing
 
 import numpy as np
@@ -12,6 +11,7 @@ from medialane.core.feature import MediaPayload, MediaSpan
 from medialane.core.media import Image
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
+from waiting import comes_true
 
 DEADLINE_S = 20.0
 BLOCK = 128  # of vLLM on CPUs
@@ -46,13 +46,7 @@ class Watched:
     async def holds(self, ids):
         """Wait until exactly these blocks are held."""
         expected = {int(found) for found in ids}
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                while set(self.table.held()) != expected:  # noqa: ASYNC110 - events come when they come
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            return False
-        return self.table.num_faults == 0
+        return await comes_true(lambda: set(self.table.held()) == expected) and self.table.num_faults == 0
 
 
 def text(num_tokens, seed=0):

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from audio_maker import FILES, by_ffmpeg, by_libsndfile, sound
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
 from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
@@ -52,19 +52,19 @@ def test_torchcodec_is_absent():
     from vllm.multimodal.media.audio import load_audio_torchcodec
 
     with pytest.raises(ImportError):
-        load_audio_torchcodec(BytesIO(by_libsndfile(sound(8000), 8000)))
+        load_audio_torchcodec(BytesIO(by_libsndfile(tones(8000), 8000)))
 
 
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("channels", [*CHANNELS, 3, 7, 8])
 @pytest.mark.parametrize("coding", ["PCM_16", "PCM_24", "PCM_U8", "FLOAT", "DOUBLE", "ULAW"])
 def test_wav_matches_vllm(coding, channels, rate):
-    assert_exact(by_libsndfile(sound(rate, channels), rate, "WAV", coding))
+    assert_exact(by_libsndfile(tones(rate, channels), rate, "WAV", coding))
 
 
 @pytest.mark.parametrize("coding", ["IMA_ADPCM", "MS_ADPCM"])
 def test_compressed_wav_matches_vllm(coding):
-    assert_exact(by_libsndfile(sound(8000), 8000, "WAV", coding))
+    assert_exact(by_libsndfile(tones(8000), 8000, "WAV", coding))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_compressed_wav_matches_vllm(coding):
     ],
 )
 def test_compressed_audio_matches_vllm(container, coding, rate, channels):
-    assert_exact(by_libsndfile(sound(rate, channels), rate, container, coding))
+    assert_exact(by_libsndfile(tones(rate, channels), rate, container, coding))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_compressed_audio_matches_vllm(container, coding, rate, channels):
     ],
 )
 def test_ffmpeg_only_formats_match_vllm(container, coding, video, rate, channels):
-    assert_exact(by_ffmpeg(sound(rate, channels), rate, container, coding, video))
+    assert_exact(by_ffmpeg(tones(rate, channels), rate, container, coding, video))
 
 
 def test_signed_zero_is_preserved():
@@ -102,11 +102,11 @@ def test_signed_zero_is_preserved():
 
 
 def test_long_audio_matches_vllm():
-    assert_exact(by_libsndfile(sound(44100, 2, 20), 44100, "MP3"))
+    assert_exact(by_libsndfile(tones(44100, 2, 20), 44100, "MP3"))
 
 
 def test_wav_with_streaming_header_sizes_matches_vllm():
-    data = bytearray(by_libsndfile(sound(8000), 8000))
+    data = bytearray(by_libsndfile(tones(8000), 8000))
     data[4:8] = data[40:44] = b"\xff" * 4
     assert_exact(bytes(data))
 

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from medialane.prepare.decoded import decoded_item
 from test_family_preparation import FIRST, Halves
 from tiny_families import FAMILIES
 from vllm.config import set_current_vllm_config
@@ -25,14 +26,15 @@ from vllm.model_executor.model_loader import get_model
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from medialane.config import vllm_defaults
-from medialane.core.errors import InvalidFeature, MedialaneError
+from medialane.core.errors import InvalidFeature, InvalidRequest, MedialaneError
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.hashing import canonical_options
-from medialane.core.request import ExpandedPrompt
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.item_shape import UNFIT
 from medialane.vllm_bridge.preparation import engine_media
+from medialane.vllm_bridge.source_prompt import SourceRenderer
 from medialane.vllm_bridge.tiny_model import cache_folder
 
 pytestmark = [
@@ -101,6 +103,52 @@ HARMLESS = {
     ),
     "internvl": ("image", {"crop_to_patches": True, "min_patches": 2, "max_patches": 4}),
 }
+
+#: Options with which an item would take more memory or time than without: of any family, in any form.
+EXHAUSTING = [
+    {"size": {"shortest_edge": 10**9, "longest_edge": 10**9}},
+    {"size": {"shortest_edge": 10**9}},
+    {"size": {"longest_edge": 10**10}},
+    {"size": {"height": 100_000, "width": 100_000}},
+    {"size": {"height": 1, "width": 1}},
+    {"size": 100_000},
+    {"size": {}},
+    {"min_pixels": 10**9},
+    {"max_pixels": 10**10},
+    {"min_pixels": 10**9, "max_pixels": 10**9},
+    {"max_pixels": None},
+    {"max_pixels": 1e300},
+    {"images_kwargs": {"min_pixels": 10**9}},
+    {"videos_kwargs": {"size": {"shortest_edge": 10**9}}},
+    {"common_kwargs": {"min_pixels": 10**9}},
+    {"patch_size": 1},
+    {"merge_size": 10**6},
+    {"temporal_patch_size": 10**6},
+    {"crop_size": {"height": 1, "width": 1}},
+    {"do_resize": False},
+    {"images_kwargs": {"do_resize": False}},
+    {"image_grid_pinpoints": [[100_000, 100_000]]},
+    {"crop_to_patches": True, "max_patches": 10**6, "min_patches": 10**6},
+    {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 1, "pan_and_scan_max_num_crops": 10**6},
+    {"pad_size": {"height": 100_000, "width": 100_000}},
+    {"num_frames": 10**8},
+    {"do_sample_frames": True, "num_frames": 10**8},
+    {"fps": 10**6},
+    {"max_frames": 10**8},
+    {"hop_length": 1},
+    {"n_fft": 10**8},
+    {"feature_size": 10**8},
+    {"chunk_length": 10**8},
+    {"sampling_rate": 1},
+    {"audio_kwargs": {"hop_length": 1}},
+    {"padding": "max_length", "max_length": 10**9},
+    {"pad_to_multiple_of": 10**9},
+    {"text_kwargs": {"padding": "max_length", "max_length": 10**9}},
+    {"an_option_of_a_later_version": 1},
+]
+
+#: Families whose images and videos have pixel limits, which a request may lower in every stage.
+WITH_PIXEL_LIMITS = {"qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"}
 
 CASES = [
     pytest.param(name, modality, id=f"{name}: {modality}")
@@ -181,13 +229,55 @@ def test_model_encodes_every_accepted_input(models, name, modality, stage):
     assert num_accepted > 10, "most options are of other families' processors, and mean nothing here"
 
 
+class NoRenderer:
+    """Replaces vLLM's renderer: media must not reach it."""
+
+    async def render_cmpl_async(self, _tokens):
+        pytest.fail("the worker has run the model's processor")
+
+
+@pytest.fixture(scope="module")
+def halves(family_renderer):
+    """`Halves` by family, created on first use."""
+    return cache(lambda name: Halves(FAMILIES[name], family_renderer(name)))
+
+
+async def render(one, modality, options, *, stage="decoded", renderer=None):
+    """Have a worker process an item with these options."""
+    source = SourceRenderer(renderer or one.renderer, one.renderer.model_config, one.checker)
+    media = FIRST[modality]
+    item = MediaPayload(modality, "h", b"", (), media.size)
+    prompt = SourcePrompt(one.token_ids((modality,)), (item,), canonical_options(options), stage)
+    pixels = decoded_item(media).buffers[0].cast("B")
+    try:
+        return await source.render(EngineRequest("r", prompt, b""), prompt, [[pixels]])
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(("name", "modality"), CASES)
+@pytest.mark.parametrize("stage", ["decoded", "url"])
+async def test_options_that_could_exhaust_a_worker_never_reach_its_processor(halves, name, modality, stage):
+    for options in EXHAUSTING:
+        with pytest.raises(InvalidRequest) as error:
+            await render(halves(name), modality, options, stage=stage, renderer=NoRenderer())
+        assert (error.value.status, error.value.code) == (400, "invalid_request")
+        assert error.value.param.removeprefix("mm_processor_kwargs.").partition(".")[0] in options
+
+
 @pytest.mark.parametrize("name", HARMLESS)
-def test_supported_options_are_applied_in_every_stage(models, name):
+async def test_supported_options_are_applied_in_every_stage(models, name):
+    """Options other than pixel limits are applied by preparers only."""
     modality, options = HARMLESS[name]
     model = models(name)
     plain, asked = [model.handed(modality, canonical_options(o))[1] for o in ({}, options)]
     assert plain != asked
-    assert model.rendered(modality, canonical_options(options))[1] == asked
+    if name in WITH_PIXEL_LIMITS:
+        rendered = await render(model, modality, options)
+        assert rendered["mm_placeholders"][modality][0].get_num_embeds() == asked
+    else:
+        with pytest.raises(InvalidRequest, match="--stage features"):
+            await render(model, modality, options)
 
 
 @pytest.mark.parametrize("stage", ["features", "source"])

@@ -1,13 +1,11 @@
 """Token counts that eight families predict from an image's size, compared with its placeholder in a prompt."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_families import FAMILIES
 
-from medialane.core.errors import PromptTooLong
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
 from medialane.vllm_bridge.image_tokens import ImageTokens, _Trial
@@ -31,19 +29,21 @@ SAYS = {
     "internvl": True,
     "qwen2_audio": False,
 }
+
+#: Families whose bytes are predicted, too: those with as many for each token.
+BYTES = {"qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "gemma3", "paligemma", "internvl"}
 SIZES = [(64, 64), (640, 480), (480, 640), (1500, 200), (1600, 1200)]
 SMALL = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 3136}})
 
 
 @pytest.fixture(scope="module")
-def processor(family_renderer):
-    """A family's processor as preparers have it, warm, for prompts of 100 tokens; created on first use."""
+def predicted(family_renderer):
+    """A family's processor, and its predictions as a gateway has them; created on first use."""
 
     @cache
     def of(name):
-        one = VllmProcessor(family_renderer(name).get_mm_processor(), max_model_len=100)
-        one.warm_up()
-        return one
+        engine_processor = family_renderer(name).get_mm_processor()
+        return VllmProcessor(engine_processor), ImageTokens.verified(engine_processor)
 
     return of
 
@@ -54,85 +54,67 @@ def in_prompt(engine_processor, item, options=b"{}"):
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_families_predicting_image_tokens(processor, name):
-    assert processor(name)._tokens.is_trusted == SAYS[name]
+def test_families_predicting_image_tokens(predicted, name):
+    assert predicted(name)[1].is_trusted == SAYS[name]
 
 
 @pytest.mark.parametrize("name", [name for name, says in SAYS.items() if says])
-def test_predicted_tokens_never_exceed_those_in_the_prompt(processor, name):
-    one = processor(name)
+def test_predicted_cost_never_exceeds_the_actual(predicted, name):
+    heavy, tokens = predicted(name)
     for width, height in SIZES:
-        item = one.process(Image(np.zeros((height, width, 3), np.uint8)), b"{}")
-        said = one._tokens.min_tokens((width, height), b"{}")
-        actual = in_prompt(one._processor, item)
-        assert said <= actual
+        item = heavy.process(Image(np.zeros((height, width, 3), np.uint8)), b"{}")
+        cost = tokens.cost((width, height), b"{}")
+        actual, num_bytes = in_prompt(heavy._processor, item), sum(spec.nbytes for spec in item.specs)
+        assert cost.num_tokens <= actual
+        assert cost.num_bytes in (0, num_bytes)
+        assert bool(cost.num_bytes) == (name in BYTES)
         if "qwen" in name:
-            assert said == actual
+            assert cost.num_tokens == actual
 
 
-def test_image_too_large_for_any_prompt_gives_vllms_error(processor):
-    one = processor("qwen2_5_vl")
-    one.check_size((200, 200), b"{}")
-    with pytest.raises(
-        PromptTooLong, match=r"length at least \d+\) is longer than the maximum model length of 100\. Make"
-    ):
-        one.check_size((7000, 7000), b"{}")
+def test_options_that_shrink_an_image_are_considered(predicted):
+    heavy, tokens = predicted("qwen2_5_vl")
+    item = heavy.process(Image(np.zeros((700, 700, 3), np.uint8)), SMALL)
+    assert tokens.min_tokens((700, 700), SMALL) == in_prompt(heavy._processor, item, SMALL)
 
 
-def test_options_that_shrink_an_image_are_considered(processor):
-    one = processor("qwen2_5_vl")
-    tiny = canonical_options({"size": {"longest_edge": 50_000, "shortest_edge": 3136}})
-    one.check_size((7000, 7000), tiny)
-    item = one.process(Image(np.zeros((700, 700, 3), np.uint8)), tiny)
-    assert one._tokens.min_tokens((700, 700), tiny) == in_prompt(one._processor, item, tiny)
+@pytest.mark.parametrize(
+    ("options", "num_pixels"),
+    [({"min_pixels": 40_000_000}, 40_000_000), ({"size": {"shortest_edge": 9, "longest_edge": 10**9}}, 1600 * 1200)],
+)
+def test_options_that_widen_an_image_are_considered(predicted, options, num_pixels):
+    """A token is 28x28 pixels, each as three bytes in two frames."""
+    cost = predicted("qwen2_5_vl")[1].cost((1600, 1200), canonical_options(options))
+    assert cost.num_tokens == pytest.approx(num_pixels / 28**2, rel=0.03)
+    assert cost.num_bytes == cost.num_tokens * 28 * 28 * 3 * 2
 
 
 @pytest.mark.parametrize(
     "options", [{"do_resize": False}, {"anything": 1}, {"size": "large"}, {"size": {"longest_edge": -1}}]
 )
-def test_unknown_options_cause_no_rejection(processor, options):
-    processor("qwen2_5_vl").check_size((7000, 7000), canonical_options(options))
+def test_unknown_options_give_no_prediction(predicted, options):
+    assert predicted("qwen2_5_vl")[1].cost((7000, 7000), canonical_options(options)) is None
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 100_000), (0, 0)])
-def test_size_unsupported_by_the_family_is_left_to_its_processor(processor, size):
-    assert processor("qwen2_5_vl").check_size(size, b"{}") is None
+@pytest.mark.parametrize("size", [(1, 100_000), (0, 0)])
+def test_size_unsupported_by_the_family_is_left_to_its_processor(predicted, size):
+    assert predicted("qwen2_5_vl")[1].cost(size, b"{}") is None
 
 
-def test_prediction_exceeding_the_actual_tokens_is_disabled(processor):
-    engine_processor = processor("qwen2_5_vl")._processor
-    items = [processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")]
-    tokens = ImageTokens(engine_processor, 1)
-    tokens.check((7000, 7000), b"{}")
+def test_prediction_exceeding_the_actual_tokens_is_disabled(predicted):
+    heavy, _ = predicted("qwen2_5_vl")
+    tokens = ImageTokens(heavy._processor)
+    assert tokens.cost((7000, 7000), b"{}") is None
     tokens.min_tokens = lambda *_: 1000
-    tokens.verify(items)
+    tokens.verify([heavy.process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")])
     assert not tokens.is_trusted
 
 
 @pytest.mark.parametrize(
     "options", [{"return_tensors": "np"}, {"return_tensors": "nonsense"}, {"patch_size": "x"}, {"merge_size": 0}]
 )
-def test_options_that_break_a_processor_are_client_errors(processor, options):
+def test_options_that_break_a_processor_are_client_errors(predicted, options):
     from medialane.core.errors import InvalidRequest
 
     with pytest.raises(InvalidRequest):
-        processor("qwen2_5_vl").process(Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options))
-
-
-def test_tokens_per_size_are_computed_once():
-    asked = []
-
-    def get_num_image_tokens(*, image_width, image_height):
-        asked.append((image_width, image_height))
-        return image_width
-
-    info = SimpleNamespace(get_num_image_tokens=get_num_image_tokens)
-    tokens = ImageTokens(SimpleNamespace(info=info), max_model_len=100)
-    tokens.is_trusted = True
-    for _ in range(3):
-        tokens.check((640, 90), b"{}")
-        with pytest.raises(PromptTooLong):
-            tokens.check((640, 480), b"{}")
-    assert sorted(asked) == [(90, 640), (480, 640), (640, 90), (640, 480)]
-    tokens.check((640, 90), SMALL)
-    assert len(asked) == 6, "with other options they may be others"
+        predicted("qwen2_5_vl")[0].process(Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options))

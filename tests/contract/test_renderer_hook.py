@@ -5,6 +5,7 @@ import base64
 import inspect
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -35,6 +36,7 @@ from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.renderer_hook import CONNECTOR
+from waiting import eventually
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -52,6 +54,22 @@ async def test_image_is_passed_to_the_gateway_as_intakes_reference(server):
     assert prompt.items[1].param == "messages[0].content[2].image_url"
     assert prompt.token_ids.count(server.backend.image_token) == 2
     assert prompt.options == b'{"a":1}'
+
+
+@pytest.mark.parametrize(("num_words", "in_thread"), [(3, False), (2000, True)])
+async def test_short_prompts_are_rendered_without_the_renderers_thread(server, monkeypatch, num_words, in_thread):
+    calls = []
+
+    class Recorded(ThreadPoolExecutor):
+        def submit(self, *args, **kwargs):
+            calls.append(args)
+            return super().submit(*args, **kwargs)
+
+    with Recorded() as pool:
+        monkeypatch.setattr(server.frontend.renderer._executor, "_inner", pool)
+        response = await server.chat({"type": "text", "text": "word " * num_words})
+    assert response.status_code == 200, response.text
+    assert bool(calls) == in_thread
 
 
 async def test_item_options_are_passed_to_the_gateway_within_model_limits(server):
@@ -113,9 +131,9 @@ async def test_report_is_in_every_kind_of_response(server, path, stream):
     response = await server.client.post(path, json={**body, "medialane": {"report": True}})
     assert response.status_code == 200, response.text
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
-    told = json.loads(events[-1] if stream else response.text)["medialane"]
-    assert told["items"] == []
-    assert "lift" in told["times_ms"]
+    report = json.loads(events[-1] if stream else response.text)["medialane"]
+    assert report["items"] == []
+    assert "lift" in report["times_ms"]
 
 
 async def test_prepared_prompt_reaches_generate_and_the_output_reaches_the_client(server):
@@ -515,8 +533,7 @@ async def test_client_disconnect_closes_the_backend_stream(server):
     headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer secret")]
     async with asyncio.timeout(10):
         await server.app(_scope(headers=headers), receive, send)
-        while not server.backend.num_ended:  # noqa: ASYNC110 - the loop's hook closes what vLLM drops
-            await asyncio.sleep(0.005)
+    await eventually(lambda: server.backend.num_ended, "the loop's hook closes the generator that vLLM drops")
     assert server.backend.scopes[0].extracted.refs == ()
 
 

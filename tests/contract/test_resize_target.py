@@ -118,8 +118,8 @@ class Counting:
 
 
 def test_smaller_size_changing_the_shapes_is_not_used(processor):
-    told_apart = ResizeTargets(Counting(processor("qwen2_5_vl"), remembers=200), patch_side=14, crops=False)
-    assert told_apart.smaller_size((400, 400), [(150, 150), (250, 250)], b"{}") is None
+    distinguished = ResizeTargets(Counting(processor("qwen2_5_vl"), remembers=200), patch_side=14, crops=False)
+    assert distinguished.smaller_size((400, 400), [(150, 150), (250, 250)], b"{}") is None
     same = ResizeTargets(Counting(processor("qwen2_5_vl")), patch_side=14, crops=False)
     assert same.smaller_size((400, 400), [(100, 100), (150, 150), (250, 250)], b"{}") == (150, 150)
 

@@ -187,9 +187,9 @@ def test_single_frame_video_gives_its_frame_unlike_vllm():
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_av1_is_decoded_where_opencv_has_no_decoder_for_it(container):
     found = ours(clip(30, codec="libsvtav1", container=container), {"num_frames": 5})
-    told = msgspec.json.decode(found.metadata)
+    metadata = msgspec.json.decode(found.metadata)
     assert found.frames.shape == (5, 48, 64, 3)
-    assert told["frames_indices"] == [0, 7, 14, 21, 29]
+    assert metadata["frames_indices"] == [0, 7, 14, 21, 29]
 
 
 def test_too_many_frames_are_rejected_by_both_decoders():

@@ -106,8 +106,8 @@ def test_validation_cache_is_bounded(renderer, maker):
     layouts = PlaceholderLayouts(renderer.get_mm_processor(), max_bytes=20_000)
     for width in range(28, 28 * 60, 28):
         layouts.find(maker.inline(pixels(width, 280)).features, b"{}")
-    assert 0 < layouts.nbytes <= 20_000
-    assert len(layouts) < 59
+    assert 0 < layouts._cache.currsize <= 20_000
+    assert len(layouts._cache) < 59
 
 
 def test_processor_is_queried_once_per_item_size(renderer, maker):

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import os
 import socket
 import ssl
+from functools import partial
 
 import aiohttp
 import pytest
@@ -13,9 +15,11 @@ from starlette.responses import PlainTextResponse
 
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.http_server import check_http, serve_http, uvicorn_config
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,14 +83,18 @@ class Server:
         self._sock.bind(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self._app = App()
-        http = http_protocol(GatewayConfig(), max_headers=self._args.h11_max_header_count)
+        bounds = http_bounds(GatewayConfig(), max_headers=self._args.h11_max_header_count)
+        server_of = partial(BoundedServer, bounds=bounds)
         self._task = asyncio.create_task(
-            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, http=http)
+            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, server_of=server_of)
         )
-        while not getattr(getattr(self._app.state, "server", None), "started", False):
-            await asyncio.sleep(0.01)
-            assert not self._task.done(), self._task.exception()
+        await eventually(lambda: self._has_started or self._task.done())
+        assert not self._task.done(), self._task.exception()
         return self
+
+    @property
+    def _has_started(self):
+        return getattr(getattr(self._app.state, "server", None), "started", False)
 
     async def __aexit__(self, *_):
         self._stop.set()
@@ -163,13 +171,15 @@ async def test_changed_certificate_is_reloaded(files, tmp_path):
             return ssl.get_server_certificate(("127.0.0.1", server.port))
 
         first = await asyncio.to_thread(certificate)
-        await asyncio.sleep(0.5)  # the watcher does not signal when it has started
         other = trustme.CA().issue_cert("localhost")
         other.private_key_pem.write_to_path(tmp_path / "key.pem")
         other.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-        async with asyncio.timeout(20):
-            while await asyncio.to_thread(certificate) == first:  # noqa: ASYNC110 - the watcher is vLLM's
-                await asyncio.sleep(0.05)
+
+        async def is_reloaded() -> bool:
+            os.utime(tmp_path / "cert.pem")  # again: vLLM does not signal when its watcher has started
+            return await asyncio.to_thread(certificate) != first
+
+        await eventually(is_reloaded, timeout_s=20)
 
 
 @pytest.mark.parametrize(

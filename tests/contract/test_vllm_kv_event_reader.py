@@ -1,6 +1,5 @@
 """vLLM's own publisher of KV events, read by ours: nothing is lost that it can replay, and losses are reported."""
 
-import asyncio
 import logging
 import os
 import stat
@@ -13,6 +12,7 @@ from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge import kv_events
 from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.private_folder import PrivateFolder
+from waiting import eventually
 
 DEADLINE_S = 10.0
 
@@ -40,25 +40,19 @@ class Ranks:
         for n in numbers:
             self.publishers[rank].publish(vllm_events.KVEventBatch(ts=time.time(), events=[removed(n)]))
 
-    def told(self, rank=0):
+    def numbers(self, rank=0):
         """The numbers of one rank; None where it was cleared."""
         events = [event for batch in self.batches if batch.rank == rank for event in batch.events]
         return [None if isinstance(e, AllBlocksCleared) else e.block_hashes[0] for e in events]
 
     async def until(self, expected, rank=0):
-        await eventually(lambda: self.told(rank) == expected)
+        await eventually(lambda: self.numbers(rank) == expected)
 
     async def close(self):
         await self.reader.close()
         for publisher in self.publishers:
             publisher.shutdown()
         self._folder.remove()
-
-
-async def eventually(holds):
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110 - what is waited for has no event, by design
-            await asyncio.sleep(0.01)
 
 
 def folder_of(reader):
@@ -170,10 +164,9 @@ async def test_gap_is_filled_from_the_replay_buffer(open_ranks):
     ranks = open_ranks()
     ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1, 2, 4})
     ranks.start()
-    for n in range(6):
-        ranks.publish(n)
-        await asyncio.sleep(0.02)
-    await ranks.until([0, 1, 2, 3, 4, 5])
+    for *lost, received in ([0], [1, 2, 3], [4, 5]):
+        ranks.publish(*lost, received)
+        await ranks.until(list(range(received + 1)))
     assert ranks.reader.ranks[0].num_lost == 0
 
 
@@ -216,7 +209,6 @@ async def test_restarted_sequence_numbers_clear_the_cache(open_ranks):
     ranks.start()
     ranks.publish(0)
     await ranks.until([0])
-    await asyncio.sleep(0.2)  # subscribed by now: later batches arrive live
     ranks.publish(1)
     await ranks.until([0, 1])
     publisher = ranks.publishers[0]

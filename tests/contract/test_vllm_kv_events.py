@@ -140,7 +140,7 @@ async def test_vllms_own_hasher_agrees_with_its_events(watched, maker):
     prompt = expanded(maker, text(60), pixels(280, 280, 11), pixels(84, 84, 12), text(2 * BLOCK, 1))
     await watched.run(prompt, cache_salt="s")
     assert await watched.holds(predicted(prompt, cache_salt="s"))
-    told = [key for event in watched.events if isinstance(event, BlockStored) for key in event.block_hashes]
+    reported = [key for event in watched.events if isinstance(event, BlockStored) for key in event.block_hashes]
     hash_fn = get_hash_fn_by_name(HASH_ALGORITHM)
     init_none_hash(hash_fn)
     features = [
@@ -159,7 +159,7 @@ async def test_vllms_own_hasher_agrees_with_its_events(watched, maker):
         prompt_embeds=None,
     )
     expected = [maybe_convert_block_hash(h) for h in get_request_block_hasher(BLOCK, hash_fn)(request)]
-    assert told == expected
+    assert reported == expected
 
 
 async def test_concurrent_requests_leave_their_blocks_without_faults(watched):

@@ -1,15 +1,15 @@
 """A separate engine with a small KV cache: evictions are reported, and a new engine reports from its start."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from kv_watch import BLOCK, DEADLINE_S, Watched, expanded, predicted, start_engine, text
+from kv_watch import BLOCK, Watched, expanded, predicted, start_engine, text
 from prompt_maker import PromptMaker, pixels
 
 from medialane.core.kv_events import BlockRemoved, BlockStored
+from waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -40,9 +40,7 @@ async def test_evicted_blocks_are_removed_as_in_the_engine(small, maker):
         expected = next((i for i, found in enumerate(ids) if found not in held), len(ids)) * BLOCK
         first = await small.run(prompt)
         assert first.num_cached_tokens == min(expected, (len(prompt.token_ids) - 1) // BLOCK * BLOCK)
-        async with asyncio.timeout(DEADLINE_S):
-            while not set(ids) <= set(small.table.held()):  # noqa: ASYNC110 - events come when they come
-                await asyncio.sleep(0.01)
+        await eventually(lambda ids=ids: set(ids) <= set(small.table.held()))
     assert small.engine.card.num_kv_blocks == 24
     assert len(small.table.held()) < 24
     assert sum(len(event.block_hashes) for event in small.events if isinstance(event, BlockRemoved)) > 10

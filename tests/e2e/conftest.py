@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import ONE_PROCESS_ENGINE, MedialaneProcess, free_port, launch
+from medialane_process import ONE_PROCESS_ENGINE, START_S, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
 from process_tree import command_of, descendants
 from small_dummies import with_small_dummies
 
-from medialane.cli.plain_vllm import plain_vllm as start_plain_vllm
+from medialane.cli.server_process import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from waiting import eventually
 
 #: Tool parsing as users enable it; usage includes prefix cache hits.
 SERVER_FLAGS = (
@@ -39,7 +40,7 @@ MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
-_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm", "test_worker_process")
+_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm")
 
 
 def pytest_collection_modifyitems(items):
@@ -63,7 +64,7 @@ def vllm_environ() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def runtime_directory() -> Iterator[Path]:
-    """Where `serve` puts its sockets: a short path, since theirs are bounded."""
+    """Where `serve` and its engines create their sockets: a short path, since theirs are bounded."""
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-"))
     yield folder
     shutil.rmtree(folder)
@@ -77,7 +78,11 @@ def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory
         str(tiny_model),
         ["--workers", "2", "--verbose", *MEDIALANE_FLAGS],
         SERVER_FLAGS,
-        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
+        environ={
+            **vllm_environ,
+            "XDG_RUNTIME_DIR": str(runtime_directory),
+            "VLLM_RPC_BASE_PATH": str(runtime_directory),
+        },
         log=tmp_path_factory.mktemp("serve") / "serve.log",
     )
     yield process
@@ -95,8 +100,9 @@ async def plain_vllm(starting_serve, tiny_model, vllm_environ, tmp_path_factory)
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def serve(request, starting_serve, plain_vllm) -> MedialaneProcess:
-    """`medialane serve` with two workers, ready."""
+    """`medialane serve` with two workers, all of them ready: before, the exit of one would fail the start."""
     await starting_serve.answers()
+    await eventually(lambda: "Ctrl-C stops it" in starting_serve.log.read_text(), "all workers are ready", START_S)
     if any("gateways" in item.fixturenames for item in request.session.items):
         request.getfixturevalue("starting_gateways")
     return starting_serve

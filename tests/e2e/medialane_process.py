@@ -1,19 +1,18 @@
 """medialane's own commands in subprocesses, started as a user starts them, and the processes below them."""
 
-import asyncio
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from inspect import isawaitable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
 from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
+
+from waiting import eventually
 
 #: For plain vLLM: it runs the model in the scheduler's process, as our workers do on a CPU. A separate process for the
 #: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step.
@@ -59,7 +58,7 @@ class MedialaneProcess:
 
     async def answers(self, timeout_s: float = START_S) -> None:
         """Wait until /health reports a ready worker. Raises AssertionError with the end of its log."""
-        await until(self._is_healthy, f"{self.base_url} answers", timeout_s, more=self.tail)
+        await eventually(self._is_healthy, f"{self.base_url} answers", timeout_s, more=self.tail)
 
     def stop(self) -> int:
         """Ask it to stop and wait; killed after STOP_S. Returns the exit status. Idempotent."""
@@ -117,23 +116,6 @@ def launch(argv: Sequence[str], *, environ: Mapping[str, str], log: Path) -> sub
             stderr=subprocess.STDOUT,
             preexec_fn=_die_with_parent,
         )
-
-
-async def until(
-    condition: Callable[[], bool | Awaitable[bool]],
-    what: str,
-    timeout_s: float = 60,
-    *,
-    more: Callable[[], object] = lambda: "",
-) -> None:
-    """Poll `condition` until true. Raises AssertionError with the text of `more`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        holds = condition()
-        if await holds if isawaitable(holds) else holds:
-            return
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{more()}"
-        await asyncio.sleep(_POLL_S)
 
 
 def kill(pid: int) -> None:

@@ -209,3 +209,12 @@ def assert_same(ours: Any, plain: Any, at: str = "answer") -> None:
         assert ours == pytest.approx(plain, abs=0.05), at
     else:
         assert ours == plain, f"{at}: {ours!r} instead of {plain!r}"
+
+
+async def load(ours: OpenAiHttp) -> dict[str, float]:
+    """Requests in flight by worker address."""
+    return (await ours.metrics()).by("medialane_worker_in_flight", "worker")
+
+
+async def in_flight(ours: OpenAiHttp, number: int) -> bool:
+    return sum((await load(ours)).values()) == number

@@ -8,9 +8,10 @@ import socket
 import zlib
 
 import pytest
-from medialane_process import until
 from openai_http import CHAT, assert_same, chat, data_url, image, photo, picture, text
 from picture_server import picture_server
+
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -86,7 +87,7 @@ async def test_one_invalid_image_of_three_fails_the_request_without_leaking_leas
         """The jobs of the other images may run to completion."""
         return (await ours.metrics()).value("medialane_arena_leases") == 0
 
-    await until(is_free, "no lease is left", 20)
+    await eventually(is_free, "no lease is left", 20)
 
 
 async def test_invalid_image_fails_a_streaming_request_with_an_http_status(ours):

@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
-from medialane_process import until
 from openai_http import chat, image, long_chat, photo, picture, text
 from picture_server import picture_server
+
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -70,7 +71,7 @@ async def test_cache_salt_isolates_entries(ours):
 
 async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     await ours.succeed(chat(picture(27), ASK))
-    await until(lambda: is_idle(ours), "the worker has let go", 20)
+    await eventually(lambda: is_idle(ours), "the worker has released", 20)
     page = await ours.metrics()
     for stage in ("lift", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
         assert page.value("medialane_stage_seconds_count", stage=stage) > 0, stage
@@ -85,13 +86,13 @@ async def test_metrics_cover_stages_caches_arena_and_processes(ours):
 
 async def test_client_disconnect_leaves_no_lease_and_no_running_request(ours):
     body = long_chat(picture(28), text("Tell a long story."), stream=True)
-    await until(lambda: is_idle(ours), "nothing else runs", 20)
+    await eventually(lambda: is_idle(ours), "nothing else runs", 20)
     async with ours.opened(body) as response:
         await response.content.readline()
         page = await ours.metrics()
         assert page.value("medialane_arena_leases") > 0
         assert page.value("medialane_worker_in_flight") == 1
-    await until(lambda: is_idle(ours), "the request's lease and its engine's work have ended", 30)
+    await eventually(lambda: is_idle(ours), "the request's lease and its engine's work have ended", 30)
     assert (await ours.succeed(chat(picture(28), ASK))).cache == "hit"
 
 
@@ -100,7 +101,7 @@ async def test_client_disconnect_before_the_response_leaks_nothing(ours):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5), ours.opened(body):
             pass
-    await until(lambda: is_idle(ours), "the request has ended", 30)
+    await eventually(lambda: is_idle(ours), "the request has ended", 30)
 
 
 async def is_idle(ours) -> bool:

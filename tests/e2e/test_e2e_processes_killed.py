@@ -1,20 +1,26 @@
 """kill -9 of any process: its requests fail immediately and clearly, others continue, and the process is restarted.
 
-Afterwards `serve` is intact, except for its caches.
+Afterwards `serve` is intact, except for its caches. One kill of each kind: what does not depend on vLLM is tested with
+the simulated engine (tests/seams/test_killed_workers.py). The worker without an engine restarts while the gateway does.
 """
 
 import asyncio
 import io
+import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import aiohttp
 import pytest
-from medialane_process import kill, until
-from openai_http import Answer, chat, data_url, long_chat, picture, text
+from medialane_process import kill
+from openai_http import Answer, chat, data_url, in_flight, load, long_chat, picture, text
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
 from medialane.worker import EXIT_ENGINE_LOST
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -36,8 +42,17 @@ async def busy_one(pids: list[int], before: dict[int, float]) -> int:
     def working() -> list[int]:
         return [pid for pid in pids if cpu_s(pid) - before[pid] > 0.1]
 
-    await until(lambda: bool(working()), "a preparer works", 30)
+    await eventually(lambda: bool(working()), "a preparer works", 30)
     return working()[0]
+
+
+@contextmanager
+def suspended(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 async def idle(ours) -> bool:
@@ -71,59 +86,31 @@ async def test_killed_preparer_fails_only_its_request_and_is_replaced(serve, our
         page = await ours.metrics()
         return page.value("medialane_preparers", state="alive") == 2
 
-    await until(replaced, "there are two preparers again", 30)
+    await eventually(replaced, "there are two preparers again", 30)
     assert (await ours.metrics()).value("medialane_preparer_restarts_total") == restarts + 1
     assert victim not in serve.preparer_pids()
     assert len(serve.preparer_pids()) == 2
-    await until(lambda: idle(ours), "nothing of the failed request is held", 20)
+    await eventually(lambda: idle(ours), "nothing of the failed request is held", 20)
 
 
 async def test_killed_fork_server_is_replaced(serve, ours):
     old = serve.preparer_pids()
     (forkserver,) = set(map(parent_of, old))
     kill(forkserver)
-    await until(lambda: not any(map(is_alive, [forkserver, *old])), "its preparers end with it", 30)
+    await eventually(lambda: not any(map(is_alive, [forkserver, *old])), "its preparers end with it", 30)
     assert (await ours.succeed(chat(PROMPT))).ids
 
     async def prepares() -> bool:
         return (await ours.post(chat(picture(162), ASK))).status == 200
 
-    await until(prepares, "images are prepared again", 120)
+    await eventually(prepares, "images are prepared again", 120)
     assert len(serve.preparer_pids()) == 2
-
-
-async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, worker_addresses):
-    right = (await plain.succeed(chat(picture(163), ASK))).ids
-    whole = asyncio.create_task(ours.post(long_chat(picture(163), PROMPT)))
-    await until(lambda: in_flight(ours, 1), "the first request runs")
-    (address,) = [a for a, n in (await load(ours)).items() if n == 1]
-    streams = [
-        asyncio.create_task(broken_off(ours, long_chat(picture(163), PROMPT, n=2, stream=True))) for _ in range(3)
-    ]
-    await until(lambda: in_flight(ours, 4), "all requests run")
-    num_doomed_streams = (await load(ours))[address] - 1
-    killed = serve.worker_pid(address)
-    engines = descendants(killed)
-    kill(killed)
-    killed_at = time.monotonic()
-    failed = await whole
-    assert time.monotonic() - killed_at < AT_ONCE_S
-    assert (failed.status, failed.error["code"]) == (503, "worker_lost")
-    assert (await ours.succeed(chat(picture(163), ASK))).ids == right
-    ends = await asyncio.gather(*streams)
-    assert [end for end in ends if end is not None] == ["worker_lost"] * int(num_doomed_streams)
-    await until(lambda: not any(map(is_alive, engines)), "its engine has ended with it", 60)
-    await comes_back(ours, 2)
-    assert serve.worker_pid(address) != killed
-    answers = await asyncio.gather(*(ours.succeed(chat(picture(163), ASK)) for _ in range(4)))
-    assert [answer.ids for answer in answers] == [right] * 4
-    await until(lambda: idle(ours), "nothing is held", 20)
 
 
 async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(164), ASK))).ids
     request = asyncio.create_task(ours.post(long_chat(picture(164), PROMPT)))
-    await until(lambda: in_flight(ours, 1), "the request runs")
+    await eventually(lambda: in_flight(ours, 1), "the request runs", 60)
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     killed = serve.worker_pid(address)
     engines = descendants(killed)
@@ -139,14 +126,10 @@ async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, p
         assert answer.status == 503 or answer.ids == right
         return answer.status == 200
 
-    await until(answers, "the other worker answers", AT_ONCE_S)
-    await until(lambda: not any(map(is_alive, [killed, *engines])), "the worker ends without its engine", 60)
-    await until(
-        lambda: f"exit status {EXIT_ENGINE_LOST}" in serve.log.read_text(), "it ends by itself, and says why", 20
-    )
-    await comes_back(ours, 2)
-    answers = await asyncio.gather(*(ours.succeed(chat(picture(164), ASK)) for _ in range(4)))
-    assert [answer.ids for answer in answers] == [right] * 4
+    await eventually(answers, "the other worker answers", AT_ONCE_S)
+    await eventually(lambda: not any(map(is_alive, [killed, *engines])), "the worker ends without its engine", 60)
+    exited = f"exited (exit status {EXIT_ENGINE_LOST}); restarting in"
+    await eventually(lambda: exited in serve.log.read_text(), "it exits by itself, says why, and is restarted", 20)
 
 
 async def test_killed_gateway_restarts_and_leaves_no_arena(serve, ours, plain):
@@ -155,13 +138,13 @@ async def test_killed_gateway_restarts_and_leaves_no_arena(serve, ours, plain):
     below = descendants(old)
     assert len(arenas) == 1
     request = asyncio.create_task(broken_off(ours, long_chat(picture(165), PROMPT, stream=True)))
-    await until(lambda: in_flight(ours, 1), "the request runs")
+    await eventually(lambda: in_flight(ours, 1), "the request runs", 60)
     kill(old)
     assert await request == "connection lost"
-    await until(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
-    await until(
+    await eventually(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
+    await eventually(
         lambda: not any(arenas & arenas_of(pid) for pid in descendants(serve.pid)),
-        "workers and their engines unmap its arena: the next one needs the room",
+        "workers and their engines unmap its arena: the next one needs the memory",
         30,
     )
     await serve.answers()
@@ -172,22 +155,43 @@ async def test_killed_gateway_restarts_and_leaves_no_arena(serve, ours, plain):
     assert (answer.cache, answer.ids) == ("miss", right)
     again = [await ours.succeed(chat(picture(165), ASK)) for _ in range(2)]
     assert [(found.cache, found.copied_bytes, found.ids) for found in again] == [("hit", 0, right)] * 2
-    await until(lambda: idle(ours), "nothing is held", 20)
+    await eventually(lambda: idle(ours), "nothing is held", 20)
 
 
-async def load(ours) -> dict[str, float]:
-    return (await ours.metrics()).by("medialane_worker_in_flight", "worker")
-
-
-async def in_flight(ours, number: int) -> bool:
-    return sum((await load(ours)).values()) == number
+async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, worker_addresses):
+    right = (await plain.succeed(chat(picture(163), ASK))).ids
+    whole = asyncio.create_task(ours.post(long_chat(picture(163), PROMPT)))
+    await eventually(lambda: in_flight(ours, 1), "the first request runs", 60)
+    (address,) = [a for a, n in (await load(ours)).items() if n == 1]
+    streams = [
+        asyncio.create_task(broken_off(ours, long_chat(picture(163), PROMPT, n=2, stream=True))) for _ in range(3)
+    ]
+    await eventually(lambda: in_flight(ours, 4), "all requests run", 60)
+    num_doomed_streams = (await load(ours))[address] - 1
+    killed = serve.worker_pid(address)
+    engines = descendants(killed)
+    with suspended(serve.pid):  # the supervisor, which would kill the engine
+        kill(killed)
+        killed_at = time.monotonic()
+        failed = await whole
+        assert time.monotonic() - killed_at < AT_ONCE_S
+        assert (failed.status, failed.error["code"]) == (503, "worker_lost")
+        assert (await ours.succeed(chat(picture(163), ASK))).ids == right
+        ends = await asyncio.gather(*streams)
+        assert [end for end in ends if end is not None] == ["worker_lost"] * int(num_doomed_streams)
+        await eventually(lambda: not any(map(is_alive, engines)), "its engine has ended with it", 60)
+    await comes_back(ours, 2)
+    assert serve.worker_pid(address) != killed
+    answers = await asyncio.gather(*(ours.succeed(chat(picture(163), ASK)) for _ in range(4)))
+    assert [answer.ids for answer in answers] == [right] * 4
+    await eventually(lambda: idle(ours), "nothing is held", 20)
 
 
 async def comes_back(ours, num_workers: int) -> None:
     async def there() -> bool:
         return await ready_workers(ours) == num_workers
 
-    await until(there, "all workers are ready again", 240)
+    await eventually(there, "all workers are ready again", 240)
 
 
 async def broken_off(ours, body) -> str | None:

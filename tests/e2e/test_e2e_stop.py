@@ -1,21 +1,41 @@
 """SIGTERM ends everything; runs last, since it stops the shared servers."""
 
+import asyncio
+import os
+import signal
+
 import pytest
-from medialane_process import until
-from openai_http import chat, picture, text
+from openai_http import chat, in_flight, load, long_chat, picture, text
 from process_tree import descendants, is_alive
+
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
 
-async def test_sigterm_leaves_no_process_arena_or_socket(serve, ours, runtime_directory):
+async def test_sigterm_ends_a_worker_cleanly_with_a_request_in_flight(serve, ours, runtime_directory):
+    request = asyncio.create_task(ours.post(long_chat(picture(201), text("Tell a long story."))))
+    await eventually(lambda: in_flight(ours, 1), "the request runs", 60)
+    (address,) = [a for a, n in (await load(ours)).items() if n == 1]
+    stopped = serve.worker_pid(address)
+    family, folders = [stopped, *descendants(stopped)], set(runtime_directory.iterdir())
+    os.kill(stopped, signal.SIGTERM)
+    failed = await request
+    assert (failed.status, failed.error["code"]) == (503, "worker_lost")
+    await eventually(lambda: not any(map(is_alive, family)), "all that it started has ended", 60)
+    await eventually(lambda: "exited (exit status 0)" in serve.log.read_text(), "its exit is clean", 20)
+    assert folders - set(runtime_directory.iterdir()), "it removes its engine's sockets"
+
+
+async def test_sigterm_leaves_no_process_arena_or_socket_while_a_worker_restarts(serve, ours, runtime_directory):
     await ours.succeed(chat(picture(200), text("Describe the picture.")))
     everyone = descendants(serve.pid)
-    assert len(everyone) >= 2 * 2 + 1 + 1 + 2  # workers and engines, the gateway, its fork server and preparers
+    # A worker and its engine, the worker that restarts, the gateway, its fork server and preparers.
+    assert len(everyone) >= 2 + 1 + 1 + 1 + 2
     arenas = serve.arenas()
     assert arenas
     assert list(runtime_directory.iterdir())
     assert serve.stop() == 0, serve.tail()
-    await until(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
+    await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
     assert not [path for path in arenas if path.exists()]
     assert not list(runtime_directory.iterdir())

@@ -16,7 +16,7 @@ from medialane_process import ONE_PROCESS_ENGINE, START_S, MedialaneProcess
 from openai_http import OpenAiHttp
 from tiny_families import FAMILIES, Family
 
-from medialane.cli.plain_vllm import plain_vllm
+from medialane.cli.server_process import plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 
 MEDIALANE_FLAGS = ("--workers", "1", "--preparers", "1", "--arena-size", "256MiB", "--verbose")

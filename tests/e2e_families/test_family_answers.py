@@ -43,7 +43,7 @@ BODIES = {
     "audio": ({"audio": 1}, [audio(440), ASK]),
     "audio at another rate": ({"audio": 1}, [text("Hear"), audio(620, 2.3, rate=44100)]),
     "audio in place": ({"audio": 1}, [input_audio(300), ASK]),
-    "two sounds": ({"audio": 2}, [audio(250, 1), text("and"), audio(900, 3.1, container="FLAC"), ASK]),
+    "two audio clips": ({"audio": 2}, [audio(250, 1), text("and"), audio(900, 3.1, container="FLAC"), ASK]),
     "image and video": ({"image": 1, "video": 1}, [picture(5), video(4), ASK]),
     "video before images": ({"image": 2, "video": 1}, [video(4), picture(6, 300, 300), text("or"), picture(7), ASK]),
     "everything": (

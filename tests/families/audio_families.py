@@ -19,10 +19,10 @@ from transformers import (
 )
 
 AUDIO, AUDIO_START, AUDIO_STOP = "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"
-SOUND = {"audio": f"{AUDIO_START}{AUDIO}{AUDIO_STOP}"}
+AUDIO_PROMPT = {"audio": f"{AUDIO_START}{AUDIO}{AUDIO_STOP}"}
 
 _IMAGE, _VIDEO, _START, _STOP = "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"
-OMNI = {"image": f"{_START}{_IMAGE}{_STOP}", "video": f"{_START}{_VIDEO}{_STOP}", **SOUND}
+OMNI = {"image": f"{_START}{_IMAGE}{_STOP}", "video": f"{_START}{_VIDEO}{_STOP}", **AUDIO_PROMPT}
 
 _ENCODER = {
     "num_mel_bins": 128,
@@ -36,7 +36,7 @@ _NAMED = {"audio_token": AUDIO, "audio_bos_token": AUDIO_START, "audio_eos_token
 
 
 def write_qwen2_audio(folder: Path) -> None:
-    words = tokenizer([AUDIO, AUDIO_START, AUDIO_STOP], SOUND, named=_NAMED)
+    words = tokenizer([AUDIO, AUDIO_START, AUDIO_STOP], AUDIO_PROMPT, named=_NAMED)
     config = Qwen2AudioConfig(
         text_config=LANGUAGE | {"model_type": "qwen2"},
         audio_config=_ENCODER | {"model_type": "qwen2_audio_encoder"},

@@ -89,7 +89,7 @@ FAMILIES = {
         # No placeholder in the prompt; its own `apply`.
         _written("paligemma", image_families.write_paligemma, {"image": 1}, {}),
         # Masks that the prompt's expansion reads.
-        _written("qwen2_audio", audio_families.write_qwen2_audio, {"audio": 2}, audio_families.SOUND),
+        _written("qwen2_audio", audio_families.write_qwen2_audio, {"audio": 2}, audio_families.AUDIO_PROMPT),
         # Three modalities in one prompt.
         _written(
             "qwen2_5_omni", audio_families.write_qwen2_5_omni, {"image": 2, "video": 1, "audio": 2}, audio_families.OMNI

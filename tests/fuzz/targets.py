@@ -13,7 +13,7 @@ import numpy as np
 from multidict import CIMultiDict
 from PIL import Image
 
-from audio_maker import FILES, by_ffmpeg, sound
+from audio_maker import FILES, by_ffmpeg, tones
 from medialane.core.errors import MedialaneError
 from medialane.core.media import Modality
 from medialane.gateway.intake import extract
@@ -150,7 +150,7 @@ def _probe(data: bytes) -> None:
             probe(memoryview(data), modality, sniff(data, modality, CONFIG), CONFIG)
 
 
-def _sounds_and_clips() -> list[bytes]:
+def _audio_and_clips() -> list[bytes]:
     """Truncated audio and video files, and small ones with all header fields;
     their decoders have their own tests."""
     box = b"\0\0\0\x08free"
@@ -166,7 +166,7 @@ def _sounds_and_clips() -> list[bytes]:
         _index_first(FILES["video"]()),
         FILES["webm"](),
         FILES["opus"](),
-        by_ffmpeg(sound(16000), 16000, "adts", "aac"),
+        by_ffmpeg(tones(16000), 16000, "adts", "aac"),
     ]
 
 
@@ -175,7 +175,7 @@ def _index_first(data: bytes) -> bytes:
     return data[: data.index(b"mdat") - 4] + data[data.index(b"moov") - 4 :]
 
 
-_SOUND_TOKENS = [
+_AUDIO_TOKENS = [
     b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz", b"stco", b"dref", b"url ", b"mdat", b"ftyp", b"ID3", b"data",
     b"fmt ", b"fLaC", b"OggS", b"#EXTM3U", b"v=0\r\n", b"ffconcat", b"webm", b"matroska", b"\x1a\x45\xdf\xa3", b"/9j/",
     b"esds", b"stsd", b"stts", b"hdlr", b"soun", b"vide", b"mdhd", b"mp4a", b"\3\x19", b"\5\x80\x80\x80\2", b"OpusHead",
@@ -195,8 +195,8 @@ HEADER_TARGETS = [
     Target("url_guard", _parse_url, _URLS, _URL_TOKENS),
     Target("freshness", _read_headers, _HEADERS, _HEADER_TOKENS),
     Target("sniff_image", _sniff("image"), IMAGES, _IMAGE_TOKENS),
-    Target("sniff_video", _sniff("video"), _sounds_and_clips(), _SOUND_TOKENS),
-    Target("sniff_audio", _sniff("audio"), _sounds_and_clips(), _SOUND_TOKENS),
+    Target("sniff_video", _sniff("video"), _audio_and_clips(), _AUDIO_TOKENS),
+    Target("sniff_audio", _sniff("audio"), _audio_and_clips(), _AUDIO_TOKENS),
 ]
 HEADER_S = 0.1
 
@@ -208,7 +208,7 @@ LARGE_BYTES = 20 << 20
 
 #: Runs in a separate process, which may crash.
 DECODE_IMAGE = Target("decode_image", lambda data: decode_image(data, CONFIG), IMAGES, _IMAGE_TOKENS)
-PROBE = Target("probe", _probe, [*_sounds_and_clips(), *IMAGES[-2:]], _SOUND_TOKENS)
+PROBE = Target("probe", _probe, [*_audio_and_clips(), *IMAGES[-2:]], _AUDIO_TOKENS)
 DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE)}
 DECODE_S = 5.0
 DECODE_BYTES = 1 << 30

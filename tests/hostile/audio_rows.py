@@ -11,18 +11,18 @@ import numpy as np
 from corpus import Row, at, chat, sent
 from video_rows import NO_FILES, PLAYLISTS, playlist
 
-from audio_maker import by_ffmpeg, by_libsndfile, hours_of_silence, sound
+from audio_maker import by_ffmpeg, by_libsndfile, hours_of_silence, tones
 from video_clips import clip
 
 
 @cache
 def _m4a(channels: int = 2) -> bytes:
-    return by_ffmpeg(sound(48000, channels), 48000, "ipod", "aac")
+    return by_ffmpeg(tones(48000, channels), 48000, "ipod", "aac")
 
 
 @cache
 def _opus() -> bytes:
-    return by_libsndfile(sound(16000, 2), 16000, "OGG", "OPUS")
+    return by_libsndfile(tones(16000, 2), 16000, "OGG", "OPUS")
 
 
 def _wav(*, channels: int = 1, rate: int = 8000, coding: int = 1, num_bytes: int = 1000, before: bytes = b"") -> bytes:
@@ -33,13 +33,13 @@ def _wav(*, channels: int = 1, rate: int = 8000, coding: int = 1, num_bytes: int
 
 
 def _loud(value: float) -> bytes:
-    samples = sound(8000, 2)
+    samples = tones(8000, 2)
     samples[77, 1] = value
     return by_libsndfile(samples, 8000, "WAV", "FLOAT")
 
 
 def _flac_claiming(num_samples: int) -> bytes:
-    data = bytearray(by_libsndfile(sound(8000, 2), 8000, "FLAC"))
+    data = bytearray(by_libsndfile(tones(8000, 2), 8000, "FLAC"))
     bits = int.from_bytes(data[18:26], "big")
     data[18:26] = (bits >> 36 << 36 | num_samples).to_bytes(8, "big")
     return bytes(data)
@@ -82,7 +82,7 @@ _INVALID = {
     "+ M4A without its data": lambda: m.box(b"ftyp", b"M4A \0\0\0\0") + _m4a()[_m4a().index(b"moov") - 4 :],
     "+ M4A of 2^28 samples": _m4a_claiming_samples,
     "+ M4A of boxes": lambda: m.box(b"ftyp", b"M4A \0\0\0\0") + m.box(b"free") * 1_000_000,
-    "+ video without sound": lambda: clip(4),
+    "+ video without audio": lambda: clip(4),
     "+ WebM of noise": lambda: (
         clip(2, codec="libvpx-vp9", container="webm")[:80] + np.random.default_rng(0).bytes(9000)
     ),
@@ -98,31 +98,31 @@ _TOO_LONG = {
 }
 
 _UNSUPPORTED = {
-    "+ image as a sound": lambda: m.picture(81),
+    "+ image as audio": lambda: m.picture(81),
     "+ AIFF": lambda: b"FORM\0\0\0\0AIFFCOMM" + bytes(100),
-    "+ AVI as a sound": lambda: b"RIFF\x24\0\0\0AVI LIST" + bytes(100),
+    "+ AVI as audio": lambda: b"RIFF\x24\0\0\0AVI LIST" + bytes(100),
     "+ M4A that refers to a file": _m4a_referring,
 }
 
 _GOOD = {
-    "+ good WAV": lambda: by_libsndfile(sound(16000, 2), 16000),
-    "+ good MP3": lambda: by_libsndfile(sound(16000, 2), 16000, "MP3"),
+    "+ good WAV": lambda: by_libsndfile(tones(16000, 2), 16000),
+    "+ good MP3": lambda: by_libsndfile(tones(16000, 2), 16000, "MP3"),
     "+ good Opus": _opus,
     "+ good M4A": _m4a,
-    "+ WAV of eight channels": lambda: by_libsndfile(sound(16000, 8), 16000),
+    "+ WAV of eight channels": lambda: by_libsndfile(tones(16000, 8), 16000),
     "+ WAV that claims 4 GB": lambda: _wav(num_bytes=4000)[:40] + b"\xff" * 4 + bytes(4000),
     "+ WAV after 300 parts": lambda: _wav(before=(b"junk" + bytes(4)) * 300, num_bytes=4000),
-    "+ sound of a video": lambda: by_ffmpeg(sound(16000, 2), 16000, "mp4", "aac", "mpeg4"),
+    "+ audio of a video": lambda: by_ffmpeg(tones(16000, 2), 16000, "mp4", "aac", "mpeg4"),
 }
 
 _URLS = {
-    "+ sound of the canary's": ("http://127.0.0.1:{canary}/a.wav", 400, "media_url_forbidden"),
-    "+ sound of an inner name": ("http://inside.test:{canary}/a.wav", 400, "media_url_forbidden"),
-    "+ sound by another scheme": ("rtsp://127.0.0.1:{canary}/a.wav", 400, "unsupported_url_scheme"),
-    "+ sound of a secret": ("file://{folder}/secret.jpg", 400, "media_url_forbidden"),
-    "+ sound without base64": ("data:audio/wav,abcd", 400, "invalid_data_url"),
-    "+ sound with bad base64": ("data:audio/wav;base64,AA*A", 400, "invalid_base64"),
-    "+ sound of no bytes": ("data:audio/wav;base64,", 400, "empty_media"),
+    "+ audio of the canary's": ("http://127.0.0.1:{canary}/a.wav", 400, "media_url_forbidden"),
+    "+ audio of an inner name": ("http://inside.test:{canary}/a.wav", 400, "media_url_forbidden"),
+    "+ audio by another scheme": ("rtsp://127.0.0.1:{canary}/a.wav", 400, "unsupported_url_scheme"),
+    "+ audio of a secret": ("file://{folder}/secret.jpg", 400, "media_url_forbidden"),
+    "+ audio without base64": ("data:audio/wav,abcd", 400, "invalid_data_url"),
+    "+ audio with bad base64": ("data:audio/wav;base64,AA*A", 400, "invalid_base64"),
+    "+ audio of no bytes": ("data:audio/wav;base64,", 400, "empty_media"),
 }
 
 
@@ -140,10 +140,10 @@ AUDIO_ROWS = (
     *_rows(_INVALID, 400, "invalid_audio"),
     *_rows(_TOO_LONG, 413, "audio_too_long", 300.0),
     *_rows(_UNSUPPORTED, 415, "unsupported_media_type"),
-    *_rows({"+ text as a sound": lambda: b"this is named speech.wav"}, 400, "invalid_audio"),
+    *_rows({"+ text as audio": lambda: b"this is named speech.wav"}, 400, "invalid_audio"),
     *_rows(_GOOD, 200, None, 128.0),
     *(
-        Row(name.replace("61 ", "+ ") + " as a sound", playlist(text, "audio_url"), status, code, 1.0)
+        Row(name.replace("61 ", "+ ") + " as audio", playlist(text, "audio_url"), status, code, 1.0)
         for texts, status, code in ((PLAYLISTS, 415, "unsupported_media_type"), (NO_FILES, 400, "invalid_audio"))
         for name, text in texts.items()
     ),

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from medialane.config import Config
+from waiting import wait_until
 
 START_S = 300.0
 ANSWER_S = 60.0
@@ -134,11 +135,13 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
         )
     gateway = GatewayProcess(process, port, model)
     try:
-        deadline = time.monotonic() + START_S
-        while not gateway.ready:
-            assert process.poll() is None, folder.joinpath("log").read_text()[-3000:]
-            assert time.monotonic() < deadline, folder.joinpath("log").read_text()[-3000:]
-            time.sleep(0.2)
+        wait_until(
+            lambda: gateway.ready or process.poll() is not None,
+            "the gateway is ready",
+            START_S,
+            more=lambda: folder.joinpath("log").read_text()[-3000:],
+        )
+        assert process.poll() is None, folder.joinpath("log").read_text()[-3000:]
         yield gateway
     finally:
         process.terminate()

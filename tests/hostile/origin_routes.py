@@ -34,7 +34,7 @@ def raw(answer: bytes, *, close: bool = True) -> Route:
         await asked.send(answer)
         if close:
             raise ConnectionError
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 
     return send
 
@@ -56,7 +56,7 @@ def dripping(first: bytes, pause_s: float, drop: bytes = b"x") -> Route:
     async def send(asked: Asked) -> None:
         await asked.send(first)
         while True:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)  # time: the origin's rate
             await asked.send(drop)
 
     return send

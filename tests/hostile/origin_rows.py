@@ -75,7 +75,7 @@ ORIGIN_ROWS = (
     Row("+ retry after a date", at("http://{host}/odd-retry-date"), 502, "media_upstream_error"),
     Row("34 refused", at("http://127.0.0.2:{closed}/"), 400, "media_fetch_failed"),
     Row("34 unknown name", at("http://nowhere.invalid:{closed}/"), 400, "media_fetch_failed"),
-    Row("34 certificate of nobody", at("https://127.0.0.2:{tls}/good.jpg"), 400, "media_fetch_failed"),
+    Row("34 certificate of an unknown authority", at("https://127.0.0.2:{tls}/good.jpg"), 400, "media_fetch_failed"),
     Row("34 no TLS", at("https://{host}/good.jpg"), 400, "media_fetch_failed"),
     Row("+ TLS where HTTP is wanted", at("http://127.0.0.2:{tls}/good.jpg"), 400, "media_fetch_failed"),
     *(

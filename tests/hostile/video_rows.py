@@ -8,7 +8,7 @@ from functools import cache
 import media_files as m
 from corpus import Body, Row, chat, data_url, media_part, sent
 
-from audio_maker import by_ffmpeg, sound
+from audio_maker import by_ffmpeg, tones
 from video_clips import clip, remux
 
 
@@ -67,8 +67,8 @@ _INVALID = {
     "60 no keyframe, VP9": lambda: remux(
         clip(30, gop=100, codec="libvpx-vp9", container="webm"), drop=1, container="webm"
     ),
-    "60 sound alone": lambda: by_ffmpeg(sound(16000, 2), 16000, "mp4", "aac"),
-    "60 sound alone, WebM": lambda: by_ffmpeg(sound(16000, 2), 16000, "webm", "libopus"),
+    "60 audio alone": lambda: by_ffmpeg(tones(16000, 2), 16000, "mp4", "aac"),
+    "60 audio alone, WebM": lambda: by_ffmpeg(tones(16000, 2), 16000, "webm", "libopus"),
     "58 MP4 of 2^28 samples": _claiming_samples,
     "58 MP4 without moov": lambda: m.box(b"ftyp", b"isom\0\0\0\0isommp42") + m.box(b"mdat", bytes(1000)),
     "58 truncated MP4": lambda: _clip()[:-300],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 import time
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Self
@@ -36,6 +37,7 @@ from medialane.rpc import Hello, RpcServer
 from medialane.store import EncodedStore, StoreEntries
 from medialane.transfer import InlineTransport, ShmTransport, TransferConfig
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
+from waiting import eventually
 
 PROCESSOR = {"model": "fake"}
 MEDIA = MediaConfig()
@@ -60,6 +62,21 @@ def prompt(*datas: bytes, options: bytes = b"{}", salt: str = "") -> MediaPrompt
 
 def request(request_id: str, token_ids: list[int], **params: object) -> EngineRequest:
     return EngineRequest(request_id, ExpandedPrompt(token_ids), msgspec.json.encode(FakeParams(**params)))
+
+
+class Uncounted:
+    """Replaces `ImageBudget`: no image's cost is predicted."""
+
+    def has_counted(self, ref: MediaRef) -> bool:
+        return True
+
+    def processed_bytes(self, ref: MediaRef) -> int:
+        return 0
+
+    decoded_bytes = processed_bytes
+
+
+UNCOUNTED = Uncounted()
 
 
 class FakeWorker:
@@ -139,6 +156,7 @@ class Parts:
         config: GatewayConfig | None = None,
         transfer: TransferConfig | None = None,
         fetcher: Fetcher | None = None,
+        max_tokens: int = sys.maxsize,
     ) -> None:
         self.arena = arena
         self.registry = CollectorRegistry()
@@ -157,15 +175,13 @@ class Parts:
         link, config, transfer = self.store.link, self._config, self._transfer
         self.links = WorkerPool(
             [
-                WorkerLink(
-                    w.address, hello, rpc=RPC, config=config, metrics=self.metrics, own_arena=lambda: link.arena
-                )
+                WorkerLink(w.address, hello, rpc=RPC, config=config, metrics=self.metrics, own_arena=lambda: link.arena)
                 for w in self._workers
             ]
         )
         link.watch(lambda _: self.links.arena_changed())
         self.features = self.store.features
-        inline = InlineTransport(link.tensor, max_bytes=transfer.max_inline_bytes)
+        inline = InlineTransport(link.tensor)
         self.gateway = Gateway(
             config=config,
             transfer=transfer,
@@ -174,7 +190,7 @@ class Parts:
                 transports=[ShmTransport(), inline],
                 max_inline_bytes=transfer.max_inline_bytes,
             ),
-            assembler=FakeAssembler(),
+            assembler=FakeAssembler(max_tokens),
             workers=self.links,
             router=Router(),
             metrics=self.metrics,

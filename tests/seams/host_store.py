@@ -51,7 +51,7 @@ class HostStore:
         media: MediaConfig | None = None,
         address: str | None = None,
     ) -> None:
-        media = media or MediaConfig()
+        self.media = media = media or MediaConfig()
         self.arena = arena
         self.address = address or store_address(arena)
         self.items = Items(
@@ -67,9 +67,7 @@ class HostStore:
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.server = StoreServer(
-            self.items, self.arena, RPC, max_connections=64, processor=dict, status=self._status
-        )
+        self.server = StoreServer(self.items, self.arena, RPC, max_connections=64, processor=dict, status=self._status)
         self._stack.push_async_callback(self.server.close)
         await self.server.serve(self.address)
         client = StoreClientTask(self.address, str(self.arena.path.parent), writable=True, processor="digest")
@@ -77,7 +75,7 @@ class HostStore:
         self.link = client.link
         async with asyncio.timeout(5):
             await self.link.welcome()
-        self.features = StoreFeatures(self.link, processor_digest="digest", fairness=self.fairness)
+        self.features = StoreFeatures(self.link, processor_digest="digest", fairness=self.fairness, media=self.media)
         return self
 
     async def __aexit__(self, *_: object) -> None:

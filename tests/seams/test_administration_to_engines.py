@@ -3,13 +3,14 @@
 import tempfile
 
 import pytest
-from gateway_parts import FakeWorker, Parts, eventually, request
+from gateway_parts import FakeWorker, Parts, request
 from prometheus_client import Counter, generate_latest
 
 from medialane.core.admin import IsSleeping, ResetPrefixCache, Sleep
 from medialane.core.errors import AdminCallIncomplete, GenerationFailed
 from medialane.gateway import WorkerScrape, open_scope
 from medialane.gateway.scrape import MIN_INTERVAL_S
+from waiting import eventually
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
-from gateway_parts import Parts, eventually, png
+from gateway_parts import UNCOUNTED, Parts, png
 from host_store import HostStore
 from PIL import Image as PILImage
 
-from audio_maker import by_ffmpeg, hours_of_silence, sound
+from audio_maker import by_ffmpeg, hours_of_silence, tones
 from http_origin import HttpOrigin, answer
 from medialane.core.errors import (
     ArenaFull,
@@ -35,6 +35,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
 from medialane.store import EncodedStore
 from video_clips import clip
+from waiting import eventually
 
 MIB = 1 << 20
 LOCAL = {"allowed_media_networks": ("127.0.0.0/8",)}
@@ -96,10 +97,10 @@ async def test_different_options_need_no_new_download_or_copy(arena, preparers, 
         sizes = []
         for options in (b"{}", b'{"scale":2}'):
             timeline = StageTimeline()
-            found = await source.processed(image(origin.url("/a")), options, timeline)
+            found = await source.processed(image(origin.url("/a")), options, timeline, UNCOUNTED)
             sizes.append(timeline.copied_bytes - found.value.nbytes)
             found.hold.release()
-        encoded = await source.encoded(image(origin.url("/a")), StageTimeline())
+        encoded = await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert encoded.value.content_hash == content_hash(body)
         encoded.hold.release()
     assert sizes == [0, 0]
@@ -112,10 +113,10 @@ async def test_item_and_decode_options_give_distinct_features(arena, preparers, 
     async with source_of(arena, preparers) as source:
         keys = set()
         for fields in ({}, {"options": b'{"scale":2}'}, {"io": b'{"image_mode":"RGB"}'}):
-            found = await source.processed(image(origin.url("/a"), **fields), b"{}", StageTimeline())
+            found = await source.processed(image(origin.url("/a"), **fields), b"{}", StageTimeline(), UNCOUNTED)
             keys.add(found.value.mm_hash)
             found.hold.release()
-        common = await source.processed(image(origin.url("/a")), b'{"scale":2}', StageTimeline())
+        common = await source.processed(image(origin.url("/a")), b'{"scale":2}', StageTimeline(), UNCOUNTED)
         assert common.value.mm_hash in keys, "the same options, wherever they were given"
         common.hold.release()
     assert len(keys) == 3
@@ -131,7 +132,7 @@ async def test_unchanged_content_is_not_downloaded_again(arena, origin):
     async with source_of(arena) as source:
         ranges = []
         for _ in range(2):
-            found = await source.encoded(image(origin.url("/a")), StageTimeline())
+            found = await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
             ranges.append(found.value.range)
             found.hold.release()
     assert ranges[0] == ranges[1]
@@ -142,7 +143,7 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
     origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
     async with source_of(arena) as source:
         for _ in range(2):
-            (await source.encoded(image(origin.url("/a")), StageTimeline())).hold.release()
+            (await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)).hold.release()
             await eventually(lambda: arena.stats().num_leases == 0)
             arena.clear()
     assert len(origin.requests) == 2
@@ -151,8 +152,8 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
 async def test_inline_and_fetched_content_share_one_entry(arena, origin):
     origin.routes["/a"] = answer(200, png())
     async with source_of(arena) as source:
-        sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline())
-        fetched = await source.encoded(image(origin.url("/a")), StageTimeline())
+        sent = await source.encoded(MediaRef("image", "p", data=png()), StageTimeline(), UNCOUNTED)
+        fetched = await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert fetched.value.range == sent.value.range
         assert arena.stats().num_entries == 1
         sent.hold.release()
@@ -164,7 +165,7 @@ async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
     (tmp_path / "a.bmp").write_bytes(body)
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline())
+        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.value.content_hash == content_hash(body)
@@ -177,7 +178,7 @@ async def test_file_that_is_not_an_image_leaves_no_entry(arena, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"no image at all")
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         with pytest.raises(InvalidImage):
-            await source.encoded(image(f"file://{tmp_path}/a.txt"), StageTimeline())
+            await source.encoded(image(f"file://{tmp_path}/a.txt"), StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
@@ -191,7 +192,7 @@ async def test_large_body_is_not_copied_to_the_heap(arena, origin):
     origin.routes["/a"] = write
     async with source_of(arena) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(origin.url("/a")), StageTimeline())
+        lease = await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.value.num_bytes == len(body) > 6 * MIB
@@ -217,13 +218,13 @@ async def test_body_over_a_limit_leaves_no_entry(arena, origin, limits, error):
             piece = body[at : at + 100_000]
             writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             await writer.drain()
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(30)
+            await asyncio.sleep(0.05)  # time: the origin's rate
+        await asyncio.Event().wait()
 
     origin.routes["/a"] = write
     async with source_of(arena, **limits) as source:
         with pytest.raises(error) as failed:
-            await source.encoded(image(origin.url("/a")), StageTimeline())
+            await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert failed.value.param == "messages[0].content[0].image_url"
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
@@ -238,7 +239,7 @@ async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
     async with source_of(arena) as source:
         for path, error in (("/cut", MediaFetchFailed), ("/text", InvalidImage)):
             with pytest.raises(error):
-                await source.encoded(image(origin.url(path)), StageTimeline())
+                await source.encoded(image(origin.url(path)), StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
@@ -248,10 +249,10 @@ async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
         ("image", lambda: bmp(200)[:18] + (65_000).to_bytes(4, "little") * 2 + bmp(200)[26:], ImageTooLarge),
         ("video", lambda: clip(3, pts=[0, 1, 86_400], ticks=1, fps=1), VideoTooLong),
         ("video", lambda: clip(3)[:-300], InvalidVideo),
-        ("audio", lambda: by_ffmpeg(sound(48000, 8), 48000, "ipod", "aac"), InvalidAudio),
+        ("audio", lambda: by_ffmpeg(tones(48000, 8), 48000, "ipod", "aac"), InvalidAudio),
         ("audio", lambda: hours_of_silence("ipod", "aac", 48000, 1800), AudioTooLong),
     ],
-    ids=["size", "length", "index", "channels", "length of a sound"],
+    ids=["size", "length", "index", "channels", "length of an audio clip"],
 )
 @pytest.mark.parametrize("sent", [True, False])
 async def test_oversized_header_is_rejected_before_a_worker_decodes(
@@ -263,7 +264,7 @@ async def test_oversized_header_is_rejected_before_a_worker_decodes(
     ref = MediaRef(modality, "p", data=data) if sent else MediaRef(modality, "p", url=origin.url("/a"))
     async with source_of(arena, preparers) as source:
         with pytest.raises(error):
-            await source.encoded(ref, StageTimeline())
+            await source.encoded(ref, StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
     assert preparers.stats().num_restarts == 0
 
@@ -271,13 +272,13 @@ async def test_oversized_header_is_rejected_before_a_worker_decodes(
 async def test_media_for_a_worker_are_probed_once_and_images_with_known_headers_never(arena, preparers):
     refs = [MediaRef("image", "p", data=png()), *(MediaRef("video", "p", data=clip(3)) for _ in range(3))]
     async with source_of(arena, preparers) as source:
-        found = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
+        found = await asyncio.gather(*(source.encoded(ref, StageTimeline(), UNCOUNTED) for ref in refs))
         assert preparers.stats().num_done == 1
-        (await source.encoded(refs[-1], StageTimeline())).hold.release()
+        (await source.encoded(refs[-1], StageTimeline(), UNCOUNTED)).hold.release()
         assert preparers.stats().num_done == 1
-        sound_of_it = MediaRef("audio", "p", data=clip(3))
+        audio_track = MediaRef("audio", "p", data=clip(3))
         with pytest.raises(InvalidAudio, match="no audio track"):
-            await source.encoded(sound_of_it, StageTimeline())
+            await source.encoded(audio_track, StageTimeline(), UNCOUNTED)
     for one in found:
         one.hold.release()
 
@@ -294,7 +295,7 @@ async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, 
     monkeypatch.setattr(preparers, "prepare_item", made)
     async with source_of(arena, preparers) as source:
         ref = MediaRef("image", "p", data=png())
-        found = await asyncio.gather(*(source.processed(ref, b"{}", StageTimeline()) for _ in range(2)))
+        found = await asyncio.gather(*(source.processed(ref, b"{}", StageTimeline(), UNCOUNTED) for _ in range(2)))
         assert preparers.stats().num_done == 1
         assert found[0].value.tensors[0].range == found[1].value.tensors[0].range
         for one in found:
@@ -308,7 +309,7 @@ async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_p
     async with source_of(arena, preparers) as source:
         for _ in range(2):
             with pytest.raises(MediaTooLarge) as refused:
-                await source.processed(ref, b"{}", StageTimeline())
+                await source.processed(ref, b"{}", StageTimeline(), UNCOUNTED)
             assert (refused.value.status, refused.value.param) == (413, ref.param)
             assert preparers.stats().num_failed == 1
 
@@ -317,7 +318,7 @@ async def test_bytes_larger_than_the_arena_are_rejected_permanently(arena, prepa
     data = bmp(3400)
     async with source_of(arena, preparers, max_image_bytes=64 * MIB) as source:
         with pytest.raises(MediaTooLarge) as refused:
-            await source.encoded(MediaRef("image", "p", data=data), StageTimeline())
+            await source.encoded(MediaRef("image", "p", data=data), StageTimeline(), UNCOUNTED)
         assert refused.value.status == 413
 
 
@@ -326,10 +327,10 @@ async def test_body_is_rejected_while_the_arena_is_full_and_accepted_later(arena
     held = arena.keep(arena.reserve(30 * MIB), None)
     async with source_of(arena) as source:
         with pytest.raises(ArenaFull):
-            await source.encoded(image(origin.url("/a")), StageTimeline())
+            await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)
         assert arena.stats().num_reservations == 0
         held.release()
-        (await source.encoded(image(origin.url("/a")), StageTimeline())).hold.release()
+        (await source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED)).hold.release()
 
 
 async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(arena, origin):
@@ -337,7 +338,10 @@ async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(
     origin.routes["/a"] = first_half(body, gate)
     async with source_of(arena) as source:
         for num_wanting in (1, 0):
-            both = [asyncio.create_task(source.encoded(image(origin.url("/a")), StageTimeline())) for _ in range(2)]
+            both = [
+                asyncio.create_task(source.encoded(image(origin.url("/a")), StageTimeline(), UNCOUNTED))
+                for _ in range(2)
+            ]
             await eventually(lambda: arena.stats().num_reservations == 1)
             for task in both[num_wanting:]:
                 task.cancel()
@@ -378,20 +382,20 @@ async def test_sixteen_bodies_of_one_request_arrive_concurrently(arena, preparer
     ("limits", "most"), [({"max_fetches_per_host": 3}, 6), ({"max_fetches": 4}, 4)], ids=["per host", "total"]
 )
 async def test_concurrent_fetches_are_bounded(arena, limits, most):
-    under_way = peak = 0
+    in_flight = peak = 0
 
     async def write(request, writer):
-        nonlocal under_way, peak
-        under_way += 1
-        peak = max(peak, under_way)
-        await asyncio.sleep(0.05)
-        under_way -= 1
+        nonlocal in_flight, peak
+        in_flight += 1
+        peak = max(peak, in_flight)
+        await asyncio.sleep(0.05)  # time: in which fetches overlap
+        in_flight -= 1
         await answer(200, png(seed=int(request.path[1:])))(request, writer)
 
     routes = {f"/{n}": write for n in range(8)}
     async with HttpOrigin(dict(routes)) as one, HttpOrigin(dict(routes)) as other, source_of(arena, **limits) as source:
         refs = [image(origin.url(f"/{n}")) for n in range(8) for origin in (one, other)]
-        leases = await asyncio.gather(*(source.encoded(ref, StageTimeline()) for ref in refs))
+        leases = await asyncio.gather(*(source.encoded(ref, StageTimeline(), UNCOUNTED) for ref in refs))
         for found in leases:
             found.hold.release()
         assert peak == most

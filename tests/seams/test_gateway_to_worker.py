@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 import pytest
-from gateway_parts import FakeWorker, Parts, eventually, png, prompt, ref, request
+from gateway_parts import FakeWorker, Parts, png, prompt, ref, request
 from PIL import Image as PILImage
 
 from medialane.core.errors import (
@@ -21,9 +21,11 @@ from medialane.core.errors import (
     InvalidFeature,
     InvalidImage,
     InvalidRequest,
+    MediaTooLarge,
     NoWorkerReady,
     PreparerCrashed,
     PreparersBusy,
+    PromptTooLong,
     WorkerLost,
 )
 from medialane.core.feature import MediaPrompt
@@ -33,6 +35,7 @@ from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.core.tensor import InlineTensor
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.transfer import TransferConfig
+from waiting import eventually, iterations
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 
@@ -189,17 +192,16 @@ async def test_client_disconnect_at_any_await_leaves_no_lease_or_request(arena, 
             with open_scope():
                 return await parts.answer(prompt(png(), png(seed=1)), max_tokens=1)
 
-        for num_turns in range(100):
+        for num_iterations in range(100):
             client = asyncio.create_task(one())
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
+            await iterations(num_iterations)
             client.cancel()
             await asyncio.wait([client])
             if not client.cancelled():
                 break
             await eventually(lambda: worker.engine.num_reading == parts.num_held == 0)
             await eventually(lambda: arena.stats().num_leases == 0)
-        assert num_turns > 1
+        assert num_iterations > 1
 
 
 async def test_media_stay_with_the_prepared_prompt(arena, preparers, worker):
@@ -211,7 +213,7 @@ async def test_media_stay_with_the_prepared_prompt(arena, preparers, worker):
 
 
 async def test_fallback_media_are_found_once_for_all_beams(arena, preparers, make_worker):
-    card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
+    card = ModelCard("fake", 8192, 16, processor={"model": "other"})
     worker = await make_worker(card=card)
     seen = spy(worker)
     url = "http://host/a.png"
@@ -403,7 +405,7 @@ async def test_worker_without_shared_memory_gets_the_bytes(arena, preparers, mak
 
 
 async def test_worker_with_a_different_processor_processes_media_itself(arena, preparers, make_worker):
-    card = ModelCard("fake", 8192, 16, {"image": 8}, processor={"model": "other"})
+    card = ModelCard("fake", 8192, 16, processor={"model": "other"})
     worker = await make_worker(card=card)
     seen = spy(worker)
     async with Parts(arena, preparers, [worker]) as parts:
@@ -596,6 +598,71 @@ async def test_images_larger_than_the_arena_are_rejected(arena, preparers, worke
         held.release()
         with open_scope():
             assert await parts.answer(prompt(png(600, 600)))
+
+
+#: Tokens of a picture by `png()` according to the fake processor.
+TOKENS = 6
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+@pytest.mark.parametrize("num_cached", [0, 1, 3])
+async def test_images_too_long_together_are_rejected_before_any_is_decoded(arena, preparers, worker, stage, num_cached):
+    """Each of them fits. The pixels of the new ones are cut off: decoding would find them damaged."""
+    seen = spy(worker)
+    config = GatewayConfig(stage=stage, **FAST)
+    async with Parts(arena, preparers, [worker], config=config, max_tokens=3 * TOKENS) as parts:
+        with open_scope():
+            await parts.answer(prompt(png(), png(seed=1), png(seed=2)))
+        num_prepared = preparers.stats().num_done
+        images = [png(seed=n) if n < num_cached else png(seed=10 + n)[:100] for n in range(4)]
+        with open_scope() as scope, pytest.raises(PromptTooLong, match=rf"length at least {4 * TOKENS}\)"):
+            await parts.answer(prompt(*images))
+        assert (scope.failure.error.code, scope.failure.app_responds) == ("prompt_too_long", True)
+        with open_scope():
+            await parts.answer(prompt(png(), png(seed=1), png(seed=2)))
+        assert (preparers.stats().num_failed, preparers.stats().num_done) == (0, num_prepared)
+    assert len(seen) == 2
+
+
+async def test_jobs_of_a_request_rejected_by_size_are_stopped(arena, preparers, worker):
+    """Its last image arrives while the others are being prepared."""
+    async with Parts(arena, preparers, [worker], max_tokens=3 * TOKENS) as parts:
+        parts.fetcher.contents["http://host/a.png"] = png(seed=4)
+        late = MediaRef("image", "messages[0].content[3].image_url", url="http://host/a.png")
+        wanted = prompt(png(), png(seed=1), png(seed=2), png(seed=3), options=b'{"sleep_s": 30}')
+        wanted = msgspec.structs.replace(wanted, items=(*wanted.items[:3], late))
+        fetch, arrived = parts.fetcher.fetch, asyncio.Event()
+
+        async def fetch_late(ref, **options):
+            if ref.url is not None:
+                await arrived.wait()
+            return await fetch(ref, **options)
+
+        parts.fetcher.fetch = fetch_late
+
+        async def one():
+            with open_scope():
+                await parts.gateway.prepare(wanted)
+
+        rejected = asyncio.create_task(one())
+        await eventually(lambda: (preparers.stats().num_busy, preparers.stats().num_queued) == (2, 1))
+        arrived.set()
+        with pytest.raises(PromptTooLong) as error:
+            await rejected
+        assert error.value.param == late.param
+        await eventually(lambda: preparers.stats().num_busy == preparers.stats().num_queued == 0)
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded"])
+async def test_image_that_never_fits_the_arena_is_rejected_before_decoding(arena, preparers, worker, stage):
+    """32 MiB of arena: 48 MB of pixels, four times that of features. A decoder would find this file damaged."""
+    file = io.BytesIO()
+    PILImage.new("RGB", (4000, 4000)).save(file, "PNG")
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+        with open_scope(), pytest.raises(MediaTooLarge) as refused:
+            await parts.answer(prompt(file.getvalue()[:1000]))
+    assert (refused.value.status, refused.value.param) == (413, "messages[0].content[0].image_url")
+    assert preparers.stats().num_failed == preparers.stats().num_done == 0
 
 
 async def test_request_over_the_limit_is_rejected_until_another_ends(arena, preparers, worker):

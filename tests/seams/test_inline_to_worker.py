@@ -19,6 +19,7 @@ from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
 from medialane.rpc import Hello, RpcClient, RpcConfig
 from medialane.transfer import InlineTransport
+from waiting import eventually
 
 MIB = 1 << 20
 NUM_BYTES = 19 * MIB
@@ -77,7 +78,7 @@ class LoopWatch:
 
 
 def inline_request(arena, stored):
-    (handed,) = InlineTransport(arena.view.tensor, max_bytes=NUM_BYTES).publish((stored,))
+    (handed,) = InlineTransport(arena.view.tensor).publish((stored,))
     wanted = request("r", [1], max_tokens=1)
     item = MediaPayload("image", "h", b"", (handed,))
     return type(wanted)("r", SourcePrompt([1], (item,)), wanted.sampling_params)
@@ -127,7 +128,7 @@ async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
 
 async def test_expanded_and_source_prompts_with_inline_features_give_equal_outputs(arena, stored):
     async with connected(arena) as (worker, client):
-        (handed,) = InlineTransport(arena.view.tensor, max_bytes=NUM_BYTES).publish((stored,))
+        (handed,) = InlineTransport(arena.view.tensor).publish((stored,))
         wanted = request("r", [1, 2], max_tokens=1)
         item = MediaPayload("image", "h", b"", (handed,))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)

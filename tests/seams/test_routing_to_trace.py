@@ -20,10 +20,10 @@ async def test_decision_and_outcome_are_attributes_of_the_request_span(arena, pr
     async with Parts(arena, preparers, [worker]) as parts:
         with tracer.start_as_current_span("request") as span, open_scope():
             await parts.answer(prompt(png(seed=1)))
-    told = {name.removeprefix("medialane.routing."): value for name, value in span.attributes.items()}
-    assert told["reason"] == "the only candidate"
-    assert told["policy"] == "cost"
-    assert (told["rank"], told["cached_tokens"]) == (0, 0)
-    assert told["num_tokens"] > 0
-    assert told["expected_ms"] > 0
-    assert worker.address in told["worker"]
+    attributes = {name.removeprefix("medialane.routing."): value for name, value in span.attributes.items()}
+    assert attributes["reason"] == "the only candidate"
+    assert attributes["policy"] == "cost"
+    assert (attributes["rank"], attributes["cached_tokens"]) == (0, 0)
+    assert attributes["num_tokens"] > 0
+    assert attributes["expected_ms"] > 0
+    assert worker.address in attributes["worker"]

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
-from gateway_parts import ScriptedFetcher, png, ref
+from gateway_parts import UNCOUNTED, ScriptedFetcher, png, ref
 from host_store import HostStore
 from PIL import Image as PILImage
 
@@ -43,7 +43,9 @@ async def source_with(arena):
         )
         await pool.start()
         stack.push_async_callback(pool.close)
-        store = await stack.enter_async_context(HostStore(arena, pool, ScriptedFetcher(), media=media, address=f"unix:/tmp/{secrets.token_hex(8)}.sock"))
+        store = await stack.enter_async_context(
+            HostStore(arena, pool, ScriptedFetcher(), media=media, address=f"unix:/tmp/{secrets.token_hex(8)}.sock")
+        )
         return store.features
 
     yield make
@@ -53,9 +55,9 @@ async def source_with(arena):
 async def found(source, data, options):
     """The feature's hash, its reported sizes, and the shape of its first tensor."""
     if options is None:
-        made = await source.decoded(ref(data), StageTimeline())
+        made = await source.decoded(ref(data), StageTimeline(), UNCOUNTED)
     else:
-        made = await source.processed(ref(data), options, StageTimeline())
+        made = await source.processed(ref(data), options, StageTimeline(), UNCOUNTED)
     made.hold.release()
     feature = made.value
     return feature.mm_hash, feature.size, feature.tensors[0].spec.shape
@@ -75,7 +77,7 @@ async def test_scaled_and_full_size_images_never_share_an_entry(source_with, jpe
 
 
 async def source_content(source, data):
-    found = await source.encoded(ref(data), StageTimeline())
+    found = await source.encoded(ref(data), StageTimeline(), UNCOUNTED)
     found.hold.release()
     return found.value
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 import pytest
-from gateway_parts import Parts, eventually, png
+from gateway_parts import Parts, png
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
 from medialane.core.errors import InvalidImage, UnknownMediaUuid
@@ -21,6 +21,7 @@ from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 FIRST, SECOND = png(seed=1), png(90, 60, seed=2)
@@ -180,9 +181,9 @@ async def test_embeddings_are_forwarded_unchanged_in_every_stage(arena, preparer
 
 
 async def test_embeddings_may_be_combined_with_another_modality(arena, preparers, worker, seen):
-    sound = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64," + base64.b64encode(wav()).decode()}}
+    audio = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64," + base64.b64encode(wav()).decode()}}
     async with Parts(arena, preparers, [worker]) as parts:
-        await ask(parts, embeds(), sound)
+        await ask(parts, embeds(), audio)
     ((prompt, datas),) = seen
     assert [item.modality for item in prompt.media] == ["image", "audio"]
     assert datas[1] == [wav()]

@@ -35,10 +35,6 @@ class Allocator:
         return self.size_bytes - self.used_bytes
 
     @property
-    def num_holes(self) -> int:
-        return len(self._by_size)
-
-    @property
     def largest_hole_bytes(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0
 

@@ -63,7 +63,7 @@ class Arena:
     @property
     def max_payload_bytes(self) -> int:
         """The largest payload that fits into an empty arena."""
-        return self._file.view.size_bytes - PAGE_BYTES - ENTRY_HEADER_BYTES
+        return self._file.view.max_payload_bytes
 
     @property
     def view(self) -> ArenaView:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Annotated
 
 import msgspec
+from msgspec import field
 
 from medialane.arena.entries import Kind
 from medialane.arena.reaper import reclaimable_bytes
@@ -20,23 +20,16 @@ MIN_BYTES = 16 * MIB
 class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size and location of the shared memory for media."""
 
-    size_bytes: Annotated[
-        int,
-        msgspec.Meta(description="shared memory for processed media, one file per host, bytes (at least 16 MiB)"),
-    ] = 2 * GIB
-    encoded_share: Annotated[
-        float,
-        msgspec.Meta(
-            description="share of the shared memory for encoded media (as fetched or sent); a kind over its share "
-            "is evicted first"
-        ),
-    ] = 0.25
-    decoded_share: Annotated[float, msgspec.Meta(description="the same for decoded media")] = 0.5
-    processed_share: Annotated[float, msgspec.Meta(description="the same for processed media")] = 1.0
-    directory: Annotated[
-        str,
-        msgspec.Meta(description="directory of the shared-memory file; must be a tmpfs"),
-    ] = "/dev/shm"  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
+    size_bytes: int = field(default=2 * GIB, name="arena-size")
+    """shared memory for processed media, one file per host, bytes (at least 16 MiB)"""
+    encoded_share: float = field(default=0.25, name="arena-encoded-share")
+    """share of the shared memory for encoded media (as fetched or sent); a kind over its share is evicted first"""
+    decoded_share: float = field(default=0.5, name="arena-decoded-share")
+    """the same for decoded media"""
+    processed_share: float = field(default=1.0, name="arena-processed-share")
+    """the same for processed media"""
+    directory: str = field(default="/dev/shm", name="arena-directory")  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
+    """directory of the shared-memory file; must be a tmpfs"""
 
     @property
     def shares(self) -> dict[Kind, float]:

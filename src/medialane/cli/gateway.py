@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,7 +39,8 @@ from medialane.gateway import (
 )
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import disagreements
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
@@ -109,8 +111,10 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], *, peers: 
         started = await unless_set(stop, starting)
         if started is not None:
             frontend, app = started
-            http = http_protocol(config.gateway, max_headers=frontend.max_headers)
-            await frontend.serve(app, sock, stop.wait(), config.gateway.drain_timeout_s, http=http)
+            bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
+            server_of = partial(BoundedServer, bounds=bounds)
+            drain_s = config.gateway.drain_timeout_s
+            await frontend.serve(app, sock, stop.wait(), drain_timeout_s=drain_s, server_of=server_of)
             if not stop.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
@@ -211,8 +215,9 @@ def _gateway(components: _Components) -> Gateway:
         components.store,
         processor_digest=digest(components.frontend.processor_settings),
         fairness=components.fairness,
+        media=components.config.media,
     )
-    inline = InlineTransport(components.store.tensor, max_bytes=components.config.transfer.max_inline_bytes)
+    inline = InlineTransport(components.store.tensor)
     return Gateway(
         config=components.gateway_config,
         transfer=components.config.transfer,
@@ -220,7 +225,7 @@ def _gateway(components: _Components) -> Gateway:
         handover=Handover(
             transports=[ShmTransport(), inline], max_inline_bytes=components.config.transfer.max_inline_bytes
         ),
-        assembler=components.frontend.assembler(),
+        assembler=components.frontend.assembler,
         workers=components.links,
         router=Router(components.config.routing),
         metrics=components.metrics,

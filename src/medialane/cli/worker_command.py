@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -92,6 +93,9 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
                 config.worker, config.rpc, engine, args.listen, arena_directory=directory, host_arena=host_arena
             )
 
+    # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
+    gc.collect()
+    gc.freeze()
     return uvloop.run(serve())
 
 

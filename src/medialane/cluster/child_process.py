@@ -46,16 +46,7 @@ class ChildProcess:
         OSError if the program cannot be started.
         """
         started_at = time.monotonic()
-        process = subprocess.Popen(  # noqa: S603 - our own command lines, no shell
-            list(argv),
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=dies_with_this_process(signal.SIGTERM),
-        )
-        return cls(process, started_at)
+        return cls(spawn_leader(argv, environ, output), started_at)
 
     @property
     def pid(self) -> int:
@@ -123,6 +114,19 @@ class ChildProcess:
             while os.waitpid(-self.pid, os.WNOHANG) != (0, 0):
                 pass
         return status
+
+
+def spawn_leader(argv: Sequence[str], environ: Mapping[str, str], output: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session of its own; its output goes to `output`, or to this process's."""
+    return subprocess.Popen(  # noqa: S603 - our own command lines, no shell
+        list(argv),
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=dies_with_this_process(signal.SIGTERM),
+    )
 
 
 def describe_exit(status: int) -> str:

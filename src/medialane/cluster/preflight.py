@@ -1,7 +1,8 @@
 """Checks before start-up that do not need vLLM, whose import alone takes longer than an operator wants to wait for the
 report of a typo: vLLM's flags, against a table generated from its parser, and the model, on disk or on its hub.
 
-vLLM's own parser is authoritative, in every process that imports it. Whatever is rejected here would be rejected there.
+vLLM's own parser and configuration are authoritative, in every process that imports them. Whatever is rejected here
+would be rejected there, except a number out of range whose flag happens to have no effect.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -31,6 +33,12 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "json": (json.loads, "JSON"),
+}
+_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
 }
 
 
@@ -70,9 +78,10 @@ def _table() -> dict[str, Any]:
 
 
 def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> None:
+    numbers: dict[str, tuple[str, str]] = {}
     for position, word in enumerate(words):
-        if not word.startswith("--") or word == "--":
-            continue  # a value, or one of the few flags with a single dash
+        if word == "--" or not (word.startswith("--") or word.partition("=")[0] in flags):
+            continue  # a value, or an abbreviation with a single dash
         spelling, equals, value = word.partition("=")
         kind = _find(spelling, flags)
         if kind is None:
@@ -82,6 +91,10 @@ def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> 
         if kind != "flag" and not equals and value.startswith("--"):
             raise StartupFailed(f"vLLM flags after `--`: {spelling} needs a value")
         _check_value(spelling, value, kind)
+        if isinstance(kind, str):
+            numbers[spelling.replace("_", "-")] = value, kind
+    for spelling, (value, kind) in numbers.items():  # vLLM's configuration gets only the last value of a flag
+        _check_bounds(spelling, value, kind)
 
 
 def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> None:
@@ -117,6 +130,7 @@ def _check_value(spelling: str, value: str, kind: str | list[str]) -> None:
         if value not in kind:
             raise StartupFailed(f"vLLM flags after `--`: {spelling} {value}: must be one of {', '.join(kind)}")
         return
+    kind = kind.partition(" ")[0]
     if kind.rstrip("?") not in _READERS or (value in ("", "None") and kind not in ("int", "float")):
         return
     read, what = _READERS[kind.rstrip("?")]
@@ -124,6 +138,18 @@ def _check_value(spelling: str, value: str, kind: str | list[str]) -> None:
         read(value)
     except ValueError as error:
         raise StartupFailed(f"vLLM flags after `--`: {spelling} {value}: must be {what}") from error
+
+
+def _check_bounds(spelling: str, value: str, kind: str) -> None:
+    _, *words = kind.split()
+    bounds = list(zip(words[::2], words[1::2], strict=True))
+    try:
+        number = float(value)
+    except ValueError:  # no number, like 8k or auto: left to vLLM
+        return
+    if not all(_COMPARISONS[comparison](number, float(limit)) for comparison, limit in bounds):
+        wanted = " and ".join(f"{comparison} {limit}" for comparison, limit in bounds)
+        raise StartupFailed(f"vLLM flags after `--`: {spelling} {value}: must be {wanted}")
 
 
 def check_model(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:

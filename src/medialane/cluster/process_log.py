@@ -59,10 +59,6 @@ class ProcessLog:
         """Return the last non-empty lines that were read."""
         return list(self._tail)[-num_lines:]
 
-    @property
-    def last_line(self) -> str:
-        return self._tail[-1] if self._tail else ""
-
     def reported_error(self) -> str | None:
         """Return the error that one of our own commands reported on exit."""
         found = [line.partition(REPORTED_ERROR)[2] for line in self._tail if line.startswith(REPORTED_ERROR)]

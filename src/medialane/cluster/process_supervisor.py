@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import ProcessSpec
-from medialane.core.backoff import Backoff
+from medialane.core.backoff import Backoff, first_of
 from medialane.core.errors import StartupFailed
 
 POLL_S = 0.2
@@ -158,17 +158,6 @@ def failure_report(name: str, how: str, log: ProcessLog) -> str:
     if not lines:
         return head
     return "\n".join([head, f"  the end of {log.path} ({how}):", *(f"  | {line}" for line in lines)])
-
-
-async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of the coroutines ends; cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 async def _result_or_cancel(task: asyncio.Task[str | None]) -> str | None:

@@ -22,7 +22,8 @@ from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import ProcessSpec
-from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext, first_of
+from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
+from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 
 logger = logging.getLogger(__name__)

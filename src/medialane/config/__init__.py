@@ -3,8 +3,7 @@ processes (`environment`). This is the only package that accesses the process's 
 
 from medialane.config.environment import as_environ, child_environ, enter_environ, process_environ, vllm_defaults
 from medialane.config.loading import format_size, load_config, parse_size
-from medialane.config.names import SectionName
-from medialane.config.settings import ARENA_DIR, Config, ServerConfig, Setting, settings
+from medialane.config.settings import ARENA_DIR, Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
     "ARENA_DIR",

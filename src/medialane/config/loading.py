@@ -19,8 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from medialane.config.names import SectionName
-from medialane.config.settings import ARENA_DIR, PREFIX, Config, Setting, settings
+from medialane.config.settings import ARENA_DIR, PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
 
 _FILE: Final = PREFIX + "CONFIG"

@@ -1,4 +1,4 @@
-"""Every setting: composed of the packages' configurations, each field with its name in `names.NAMES`.
+"""Every setting: composed of the packages' configurations.
 
 For `arena-size`, the flag is `--arena-size`, the environment variable MEDIALANE_ARENA_SIZE, the line of the TOML file
 `arena-size = "2GiB"`.
@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec import field
 
 from medialane.arena.config import ArenaConfig
 from medialane.cluster.config import ClusterConfig
-from medialane.config.names import NAMES, SectionName
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
+from medialane.core.setting import descriptions
 from medialane.gateway.config import GatewayConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
@@ -29,6 +31,11 @@ from medialane.transfer.config import TransferConfig
 from medialane.worker.config import WorkerConfig
 from medialane.worker.simulated.config import SimulatedConfig
 
+SectionName = Literal[
+    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker", "simulated",
+    "logging",
+]  # fmt: skip
+
 PREFIX: Final = "MEDIALANE_"
 #: Read by vLLM's engine processes, which load our plugin before our configuration.
 ARENA_DIR: Final = PREFIX + "ARENA_DIR"
@@ -37,8 +44,10 @@ ARENA_DIR: Final = PREFIX + "ARENA_DIR"
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The address on which the gateway serves HTTP."""
 
-    host: Annotated[str, msgspec.Meta(description="address to listen on; 0.0.0.0 is all interfaces")] = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(description="port to listen on")] = 8000
+    host: str = field(default="127.0.0.1", name="host")
+    """address to listen on; 0.0.0.0 is all interfaces"""
+    port: int = field(default=8000, name="port")
+    """port to listen on"""
 
     def validate(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -98,27 +107,21 @@ class Setting(NamedTuple):
         return "bytes" if self.field.endswith("_bytes") else "seconds" if _is_seconds(self.field) else None
 
 
-def settings() -> list[Setting]:
+@cache
+def settings() -> tuple[Setting, ...]:
     """Return every setting, in the order of the sections."""
     found = []
-    for section in msgspec.structs.fields(Config):
-        section_name = typing.cast("SectionName", section.name)
-        for field in msgspec.structs.fields(section.type):
-            kind, description = _unwrap(field.type)
-            name = NAMES[section_name][field.name]
-            found.append(Setting(name, section_name, field.name, kind, field.default, description))
-    return found
+    for name, section in typing.get_type_hints(Config).items():
+        texts = descriptions(section)
+        for each in msgspec.structs.fields(section):
+            kind = typing.get_args(each.type)[0] if typing.get_origin(each.type) is Annotated else each.type
+            section_name = typing.cast("SectionName", name)
+            found.append(Setting(each.encode_name, section_name, each.name, kind, each.default, texts[each.name]))
+    return tuple(found)
 
 
 def _is_seconds(field: str) -> bool:
     return field.endswith("_s") and not field.endswith("_per_s")
-
-
-def _unwrap(annotated: Any) -> tuple[Any, str]:
-    if typing.get_origin(annotated) is not Annotated:
-        return annotated, ""
-    kind, *extras = typing.get_args(annotated)
-    return kind, next((e.description for e in extras if isinstance(e, msgspec.Meta) and e.description), "")
 
 
 def _spell_flags(message: str, section: str) -> str:

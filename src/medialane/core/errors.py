@@ -1,30 +1,7 @@
 """Exception hierarchy.
 
-    MedialaneError
-    |-- InvalidRequest (400)            the client must change the request
-    |   |-- InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden, InvalidDataUrl, InvalidBase64
-    |   |-- EmptyMedia, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, ImageTooComplex, TooManyFrames
-    |   |-- TooManyMediaItems, UnknownMediaUuid
-    |   |-- TooManyRedirects, MediaFetchFailed, MediaFetchTimeout
-    |   |-- PromptRejected              vLLM rejected the prompt or its parameters
-    |   |   `-- PromptTooLong             one item alone has more tokens than a prompt may have
-    |   |-- InvalidFeature              the worker rejected the request's processed media
-    |   |-- InvalidBody                 not JSON, or not of the expected schema
-    |   |-- TooLarge (413)              BodyTooLarge, MediaTooLarge, ImageTooLarge, VideoTooLarge, VideoTooLong,
-    |   |                               AudioTooLong
-    |   |-- HeaderTooLarge (431)
-    |   |-- ClientTooSlow (408)         the client took too long to send a header or a body
-    |   `-- UnsupportedMediaType (415)
-    |-- UpstreamFailed (502)            the media's origin failed
-    |-- Unavailable (503, Retry-After)  ArenaFull, PreparersBusy, NoWorkerReady, WorkerLost,
-    |   |                               BodyMemoryExhausted, TooManyConnections, StoreUnavailable
-    |   `-- AdminCallIncomplete         an administrative call that not all workers have completed
-    |-- PreparationFailed (500)         PreparerCrashed, PreparerTimeout
-    |-- GenerationFailed (500)          the engine failed this request
-    `-- internal, not sent to clients:  HandoverFailed, ProtocolViolation, StartupFailed
-
-Every class defines its HTTP status, its stable `code` and OpenAI's error type (`kind`). Messages are written for
-clients: no third-party error text, no addresses, no local paths.
+Every class defines its HTTP status, its stable `code` and OpenAI's error type (`kind`), or inherits them. Messages are
+written for clients: no third-party error text, no addresses, no local paths.
 """
 
 from __future__ import annotations
@@ -32,6 +9,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+
+_CLASSES: dict[str, type[MedialaneError]] = {}
 
 
 class MedialaneError(Exception):
@@ -45,6 +24,13 @@ class MedialaneError(Exception):
     code: ClassVar[str] = "internal_error"
     kind: ClassVar[str] = "server_error"
 
+    def __init_subclass__(cls, *, code: str, status: int | None = None, kind: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.code = code
+        cls.status = status or cls.status
+        cls.kind = kind or cls.kind
+        _CLASSES[code] = cls
+
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -56,93 +42,35 @@ class MedialaneError(Exception):
         return type(self)(self.message, param=param, retry_after_s=self.retry_after_s)
 
 
-class InvalidRequest(MedialaneError):
-    status = 400
-    code = "invalid_request"
-    kind = "invalid_request_error"
+# fmt: off
+class InvalidRequest(MedialaneError, code="invalid_request", status=400, kind="invalid_request_error"):
+    """The client must change the request."""
 
+class InvalidBody(InvalidRequest, code="invalid_body"): ...  # not JSON, or not of the expected schema
 
-class InvalidBody(InvalidRequest):
-    code = "invalid_body"
+class InvalidMediaUrl(InvalidRequest, code="invalid_media_url"): ...
+class UnsupportedUrlScheme(InvalidRequest, code="unsupported_url_scheme"): ...
+class MediaUrlForbidden(InvalidRequest, code="media_url_forbidden"): ...
+class InvalidDataUrl(InvalidRequest, code="invalid_data_url"): ...
+class InvalidBase64(InvalidRequest, code="invalid_base64"): ...
+class TooManyRedirects(InvalidRequest, code="too_many_redirects"): ...
+class MediaFetchFailed(InvalidRequest, code="media_fetch_failed"): ...
+class MediaFetchTimeout(InvalidRequest, code="media_fetch_timeout"): ...
 
+class EmptyMedia(InvalidRequest, code="empty_media"): ...
+class InvalidImage(InvalidRequest, code="invalid_image"): ...
+class InvalidVideo(InvalidRequest, code="invalid_video"): ...
+class InvalidAudio(InvalidRequest, code="invalid_audio"): ...
+class InvalidEmbeds(InvalidRequest, code="invalid_embeds"): ...
+class ImageTooComplex(InvalidRequest, code="image_too_complex"): ...
+class TooManyFrames(InvalidRequest, code="too_many_frames"): ...
+class TooManyMediaItems(InvalidRequest, code="too_many_media_items"): ...
+class UnknownMediaUuid(InvalidRequest, code="unknown_media_uuid"): ...
 
-class InvalidMediaUrl(InvalidRequest):
-    code = "invalid_media_url"
+class PromptRejected(InvalidRequest, code="invalid_prompt"): ...  # vLLM rejected the prompt or its parameters
+class PromptTooLong(PromptRejected, code="prompt_too_long"): ...  # one item alone exceeds the maximum model length
 
-
-class UnsupportedUrlScheme(InvalidRequest):
-    code = "unsupported_url_scheme"
-
-
-class MediaUrlForbidden(InvalidRequest):
-    code = "media_url_forbidden"
-
-
-class InvalidDataUrl(InvalidRequest):
-    code = "invalid_data_url"
-
-
-class InvalidBase64(InvalidRequest):
-    code = "invalid_base64"
-
-
-class EmptyMedia(InvalidRequest):
-    code = "empty_media"
-
-
-class InvalidImage(InvalidRequest):
-    code = "invalid_image"
-
-
-class InvalidVideo(InvalidRequest):
-    code = "invalid_video"
-
-
-class InvalidAudio(InvalidRequest):
-    code = "invalid_audio"
-
-
-class InvalidEmbeds(InvalidRequest):
-    code = "invalid_embeds"
-
-
-class TooManyFrames(InvalidRequest):
-    code = "too_many_frames"
-
-
-class ImageTooComplex(InvalidRequest):
-    code = "image_too_complex"
-
-
-class TooManyMediaItems(InvalidRequest):
-    code = "too_many_media_items"
-
-
-class UnknownMediaUuid(InvalidRequest):
-    code = "unknown_media_uuid"
-
-
-class TooManyRedirects(InvalidRequest):
-    code = "too_many_redirects"
-
-
-class MediaFetchFailed(InvalidRequest):
-    code = "media_fetch_failed"
-
-
-class MediaFetchTimeout(InvalidRequest):
-    code = "media_fetch_timeout"
-
-
-class PromptRejected(InvalidRequest):
-    code = "invalid_prompt"
-
-
-class PromptTooLong(PromptRejected):
-    code = "prompt_too_long"
-
-
-class InvalidFeature(InvalidRequest):
+class InvalidFeature(InvalidRequest, code="invalid_feature"):
     """A feature is inconsistent in itself, or with its placeholder, the prompt or the model; it must never reach an
     engine.
 
@@ -150,134 +78,54 @@ class InvalidFeature(InvalidRequest):
     the same options.
     """
 
-    code = "invalid_feature"
+class TooLarge(InvalidRequest, code="too_large", status=413): ...
+class BodyTooLarge(TooLarge, code="body_too_large"): ...
+class MediaTooLarge(TooLarge, code="media_too_large"): ...
+class ImageTooLarge(TooLarge, code="image_too_large"): ...
+class VideoTooLarge(TooLarge, code="video_too_large"): ...
+class VideoTooLong(TooLarge, code="video_too_long"): ...
+class AudioTooLong(TooLarge, code="audio_too_long"): ...
 
+class HeaderTooLarge(InvalidRequest, code="header_too_large", status=431): ...
+class ClientTooSlow(InvalidRequest, code="request_timeout", status=408): ...  # in sending a header or a body
+class UnsupportedMediaType(InvalidRequest, code="unsupported_media_type", status=415): ...
 
-class TooLarge(InvalidRequest):
-    status = 413
-    code = "too_large"
+class UpstreamFailed(MedialaneError, code="media_upstream_error", status=502): ...  # the media's origin failed
 
-
-class BodyTooLarge(TooLarge):
-    code = "body_too_large"
-
-
-class MediaTooLarge(TooLarge):
-    code = "media_too_large"
-
-
-class ImageTooLarge(TooLarge):
-    code = "image_too_large"
-
-
-class VideoTooLarge(TooLarge):
-    code = "video_too_large"
-
-
-class VideoTooLong(TooLarge):
-    code = "video_too_long"
-
-
-class AudioTooLong(TooLarge):
-    code = "audio_too_long"
-
-
-class HeaderTooLarge(InvalidRequest):
-    status = 431
-    code = "header_too_large"
-
-
-class ClientTooSlow(InvalidRequest):
-    status = 408
-    code = "request_timeout"
-
-
-class UnsupportedMediaType(InvalidRequest):
-    status = 415
-    code = "unsupported_media_type"
-
-
-class UpstreamFailed(MedialaneError):
-    status = 502
-    code = "media_upstream_error"
-
-
-class Unavailable(MedialaneError):
-    status = 503
-    code = "unavailable"
+class Unavailable(MedialaneError, code="unavailable", status=503):
+    """The same request may succeed later."""
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
 
+class ArenaFull(Unavailable, code="arena_full"): ...
+class PreparersBusy(Unavailable, code="media_overloaded"): ...
+class BodyMemoryExhausted(Unavailable, code="body_memory_exhausted"): ...
+class TooManyConnections(Unavailable, code="too_many_connections"): ...
+class StoreUnavailable(Unavailable, code="media_store_unavailable"): ...  # not connected, or lost during a call
+class NoWorkerReady(Unavailable, code="no_worker_ready"): ...
+class WorkerLost(Unavailable, code="worker_lost"): ...
 
-class ArenaFull(Unavailable):
-    code = "arena_full"
+class AdminCallIncomplete(Unavailable, code="admin_call_incomplete"):
+    """Not all workers have completed an administrative call. For operators: the message contains workers' addresses."""
 
+class PreparationFailed(MedialaneError, code="media_preparation_failed"): ...
+class PreparerCrashed(PreparationFailed, code="media_decoder_crashed"): ...
+class PreparerTimeout(PreparationFailed, code="media_decoder_timeout"): ...
 
-class PreparersBusy(Unavailable):
-    code = "media_overloaded"
+class GenerationFailed(MedialaneError, code="generation_failed"): ...  # the engine failed this request
 
+# Internal, not sent to clients
 
-class BodyMemoryExhausted(Unavailable):
-    code = "body_memory_exhausted"
-
-
-class TooManyConnections(Unavailable):
-    code = "too_many_connections"
-
-
-class StoreUnavailable(Unavailable):
-    """The media store of this host is not connected, or was lost during a call."""
-
-    code = "media_store_unavailable"
-
-
-class NoWorkerReady(Unavailable):
-    code = "no_worker_ready"
-
-
-class WorkerLost(Unavailable):
-    code = "worker_lost"
-
-
-class AdminCallIncomplete(Unavailable):
-    """For operators: the message contains addresses of workers."""
-
-    code = "admin_call_incomplete"
-
-
-class PreparationFailed(MedialaneError):
-    code = "media_preparation_failed"
-
-
-class PreparerCrashed(PreparationFailed):
-    code = "media_decoder_crashed"
-
-
-class PreparerTimeout(PreparationFailed):
-    code = "media_decoder_timeout"
-
-
-class GenerationFailed(MedialaneError):
-    code = "generation_failed"
-
-
-class HandoverFailed(MedialaneError):
+class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""
 
-    code = "handover_failed"
-
-
-class ProtocolViolation(MedialaneError):
+class ProtocolViolation(MedialaneError, code="protocol_violation"):
     """The peer violated the protocol; the connection is closed."""
 
-    code = "protocol_violation"
-
-
-class StartupFailed(MedialaneError):
+class StartupFailed(MedialaneError, code="startup_failed"):
     """An error at start-up that the operator must fix; the message says how."""
-
-    code = "startup_failed"
+# fmt: on
 
 
 class ErrorReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -287,19 +135,6 @@ class ErrorReport(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str
     param: str | None = None
     retry_after_s: int | None = None
-
-
-def _by_code() -> dict[str, type[MedialaneError]]:
-    found: dict[str, type[MedialaneError]] = {}
-    todo: list[type[MedialaneError]] = [MedialaneError]
-    while todo:
-        cls = todo.pop()
-        found[cls.code] = cls
-        todo.extend(cls.__subclasses__())
-    return found
-
-
-_CLASSES = _by_code()
 
 
 def to_report(error: MedialaneError) -> ErrorReport:

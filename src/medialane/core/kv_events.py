@@ -91,6 +91,3 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
             f"KvChange(rank={self.rank}, sequence={self.sequence}, {kind}"
             f"+{len(self.stored) // 8} -{len(self.removed) // 8} blocks)"
         )
-
-
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EngineHash", "KvChange", "KvEvent", "KvEventBatch"]

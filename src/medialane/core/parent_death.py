@@ -6,24 +6,20 @@ lives as long as its process.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from signal import Signals
 
-_PR_SET_PDEATHSIG = 1
+from medialane.core.libc import last_error, libc
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
-_libc.prctl.restype = ctypes.c_int
+_PR_SET_PDEATHSIG = 1
 
 
 def signal_on_parent_death(number: Signals, *, parent_pid: int) -> bool:
     """Have the kernel send `number` to this process when its parent exits. Return False if `parent_pid` is no longer
     the parent: it has already exited, and no signal will be sent. Raises OSError."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise last_error("prctl(PR_SET_PDEATHSIG)")
     return os.getppid() == parent_pid
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from medialane.core.feature import MediaPayload, MediaSpan
-from medialane.core.stage import STAGES, StageName, TransportName
+from medialane.core.stage import STAGES, StageName
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
@@ -171,7 +171,6 @@ class ModelCard(msgspec.Struct, frozen=True):
     model: str
     max_model_len: int
     block_size: int
-    mm_limits: dict[str, int]
     processor: dict[str, str]
     encoder_cache_tokens: int = 0
     num_kv_blocks: int = 0
@@ -248,24 +247,3 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     expected_ms: float = 0.0
     parts: CostParts = CostParts()
     alternatives: tuple[Alternative, ...] = ()
-
-
-__all__ = [
-    "Alternative",
-    "CompletionDelta",
-    "CostParts",
-    "Endpoint",
-    "EngineRequest",
-    "EngineTimes",
-    "ExpandedPrompt",
-    "Logprobs",
-    "ModelCard",
-    "OutputDelta",
-    "Prompt",
-    "RoutingDecision",
-    "SourcePrompt",
-    "TokenLogprob",
-    "TransportName",
-    "WorkerLoad",
-    "merge_deltas",
-]

@@ -12,21 +12,11 @@ class Admission:
         self._limit = limit
         self.num_in_flight = 0
 
-    def enter(self) -> Admitted:
-        """Admit a request; the caller releases the returned slot. Raises PreparersBusy if there is no free slot."""
+    def enter(self) -> None:
+        """Admit a request, which calls `leave` at its end. Raises PreparersBusy if there is no free slot."""
         if self.num_in_flight >= self._limit:
             raise PreparersBusy("too many concurrent requests with media")
         self.num_in_flight += 1
-        return Admitted(self)
 
-
-class Admitted:
-    """One slot. `release` frees it; idempotent."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission: Admission | None = admission
-
-    def release(self) -> None:
-        admission, self._admission = self._admission, None
-        if admission is not None:
-            admission.num_in_flight -= 1
+    def leave(self) -> None:
+        self.num_in_flight -= 1

@@ -2,103 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
+from msgspec import field
 
 from medialane.core.errors import StartupFailed
+from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, check_bounds
 from medialane.core.stage import StageChoice
-
-_POSITIVE = (
-    "max_text_bytes",
-    "max_body_values",
-    "max_body_depth",
-    "max_messages",
-    "max_token_ids",
-    "max_bodies_bytes",
-    "body_timeout_s",
-    "max_header_bytes",
-    "header_timeout_s",
-    "max_connections",
-)
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):
-    stage: Annotated[
-        StageChoice,
-        msgspec.Meta(
-            description="what is sent to workers: features (processed tensors), decoded (the worker processes), "
-            "url (the worker decodes and processes), auto (features; decoded if the worker's processor differs; "
-            "url if the hand-over fails)"
-        ),
-    ] = "auto"
-    max_requests: Annotated[
-        int, msgspec.Meta(description="most concurrent requests with media; more get 503 with Retry-After")
-    ] = 1024
-    max_text_bytes: Annotated[
-        int,
-        msgspec.Meta(description="largest request body, excluding its media (--media-max-body-bytes includes them)"),
-    ] = 4 << 20
-    max_body_values: Annotated[
-        int,
-        msgspec.Meta(description="most JSON values in a request body, excluding token ids of a prompt"),
-    ] = 20_000
-    max_body_depth: Annotated[int, msgspec.Meta(description="deepest nesting of a request body's JSON")] = 100
-    max_messages: Annotated[int, msgspec.Meta(description="most messages in a request, content parts included")] = 2000
-    max_token_ids: Annotated[
-        int, msgspec.Meta(description="most token ids in a request whose prompts are token ids")
-    ] = 1 << 17
-    max_bodies_bytes: Annotated[
-        int,
-        msgspec.Meta(
-            description="most memory for request bodies and the media in them, over all requests "
-            "together; more get 503 with Retry-After"
-        ),
-    ] = 2 << 30
-    body_timeout_s: Annotated[float, msgspec.Meta(description="longest time to receive a request body")] = 300.0
-    min_body_rate_bytes_per_s: Annotated[
-        float,
-        msgspec.Meta(description="a client that sends a body more slowly than this gets 408; 0 disables the limit"),
-    ] = 10_000.0
-    min_body_rate_grace_s: Annotated[
-        float, msgspec.Meta(description="time before min_body_rate_bytes_per_s applies")
-    ] = 10.0
-    max_header_bytes: Annotated[
-        int, msgspec.Meta(description="largest request header, including the request line; larger ones get 431")
-    ] = 64 << 10
-    header_timeout_s: Annotated[float, msgspec.Meta(description="longest time to receive a request header")] = 20.0
-    max_connections: Annotated[
-        int,
-        msgspec.Meta(
-            description="most concurrent HTTP connections, fewer if the limit of open files is lower; more get "
-            "503 with Retry-After"
-        ),
-    ] = 4096
-    reconnect_initial_s: Annotated[float, msgspec.Meta(description="initial delay before reconnecting to a worker")] = (
-        0.2
-    )
-    reconnect_max_s: Annotated[float, msgspec.Meta(description="longest delay before reconnecting to a worker")] = 2.0
-    admin_timeout_s: Annotated[
-        float,
-        msgspec.Meta(
-            description="timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"
-        ),
-    ] = 300.0
-    drain_timeout_s: Annotated[
-        float, msgspec.Meta(description="how long running requests may take to finish at shutdown")
-    ] = 10.0
+    stage: StageChoice = field(default="auto", name="stage")
+    """what is sent to workers: features (processed tensors), decoded (the worker processes), url (the worker
+    decodes and processes), auto (features; decoded if the worker's processor differs; url if the hand-over fails)"""
+    max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
+    """most concurrent requests with media; more get 503 with Retry-After"""
+    max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
+    """largest request body, excluding its media (--media-max-body-bytes includes them)"""
+    max_body_values: PositiveInt = field(default=20_000, name="gateway-max-body-values")
+    """most JSON values in a request body, excluding token ids of a prompt"""
+    max_body_depth: PositiveInt = field(default=100, name="gateway-max-body-depth")
+    """deepest nesting of a request body's JSON"""
+    max_messages: PositiveInt = field(default=2000, name="gateway-max-messages")
+    """most messages in a request, content parts included"""
+    max_token_ids: PositiveInt = field(default=1 << 17, name="gateway-max-token-ids")
+    """most token ids in a request whose prompts are token ids"""
+    max_bodies_bytes: PositiveInt = field(default=2 << 30, name="gateway-max-bodies-bytes")
+    """most memory for request bodies and the media in them, over all requests together; more get 503 with
+    Retry-After"""
+    body_timeout_s: PositiveFloat = field(default=300.0, name="gateway-body-timeout")
+    """longest time to receive a request body"""
+    min_body_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="gateway-min-body-rate-bytes-per-s")
+    """a client that sends a body more slowly than this gets 408; 0 disables the limit"""
+    min_body_rate_grace_s: NonNegativeFloat = field(default=10.0, name="gateway-min-body-rate-grace")
+    """time before min_body_rate_bytes_per_s applies"""
+    max_header_bytes: PositiveInt = field(default=64 << 10, name="gateway-max-header-bytes")
+    """largest request header, including the request line; larger ones get 431"""
+    header_timeout_s: PositiveFloat = field(default=20.0, name="gateway-header-timeout")
+    """longest time to complete a TLS handshake, and to receive a request header"""
+    max_connections: PositiveInt = field(default=4096, name="gateway-max-connections")
+    """most concurrent HTTP connections, pending TLS handshakes included, fewer if the limit of open files is lower;
+    more get 503 with Retry-After"""
+    reconnect_initial_s: float = field(default=0.2, name="gateway-reconnect-initial")
+    """initial delay before reconnecting to a worker"""
+    reconnect_max_s: float = field(default=2.0, name="gateway-reconnect-max")
+    """longest delay before reconnecting to a worker"""
+    admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
+    """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
+    drain_timeout_s: NonNegativeFloat = field(default=10.0, name="gateway-drain-timeout")
+    """how long running requests may take to finish at shutdown"""
 
     def validate(self) -> None:
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise StartupFailed(f"{name} must be positive")
-        if self.min_body_rate_bytes_per_s < 0 or self.min_body_rate_grace_s < 0:
-            raise StartupFailed("min_body_rate_bytes_per_s and min_body_rate_grace_s must not be negative")
-        if self.max_requests < 1:
-            raise StartupFailed("max_requests must be at least 1")
+        check_bounds(self)
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
-        if self.admin_timeout_s <= 0:
-            raise StartupFailed("admin_timeout_s must be positive")
-        if self.drain_timeout_s < 0:
-            raise StartupFailed("drain_timeout_s must not be negative")

@@ -18,16 +18,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medialane.core.errors import MedialaneError, from_report
 from medialane.gateway.scope import RequestScope
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Message, Scope, Send
+
 Document = dict[str, Any]
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,18 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """An API's error format: the JSON of a response, and a stream's event without its terminating empty line. `event`
+    """An API's error format: the JSON of a response, and that of a stream's event if it differs, for which `streamed`
     also gets the last chunk that the stream has sent."""
 
     document: Callable[[MedialaneError], Document]
-    event: Callable[[MedialaneError, bytes], bytes]
+    streamed: Callable[[MedialaneError, bytes], Document] | None = None
+    event_name: bytes = b""
+
+    def event(self, error: MedialaneError, last: bytes) -> bytes:
+        """Return the event of a stream without its terminating empty line."""
+        document = self.document(error) if self.streamed is None else self.streamed(error, last)
+        data = b"data: " + json.dumps(document).encode()
+        return b"event: " + self.event_name + b"\n" + data if self.event_name else data
 
 
 def error_form(scope: Scope) -> ErrorForm:
@@ -180,16 +187,11 @@ def _openai(error: MedialaneError) -> Document:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
-def _openai_event(error: MedialaneError, _last: bytes) -> bytes:
-    return _event(_openai(error))
-
-
-def _responses_event(error: MedialaneError, last: bytes) -> bytes:
+def _responses_event(error: MedialaneError, last: bytes) -> Document:
     """Return the `error` event of the responses API, with the next sequence number of the stream."""
     numbers = _SEQUENCE_NUMBER.findall(last)
-    number = int(numbers[-1]) + 1 if numbers else 0
     document = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return _event({**document, "sequence_number": number}, name=b"error")
+    return {**document, "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
 
 
 # Anthropic: the members of its API, plus our code and param.
@@ -204,10 +206,6 @@ def _anthropic(error: MedialaneError) -> Document:
     return {"type": "error", "error": found}
 
 
-def _anthropic_event(error: MedialaneError, _last: bytes) -> bytes:
-    return _event(_anthropic(error), name=b"error")
-
-
 # Cohere
 
 
@@ -215,16 +213,11 @@ def _cohere(error: MedialaneError) -> Document:
     return {"message": error.message, "code": error.code}
 
 
-def _cohere_event(error: MedialaneError, _last: bytes) -> bytes:
-    return _event({"type": "message-end", "delta": {"error": error.message, "finish_reason": "ERROR"}})
+def _cohere_event(error: MedialaneError, _last: bytes) -> Document:
+    return {"type": "message-end", "delta": {"error": error.message, "finish_reason": "ERROR"}}
 
 
-def _event(document: Document, *, name: bytes = b"") -> bytes:
-    data = b"data: " + json.dumps(document).encode()
-    return b"event: " + name + b"\n" + data if name else data
-
-
-_OPENAI = ErrorForm(_openai, _openai_event)
-_RESPONSES = ErrorForm(_openai, _responses_event)
-_ANTHROPIC = ErrorForm(_anthropic, _anthropic_event)
+_OPENAI = ErrorForm(_openai)
+_RESPONSES = ErrorForm(_openai, _responses_event, event_name=b"error")
+_ANTHROPIC = ErrorForm(_anthropic, event_name=b"error")
 _COHERE = ErrorForm(_cohere, _cohere_event)

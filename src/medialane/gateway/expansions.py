@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
+
+from cachetools import LRUCache
 
 from medialane.core.feature import MediaSpan
 from medialane.core.media import Modality
@@ -47,9 +48,7 @@ class Expansions:
     """A bounded LRU cache of items' expansions."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._found: OrderedDict[str, list[int]] = OrderedDict()
+        self._found: LRUCache[str, list[int]] = LRUCache(max_tokens, getsizeof=len)
         #: The unexpanded placeholder of one item, by modality.
         self._placeholders: dict[str, tuple[int, ...]] = {}
 
@@ -64,7 +63,8 @@ class Expansions:
             return False
         for span, placeholder in zip(spans, placeholders, strict=True):
             self._placeholders[span.modality] = placeholder
-            self._remember(span.mm_hash, list(expanded[span.offset : span.offset + span.length]))
+            if span.length <= self._found.maxsize:
+                self._found[span.mm_hash] = list(expanded[span.offset : span.offset + span.length])
         return True
 
     def expand(self, source: Sequence[int], items: Sequence[Item]) -> KnownPrompt:
@@ -77,7 +77,6 @@ class Expansions:
             expansion = self._found.get(item.mm_hash)
             if expansion is None:
                 return KnownPrompt(ids, tuple(spans), is_whole=False)
-            self._found.move_to_end(item.mm_hash)
             spans.append(MediaSpan(item.mm_hash, len(ids), len(expansion), item.modality, len(expansion)))
             ids += expansion
             done = end
@@ -100,13 +99,6 @@ class Expansions:
             places = _occurrences(text, _as_text(placeholder), len(own))
             found += [(place, place + len(placeholder), item) for place, item in zip(places, own, strict=False)]
         return sorted(found)
-
-    def _remember(self, mm_hash: str, expansion: list[int]) -> None:
-        self._num_tokens += len(expansion) - len(self._found.pop(mm_hash, ()))
-        self._found[mm_hash] = expansion
-        while self._num_tokens > self._max_tokens:
-            _, forgotten = self._found.popitem(last=False)
-            self._num_tokens -= len(forgotten)
 
 
 def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[MediaSpan]) -> list[tuple[int, ...]] | None:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from medialane.core.feature import Feature, FoundItem
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.gateway.image_budget import ImageBudget
 from medialane.observability.timeline import StageTimeline
 
 
@@ -19,16 +20,28 @@ class FeatureSource(Protocol):
         """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
         ...
 
-    async def processed(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> FoundItem[Feature]:
-        """Return the feature of `ref`, processed with the options of the request and of `ref`."""
+    async def count_sent(self, ref: MediaRef, budget: ImageBudget) -> None:
+        """Count an image that came with the request in `budget`."""
         ...
 
-    async def decoded(self, ref: MediaRef, timeline: StageTimeline) -> FoundItem[Feature]:
-        """Return the decoder's output for `ref`."""
+    async def processed(
+        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
+    ) -> FoundItem[Feature]:
+        """Return the feature of `ref`, processed with the options of the request and of `ref`.
+
+        An image of a URL that is not cached is counted in `budget` before it is decoded.
+        """
         ...
 
-    async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> FoundItem[EncodedMedia]:
-        """Return the current encoded bytes of `ref`. If their header must be checked, a preparer has opened them."""
+    async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
+        """Return the decoder's output for `ref`. `budget` is as in `processed`."""
+        ...
+
+    async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
+        """Return the current encoded bytes of `ref`. If their header must be checked, a preparer has opened them.
+
+        An image of a URL is counted in `budget`.
+        """
         ...
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:

@@ -102,7 +102,11 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return self._workers.num_ready > 0
+        return any(link.client is not None for link in self._workers.links.values())
+
+    @property
+    def text_bytes(self) -> int | None:
+        return current_scope().extracted.text_bytes
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
         """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.
@@ -110,12 +114,13 @@ class Gateway:
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
         scope = current_scope()
-        scope.take(self._admission.enter())
+        self._admission.enter()
+        scope.defer(self._admission.leave)
         prompt = _with_common_options(await self._resolved(prompt))
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
-        media = RequestMedia(prompt, self._features, scope)
+        media = RequestMedia(prompt, self._features, scope, self._assembly)
         try:
             items = await media.in_stage(stage.name)
         except PromptTooLong as error:
@@ -239,23 +244,13 @@ class Gateway:
         )
         remote = route.link.submit(sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
-        scope.take(_AbortOnRelease(remote))
+        scope.defer(remote.abort)
         return remote
 
     def _begin(self, call: _Call, transfer_path: TransferPath) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id)
             call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, call.route.routed.decision))
-
-
-class _AbortOnRelease:
-    """A request in flight as a resource of its scope."""
-
-    def __init__(self, remote: RemoteRequest) -> None:
-        self._remote = remote
-
-    def release(self) -> None:
-        self._remote.abort()
 
 
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,7 +33,8 @@ MAX_HEADERS = 256
 _MAX_PIPELINED = 16
 #: Chunks of a body in one read: each takes half a microsecond, and 256 KiB may contain 40,000 of them.
 _MAX_PIECES = 8192
-#: File descriptors reserved for other uses than client connections: workers, media hosts, preparers, libraries.
+#: File descriptors reserved for other uses than client connections: workers, media hosts, preparers, libraries, and
+#: connections that are being refused.
 _OTHER_FILES = 512
 
 _warn = RateLimitedWarning(logger)
@@ -47,15 +47,14 @@ class HttpBounds(msgspec.Struct, frozen=True):
     header_timeout_s: float
 
 
-def http_protocol(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> Any:
-    """Return the value for uvicorn's `http` setting. `h11_max_incomplete_event_size` limits header bytes as well."""
-    bounds = HttpBounds(
+def http_bounds(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> HttpBounds:
+    """Return the limits of a server. uvicorn's `h11_max_incomplete_event_size` limits header bytes as well."""
+    return HttpBounds(
         max_connections=_connections(config.max_connections),
         max_header_bytes=config.max_header_bytes,
         max_headers=max_headers,
         header_timeout_s=config.header_timeout_s,
     )
-    return partial(BoundedHttpProtocol, bounds=bounds)
 
 
 def _connections(configured: int) -> int:

@@ -122,7 +122,9 @@ class IntakeMiddleware:
         intake = await self._fairness.run(body.size, partial(self._work, body.buffer, body.size, request))
         body.release()
         charge.set(intake.num_bytes)
-        request.extracted = ExtractedMedia(intake.refs, wants_report=intake.report, parse_error=intake.parse_error)
+        request.extracted = ExtractedMedia(
+            intake.refs, text_bytes=len(intake.body), wants_report=intake.report, parse_error=intake.parse_error
+        )
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:

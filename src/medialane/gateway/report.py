@@ -12,20 +12,21 @@ Theory of operation. The response is not decoded and re-encoded: the report is s
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaSize, Modality
-from medialane.core.request import Alternative, RoutingDecision
+from medialane.core.request import RoutingDecision
 from medialane.core.stage import StageName, TransportName
 from medialane.observability.timeline import StageTimeline
 
 Cache = Literal["hit", "miss", "none"]
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Message, Send
 
 _DONE = b"data: [DONE]"
 
@@ -50,32 +51,6 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     num_samples: int = 0
     timestamps: tuple[float, ...] = ()
     num_tokens: int = 0
-
-
-class RoutingReport(msgspec.Struct, frozen=True):
-    """Where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the worker's
-    KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported)."""
-
-    worker: str
-    rank: int
-    reason: str
-    num_tokens: int
-    cached_tokens: int
-    engine_cached_tokens: int | None
-    expected_ms: float
-    cost_ms: Mapping[str, float]
-    alternatives: tuple[Alternative, ...]
-
-
-class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was used for a request. `times_ms` are the durations of its steps, as in the Server-Timing header."""
-
-    items: tuple[MediaReport, ...]
-    stage: str | None = None
-    transport: str | None = None
-    routing: RoutingReport | None = None
-    times_ms: Mapping[str, float] = {}
-    copied_bytes: int = 0
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -105,32 +80,34 @@ def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
 def request_report(
     items: tuple[MediaReport, ...], sent: Sent | None, engine_cached_tokens: int | None, timeline: StageTimeline
 ) -> bytes:
-    """Return the report as JSON. `sent` is None if the request was not sent to a worker."""
-    media_sent = sent if items else None  # text has no stage
-    return msgspec.json.encode(
-        RequestReport(
-            items,
-            stage=None if media_sent is None else media_sent.stage,
-            transport=None if media_sent is None else media_sent.transport,
-            routing=None if sent is None else routing_report(sent.decision, engine_cached_tokens),
-            times_ms={name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()},
-            copied_bytes=timeline.copied_bytes,
-        )
-    )
+    """Return what was used for a request as JSON. `sent` is None if it was not sent to a worker; `times_ms` are the
+    durations of its steps, as in the Server-Timing header."""
+    report: dict[str, object] = {}
+    if sent is not None:
+        if items:  # text has no stage
+            report |= {"stage": sent.stage, "transport": sent.transport}
+        report["routing"] = routing_report(sent.decision, engine_cached_tokens)
+    if timeline.seconds:
+        report["times_ms"] = {name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()}
+    if timeline.copied_bytes:
+        report["copied_bytes"] = timeline.copied_bytes
+    return msgspec.json.encode({"items": items, **report})
 
 
-def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> RoutingReport:
-    return RoutingReport(
-        worker=decision.worker_id,
-        rank=decision.rank,
-        reason=decision.reason,
-        num_tokens=decision.num_tokens,
-        cached_tokens=decision.cached_tokens,
-        engine_cached_tokens=engine_cached_tokens,
-        expected_ms=round(decision.expected_ms, 3),
-        cost_ms={name: round(ms, 3) for name, ms in msgspec.structs.asdict(decision.parts).items() if ms},
-        alternatives=decision.alternatives,
-    )
+def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> dict[str, object]:
+    """Return where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the
+    worker's KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported)."""
+    return {
+        "worker": decision.worker_id,
+        "rank": decision.rank,
+        "reason": decision.reason,
+        "num_tokens": decision.num_tokens,
+        "cached_tokens": decision.cached_tokens,
+        "engine_cached_tokens": engine_cached_tokens,
+        "expected_ms": round(decision.expected_ms, 3),
+        "cost_ms": {name: round(ms, 3) for name, ms in msgspec.structs.asdict(decision.parts).items() if ms},
+        "alternatives": decision.alternatives,
+    }
 
 
 def timestamps(size: MediaSize) -> tuple[float, ...]:

@@ -212,12 +212,11 @@ def _annotate_span(decision: RoutingDecision) -> None:
 
 
 def _record(found: DecisionRecord) -> dict[str, object]:
-    report = msgspec.to_builtins(routing_report(found.decision, found.reported_cached_tokens))
     return {
         "number": found.number,
         "time": found.time_s,
         "request_id": found.request_id,
         "policy": found.decision.policy,
-        **report,
+        **routing_report(found.decision, found.reported_cached_tokens),
         "first_token_ms": None if found.first_token_ms is None else round(found.first_token_ms, 2),
     }

@@ -7,7 +7,7 @@ disconnected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -29,10 +29,11 @@ class Releasable(Protocol):
 
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
-    """What intake has found in a request's body: its media, whether the client requests a report, and, if the body
-    could not be parsed for media, why not."""
+    """What intake has found in a request's body: its media, the size of the rest (None if the body was not read by
+    intake), whether the client requests a report, and, if the body could not be parsed for media, why not."""
 
     refs: tuple[MediaRef, ...] = ()
+    text_bytes: int | None = None
     wants_report: bool = False
     parse_error: str | None = None
 
@@ -68,10 +69,14 @@ class RequestScope:
 
     def take(self, resource: Releasable) -> None:
         """Own `resource` until the scope closes; if it is closed already, release it at once."""
+        self.defer(resource.release)
+
+    def defer(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the scope closes; at once if it is closed already."""
         if self._closed:
-            resource.release()
+            callback()
         else:
-            self._stack.callback(resource.release)
+            self._stack.callback(callback)
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerPool
 from medialane.observability.worker_metrics import MetricMirror
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 #: Path prefix of the metrics of vLLM's app, which serves every path below it, too.
 PATH = "/metrics"
@@ -57,7 +55,7 @@ class WorkerScrape:
 class ScrapeMiddleware:
     """Refreshes the workers' metrics before a scrape is served."""
 
-    def __init__(self, app: App, refresh: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp, refresh: Callable[[], Awaitable[None]]) -> None:
         self._app = app
         self._refresh = refresh
 

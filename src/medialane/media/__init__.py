@@ -10,7 +10,7 @@ from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
 from medialane.media.decode import decode, probe
 from medialane.media.model_choices import FrameSampler
-from medialane.media.sniff import needs_probe, sniff
+from medialane.media.sniff import image_size, needs_probe, sniff
 
 if TYPE_CHECKING:
     from medialane.media.fetch import Fetched, Fetcher
@@ -24,6 +24,7 @@ __all__ = [
     "MediaConfig",
     "decode",
     "decode_base64",
+    "image_size",
     "needs_probe",
     "parse_data_url",
     "probe",

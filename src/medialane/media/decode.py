@@ -9,7 +9,7 @@ from medialane.core.media import Decoded, Modality
 from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image import check_image, decode_image
-from medialane.media.model_choices import FrameSampler, SizeCheck, SizeChooser
+from medialane.media.model_choices import FrameSampler, SizeChooser
 
 # PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
 # forked, so that all share its pages.
@@ -29,14 +29,13 @@ def decode(
     config: MediaConfig,
     sampler: FrameSampler,
     chooser: SizeChooser | None = None,
-    check_size: SizeCheck | None = None,
 ) -> Decoded:
-    """Decode one item; `media_type` is the result of `sniff`, `chooser` and `check_size` are as in `decode_image`.
+    """Decode one item; `media_type` is the result of `sniff`, `chooser` is as in `decode_image`.
 
     Raises what the modality's decoder raises.
     """
     if modality == "image":
-        return decode_image(data, config, chooser, check_size)
+        return decode_image(data, config, chooser)
     if modality == "audio":
         return decode_audio(data, config)
     with open_video(data, media_type, config) as video:

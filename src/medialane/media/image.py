@@ -36,7 +36,7 @@ from medialane.core.media import Image
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
 from medialane.media.jpeg_scale import ScaledImage, scaled_size
-from medialane.media.model_choices import Size, SizeCheck, SizeChooser
+from medialane.media.model_choices import Size, SizeChooser
 
 #: The only plugin allowed to open each type; importing it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -75,20 +75,15 @@ _Pixels = NDArray[np.generic]
 
 
 def decode_image(
-    encoded: bytes | bytearray | memoryview,
-    config: MediaConfig,
-    chooser: SizeChooser | None = None,
-    check_size: SizeCheck | None = None,
+    encoded: bytes | bytearray | memoryview, config: MediaConfig, chooser: SizeChooser | None = None
 ) -> Image:
     """Decode one image (of an animation, the first frame) to RGB. `encoded` is not needed afterwards.
 
     JPEGs, and no other types, are decoded at a smaller size if `chooser` returns one.
 
-    Raises InvalidImage, ImageTooLarge, ImageTooComplex, and what `sniff_image` and `check_size` raise.
+    Raises InvalidImage, ImageTooLarge, ImageTooComplex, and what `sniff_image` raises.
     """
     with _opened(encoded, config) as (image_file, data, media_type):
-        if check_size is not None:
-            check_size(image_file.size)
         image = _fast_jpeg(data, image_file, chooser) if media_type == "image/jpeg" else None
         return image or Image(_pillow(image_file))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +18,12 @@ from PIL import features
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.media import Modality
 
-_PILLOW_FIX = "pip install --force-reinstall pillow, which brings a build with it"
-_AV_FIX = "pip install --force-reinstall av, which brings a build with it"
-_INSTALL_AV = "pip install av"
-_INSTALL_SOUNDFILE = "pip install soundfile"
+#: What to do if a library is built without a format.
+_FIXES = {
+    "Pillow": "pip install --force-reinstall pillow, which brings a build with it",
+    "av": "pip install --force-reinstall av, which brings a build with it",
+    "soundfile": "pip install soundfile",
+}
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -75,7 +77,21 @@ def installed_kinds() -> Kinds:
 def find_kinds(load: Callable[[str], ModuleType | str]) -> Kinds:
     """Return the kinds as `installed_kinds` does; `load` returns a library by name, or the reason why it is missing."""
     av, soundfile = load("av"), load("soundfile")
-    return Kinds((*_images(features.check), *_videos(av), *_audio_kinds(av, soundfile)))
+    formats = () if isinstance(soundfile, str) else soundfile.available_formats()
+    images = [
+        _kind("image", name, "Pillow", feature is None or features.check(feature)) for name, feature in _IMAGES.items()
+    ]
+    videos = [
+        _kind("video", name, "av", any(_decodes(av, decoder) for decoder in decoders), missing=av)
+        for name, decoders in _VIDEOS.items()
+    ]
+    audio = [
+        _kind("audio", name, "soundfile", name.upper() in formats, missing=soundfile) for name in _AUDIO_TYPES.values()
+    ]
+    # libsndfile is tried first for all audio, like in vLLM.
+    library = ("soundfile", soundfile) if isinstance(soundfile, str) else ("av", av)
+    m4a = _kind("audio", "m4a", library[0], _decodes(av, "aac"), missing=library[1])
+    return Kinds((*images, *videos, *audio, m4a))
 
 
 def check_modality(modality: Modality) -> None:
@@ -99,14 +115,11 @@ _MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
 #: Image format -> Pillow feature that decodes it, None if always built in.
 _IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "avif", "bmp": None}
 
-#: Audio media type -> kind; every other type is decoded by FFmpeg, like M4A.
+#: Audio media type -> kind, libsndfile's name in lower case; every other type is decoded by FFmpeg, like M4A.
 _AUDIO_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "audio/ogg": "ogg"}
 
 #: Codec by its common name -> FFmpeg decoders, any of which suffices.
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
-
-#: Format -> libsndfile's name for it.
-_SOUNDFILE = {"wav": "WAV", "flac": "FLAC", "mp3": "MP3", "ogg": "OGG"}
 
 
 def _load(name: str) -> ModuleType | str:
@@ -118,52 +131,19 @@ def _load(name: str) -> ModuleType | str:
         return f"{name} cannot be loaded"
 
 
-def _images(has: Callable[[str], bool | None]) -> list[Kind]:
-    return [
-        Kind("image", name)
-        if feature is None or has(feature)
-        else Kind("image", name, f"this Pillow is built without {name}", _PILLOW_FIX)
-        for name, feature in _IMAGES.items()
-    ]
-
-
-def _videos(av: ModuleType | str) -> list[Kind]:
-    if isinstance(av, str):
-        return [Kind("video", name, av, _INSTALL_AV) for name in _VIDEOS]
-    return [
-        Kind("video", name)
-        if any(_decodes(av, decoder) for decoder in decoders)
-        else Kind("video", name, f"this av is built without {name}", _AV_FIX)
-        for name, decoders in _VIDEOS.items()
-    ]
-
-
-def _audio_kinds(av: ModuleType | str, soundfile: Any) -> list[Kind]:
-    known: Collection[str] = () if isinstance(soundfile, str) else soundfile.available_formats()
-    return [*(_by_soundfile(name, soundfile, known) for name in _SOUNDFILE), _m4a(av, soundfile)]
-
-
-def _by_soundfile(name: str, soundfile: ModuleType | str, known: Collection[str]) -> Kind:
-    if isinstance(soundfile, str):
-        return Kind("audio", name, soundfile, _INSTALL_SOUNDFILE)
-    if _SOUNDFILE[name] not in known:
-        return Kind("audio", name, f"this soundfile is built without {name}", _INSTALL_SOUNDFILE)
-    return Kind("audio", name)
-
-
-def _m4a(av: ModuleType | str, soundfile: ModuleType | str) -> Kind:
-    if isinstance(soundfile, str):  # libsndfile is tried first for all audio, like in vLLM
-        return Kind("audio", "m4a", soundfile, _INSTALL_SOUNDFILE)
-    if isinstance(av, str):
-        return Kind("audio", "m4a", av, _INSTALL_AV)
+def _kind(modality: Modality, name: str, library: str, has: object, *, missing: object = None) -> Kind:
+    """Return a kind that `library` decodes; `missing` is the reason (a string) if it cannot be loaded."""
+    if isinstance(missing, str):
+        return Kind(modality, name, missing, f"pip install {library}")
     return (
-        Kind("audio", "m4a") if _decodes(av, "aac") else Kind("audio", "m4a", "this av is built without aac", _AV_FIX)
+        Kind(modality, name)
+        if has
+        else Kind(modality, name, f"this {library} is built without {name}", _FIXES[library])
     )
 
 
 def _decodes(av: Any, decoder: str) -> bool:
     try:
-        av.Codec(decoder, "r")
+        return not isinstance(av, str) and bool(av.Codec(decoder, "r"))
     except ValueError:  # av.codec.codec.UnknownCodecError
         return False
-    return True

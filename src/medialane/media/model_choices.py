@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from medialane.core.media import FrameBatch, Video
 
 Size = tuple[int, int]
-
-#: Raises MedialaneError if the model cannot accept an image of this (width, height), as stored. Called before decoding.
-SizeCheck = Callable[[Size], None]
 
 
 class FrameSampler(Protocol):

@@ -3,9 +3,9 @@
 Theory of operation. `torch.save` writes a zip archive of stored (uncompressed) records: `data.pkl`, a pickle of about
 150 bytes that describes the tensor's layout in its storage, and `data/0`, the storage. Even
 `torch.load(weights_only=True)` is unsafe for untrusted bytes: it calls functions named by the pickle (among them
-`bytearray` of any length), inflates compressed records, and makes tensors of any shape over one element. This
-interpreter supports only some twenty pickle opcodes, which push numbers, strings and tuples on a stack, and only the
-calls that describe a tensor. Nothing is imported, hashed or called. All lengths are checked against the bytes received.
+`bytearray` of any length), inflates compressed records, and makes tensors of any shape over one element. Here a pickle
+is read as a tree of numbers, strings and tuples, of some twenty opcodes, and compared with the calls that describe a
+tensor. Nothing is imported, hashed or called. All lengths are checked against the bytes received.
 
 torch's old format (before 1.6), sparse tensors, subclasses and expanded views are rejected.
 """
@@ -44,16 +44,16 @@ _CENTRAL_ENTRY = b"PK\x01\x02"
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 _STORAGES = {
-    "BoolStorage": "bool",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "ShortStorage": "int16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
+    "torch BoolStorage": "bool",
+    "torch ByteStorage": "uint8",
+    "torch CharStorage": "int8",
+    "torch ShortStorage": "int16",
+    "torch IntStorage": "int32",
+    "torch LongStorage": "int64",
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
+    "torch FloatStorage": "float32",
+    "torch DoubleStorage": "float64",
 }
 
 #: Exceptions that malformed bytes cause in the readers below.
@@ -163,112 +163,71 @@ def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> EmbedsTensor:
     return EmbedsTensor(TensorSpec(dtype, shape), data)  # type: ignore[arg-type]  # a value from tables of `Dtype`
 
 
-class _Global(NamedTuple):
-    """A name that unpickling would import; here it is never resolved."""
-
-    name: str
-
-
-class _Mark:
-    """Marks the start of a tuple on the stack."""
-
-
-class _Hooks:
-    """torch's empty OrderedDict of hooks."""
-
-
 def _layout(data: bytes) -> _Layout:
     """Return the layout that a tensor's pickle describes. Raises InvalidEmbeds, or one of `_MALFORMED`."""
     if len(data) > MAX_PICKLE_BYTES:
         raise InvalidEmbeds(_NOT_SAVED)
-    stack = _Stack()
+    found = _read_pickle(data)
+    match found:
+        case ("torch._utils _rebuild_parameter", (tensor, bool(), ("collections OrderedDict", ()))):
+            found = tensor
+    match found:
+        case (
+            "torch._utils _rebuild_tensor_v2",
+            (
+                ("storage", str(storage), str(key), str(), num_stored),
+                offset,
+                tuple(shape),
+                tuple(strides),
+                bool(),
+                ("collections OrderedDict", ()),  # hooks
+            ),
+        ) if all(type(n) is int for n in (num_stored, offset, *shape, *strides)):
+            return _Layout(key, _STORAGES[storage], num_stored, offset, shape, strides)
+    raise InvalidEmbeds(_NOT_SAVED)
+
+
+def _read_pickle(data: bytes) -> Any:
+    """Return the object that a pickle describes: numbers, strings and tuples. A global is its name, a call the tuple of
+    function and arguments, a persistent id itself."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name == "STOP":
             break
-        _STEPS[opcode.name](stack, argument)
-    (found,) = stack.values
-    if not isinstance(found, _Layout):
-        raise InvalidEmbeds(_NOT_SAVED)
+        _STEPS[opcode.name](stack, memo, argument)
+    (found,) = stack
     return found
 
 
-class _Stack:
-    """A pickle's stack and memo. Values are int, bool, str, tuples of values, and the four types above."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def push(self, value: Any) -> None:
-        self.values.append(value)
-
-    def store(self, number: int) -> None:
-        self._memo[number] = self.values[-1]
-
-    def load(self, number: int) -> None:
-        self.values.append(self._memo[number])
-
-    def tuple_of(self, length: int) -> None:
-        first = len(self.values) - length
-        self.values[first:] = [tuple(self.values[first:])]
-
-    def tuple_from_mark(self) -> None:
-        first = len(self.values) - 1
-        while not isinstance(self.values[first], _Mark):  # IndexError if there is none
-            first -= 1
-        self.values[first:] = [tuple(self.values[first + 1 :])]
-
-    def storage(self) -> None:
-        """Replace torch's persistent id of a storage, `("storage", type, key, device, length)`."""
-        kind, of, key, _device, length = self.values.pop()
-        module, _, name = of.name.partition(" ")
-        if (kind, module) != ("storage", "torch") or type(key) is not str or type(length) is not int:
-            raise InvalidEmbeds(_NOT_SAVED)
-        self.values.append((key, _STORAGES[name], length))
-
-    def call(self) -> None:
-        arguments, function = self.values.pop(), self.values.pop()
-        self.values.append(_CALLS[function.name](*arguments))
+_MARK = object()
 
 
-def _rebuild_tensor(
-    storage: tuple[str, str, int],
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    _requires_grad: bool,
-    _hooks: _Hooks,
-    _metadata: object = None,
-) -> _Layout:
-    if not all(type(n) is int for n in (offset, *shape, *strides)):
-        raise InvalidEmbeds(_NOT_SAVED)
-    return _Layout(*storage, offset, shape, strides)
+def _make_tuple(stack: list[Any], length: int) -> None:
+    first = len(stack) - length
+    stack[first:] = [tuple(stack[first:])]
 
 
-def _rebuild_parameter(tensor: _Layout, _requires_grad: bool, _hooks: _Hooks) -> _Layout:
-    return tensor
+def _make_tuple_from_mark(stack: list[Any], _memo: dict[int, Any], _: Any) -> None:
+    first = len(stack) - 1 - stack[::-1].index(_MARK)
+    stack[first:] = [tuple(stack[first + 1 :])]
 
 
-_CALLS: dict[str, Callable[..., _Layout | _Hooks]] = {
-    "torch._utils _rebuild_tensor_v2": _rebuild_tensor,
-    "torch._utils _rebuild_parameter": _rebuild_parameter,
-    "collections OrderedDict": _Hooks,
-}
-
-_STEPS: dict[str, Callable[[_Stack, Any], None]] = {
-    "PROTO": lambda stack, version: None,
-    "GLOBAL": lambda stack, name: stack.push(_Global(name)),
-    "MARK": lambda stack, _: stack.push(_Mark()),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Stack.store),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Stack.load),
-    **dict.fromkeys(("BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), _Stack.push),
-    "NEWTRUE": lambda stack, _: stack.push(True),
-    "NEWFALSE": lambda stack, _: stack.push(False),
-    "EMPTY_TUPLE": lambda stack, _: stack.push(()),
-    "TUPLE": lambda stack, _: stack.tuple_from_mark(),
-    "TUPLE1": lambda stack, _: stack.tuple_of(1),
-    "TUPLE2": lambda stack, _: stack.tuple_of(2),
-    "TUPLE3": lambda stack, _: stack.tuple_of(3),
-    "BINPERSID": lambda stack, _: stack.storage(),
-    "REDUCE": lambda stack, _: stack.call(),
+_STEPS: dict[str, Callable[[list[Any], dict[int, Any], Any], None]] = {
+    **dict.fromkeys(("PROTO", "BINPERSID"), lambda stack, memo, _: None),
+    **dict.fromkeys(
+        ("GLOBAL", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"),
+        lambda stack, memo, value: stack.append(value),
+    ),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda stack, memo, number: memo.update({number: stack[-1]})),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda stack, memo, number: stack.append(memo[number])),
+    "NEWTRUE": lambda stack, memo, _: stack.append(True),
+    "NEWFALSE": lambda stack, memo, _: stack.append(False),
+    "MARK": lambda stack, memo, _: stack.append(_MARK),
+    "TUPLE": _make_tuple_from_mark,
+    "EMPTY_TUPLE": lambda stack, memo, _: stack.append(()),
+    "TUPLE1": lambda stack, memo, _: _make_tuple(stack, 1),
+    "TUPLE2": lambda stack, memo, _: _make_tuple(stack, 2),
+    "TUPLE3": lambda stack, memo, _: _make_tuple(stack, 3),
+    "REDUCE": lambda stack, memo, _: _make_tuple(stack, 2),
 }

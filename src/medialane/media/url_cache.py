@@ -5,11 +5,11 @@ Stores only hashes; the content may be stored elsewhere. The caller supplies the
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
 from blake3 import blake3
+from cachetools import LRUCache
 
 #: Longer validators are not stored: an origin must not control how much memory an entry uses.
 _MAX_VALIDATOR_CHARS = 512
@@ -43,14 +43,10 @@ class UrlCache:
     """An LRU cache of `max_urls` URLs, by key."""
 
     def __init__(self, max_urls: int) -> None:
-        self._max_urls = max_urls
-        self._known: OrderedDict[bytes, KnownUrl] = OrderedDict()
+        self._known: LRUCache[bytes, KnownUrl] = LRUCache(max_urls)
 
     def get(self, key: bytes) -> KnownUrl | None:
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-        return known
+        return self._known.get(key)
 
     def fresh(self, key: bytes, now: float) -> KnownUrl | None:
         """Return the entry if it is fresh, i.e. needs no revalidation."""
@@ -61,11 +57,8 @@ class UrlCache:
         """Store an entry, unless it is stale and cannot be revalidated."""
         if known.fresh_until <= now and known.validators is None:
             self.forget(key)
-            return
-        self._known[key] = known
-        self._known.move_to_end(key)
-        while len(self._known) > self._max_urls:
-            self._known.popitem(last=False)
+        elif self._known.maxsize:
+            self._known[key] = known
 
     def forget(self, key: bytes) -> None:
         self._known.pop(key, None)

@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Annotated, Literal, TextIO
+from typing import Literal, TextIO
 
 import msgspec
+from msgspec import field
 
 #: The id of the current task's request, set where the request is opened.
 request_id: ContextVar[str] = ContextVar("medialane_request_id", default="")
@@ -29,10 +30,8 @@ _BEARER = re.compile(r"(\b[Bb]earer\s+)\S+")
 class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Logging settings."""
 
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        msgspec.Meta(description="log level of medialane's own messages"),
-    ] = "info"
+    level: Literal["debug", "info", "warning", "error"] = field(default="info", name="log-level")
+    """log level of medialane's own messages"""
 
     def validate(self) -> None:
         """Every value of the type is valid."""

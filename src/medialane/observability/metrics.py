@@ -148,8 +148,8 @@ class _Watched(Collector):
         return self._collect()
 
 
-def _gauge(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    """Add one sample for each value of the family's label."""
     for key, value in values.items():
         family.add_metric([key], value)
     return family
@@ -159,6 +159,14 @@ def _store(stats: StoreStats | None) -> Iterator[Metric]:
     if stats is not None:
         yield from _arena(stats.arena)
         yield from _preparers(stats.preparers)
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=[label]), values)
 
 
 def _arena(stats: ArenaStats) -> Iterator[Metric]:
@@ -182,10 +190,8 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
     )
-    jobs = CounterMetricFamily("medialane_preparer_jobs", "Preparation jobs by outcome", labels=["outcome"])
-    jobs.add_metric(["done"], stats.num_done)
-    jobs.add_metric(["failed"], stats.num_failed)
-    yield jobs
+    jobs: dict[str, float] = {"done": stats.num_done, "failed": stats.num_failed}
+    yield _counter("medialane_preparer_jobs", "Preparation jobs by outcome", "outcome", jobs)
 
 
 def _routing(stats: RoutingStats) -> Iterator[Metric]:
@@ -202,24 +208,13 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
         "Media items predicted to be in encoder caches",
         value=stats.num_encoder_items,
     )
-    missed = CounterMetricFamily(
-        "medialane_routing_missed_predictions",
-        "Prompts with fewer cached tokens than predicted, or whose blocks were never reported as stored",
-        labels=["kind"],
-    )
-    missed.add_metric(["fewer_cached"], stats.num_unexplained)
-    missed.add_metric(["never_stored"], stats.num_never_stored)
-    yield missed
-    lags = dict(stats.event_lag_s)
-    yield _gauge("medialane_kv_event_lag_seconds", "Age of a worker's latest KV event on arrival", "worker", lags)
-    gaps = CounterMetricFamily(
-        "medialane_kv_event_gaps",
-        "Gaps in a worker's KV events that required a snapshot, on this connection",
-        labels=["worker"],
-    )
-    for worker, num_gaps in stats.num_event_gaps.items():
-        gaps.add_metric([worker], num_gaps)
-    yield gaps
+    text = "Prompts with fewer cached tokens than predicted, or whose blocks were never reported as stored"
+    missed = {"fewer_cached": stats.num_unexplained, "never_stored": stats.num_never_stored}
+    yield _counter("medialane_routing_missed_predictions", text, "kind", missed)
+    text = "Age of a worker's latest KV event on arrival"
+    yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
+    text = "Gaps in a worker's KV events that required a snapshot, on this connection"
+    yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 
 def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:

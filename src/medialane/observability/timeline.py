@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-StageName = Literal[
+StepName = Literal[
     "lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "first_token"
 ]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
@@ -18,7 +18,7 @@ CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
     """A timeline as sent to another process."""
 
-    seconds: dict[StageName, float] = {}
+    seconds: dict[StepName, float] = {}
     num_hits: int = 0
     num_misses: int = 0
     copied_bytes: int = 0
@@ -29,12 +29,12 @@ class StageTimeline:
 
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
-        self.seconds: dict[StageName, float] = {}
+        self.seconds: dict[StepName, float] = {}
         self.num_hits = 0
         self.num_misses = 0
         self.copied_bytes = 0
 
-    def add(self, stage: StageName, seconds: float) -> None:
+    def add(self, stage: StepName, seconds: float) -> None:
         """Record that one item spent `seconds` in `stage`."""
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
 
@@ -50,7 +50,7 @@ class StageTimeline:
         self.copied_bytes += report.copied_bytes
 
     @contextmanager
-    def measure(self, stage: StageName) -> Iterator[None]:
+    def measure(self, stage: StepName) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield

@@ -11,6 +11,7 @@ from medialane.prepare.processor import (
     AssembledPrompt,
     Assembler,
     FactoryConfig,
+    ImageCost,
     ProcessedItem,
     Processor,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "AssembledPrompt",
     "Assembler",
     "FactoryConfig",
+    "ImageCost",
     "PrepareConfig",
     "PreparerPool",
     "ProcessedItem",

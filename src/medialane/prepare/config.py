@@ -3,62 +3,39 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
 
 import msgspec
+from msgspec import field
 
-from medialane.core.errors import StartupFailed
 from medialane.core.media import Modality
+from medialane.core.setting import NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 GIB = 1024 * 1024 * 1024
 
 
 class PrepareConfig(msgspec.Struct, frozen=True):
-    num_preparers: Annotated[
-        int,
-        msgspec.Meta(
-            description="processes that decode and process media; 0 is the number of cores minus one, at least 1"
-        ),
-    ] = 0
-    queue_limit: Annotated[
-        int, msgspec.Meta(description="most items that wait for a preparer; more get 503 with Retry-After")
-    ] = 256
-    queue_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest wait for a preparer, then 503 with Retry-After")
-    ] = 30.0
-    image_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest time to decode and process one image; then its preparer is killed")
-    ] = 10.0
-    audio_timeout_s: Annotated[float, msgspec.Meta(description="the same for one audio item")] = 20.0
-    video_timeout_s: Annotated[float, msgspec.Meta(description="the same for one video")] = 60.0
-    start_timeout_s: Annotated[
-        float, msgspec.Meta(description="longest time to load and warm up the model's processor")
-    ] = 120.0
-    memory_limit_bytes: Annotated[
-        int,
-        msgspec.Meta(
-            description="most address space that a preparer may add to its initial size; 0 disables the limit"
-        ),
-    ] = 4 * GIB
-    max_jobs_per_preparer: Annotated[
-        int, msgspec.Meta(description="jobs after which a preparer is replaced; 0 is never")
-    ] = 0
+    num_preparers: NonNegativeInt = field(default=0, name="preparers")
+    """processes that decode and process media; 0 is the number of cores minus one, at least 1"""
+    queue_limit: PositiveInt = field(default=256, name="prepare-queue-limit")
+    """most items that wait for a preparer; more get 503 with Retry-After"""
+    queue_timeout_s: PositiveFloat = field(default=30.0, name="prepare-queue-timeout")
+    """longest wait for a preparer, then 503 with Retry-After"""
+    image_timeout_s: PositiveFloat = field(default=10.0, name="prepare-image-timeout")
+    """longest time to decode and process one image; then its preparer is killed"""
+    audio_timeout_s: PositiveFloat = field(default=20.0, name="prepare-audio-timeout")
+    """the same for one audio item"""
+    video_timeout_s: PositiveFloat = field(default=60.0, name="prepare-video-timeout")
+    """the same for one video"""
+    start_timeout_s: PositiveFloat = field(default=120.0, name="prepare-start-timeout")
+    """longest time to load and warm up the model's processor"""
+    memory_limit_bytes: NonNegativeInt = field(default=4 * GIB, name="prepare-memory-limit-bytes")
+    """most address space that a preparer may add to its initial size; 0 disables the limit"""
+    max_jobs_per_preparer: NonNegativeInt = field(default=0, name="prepare-max-jobs-per-preparer")
+    """jobs after which a preparer is replaced; 0 is never"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the first invalid setting."""
-        for name in ("num_preparers", "memory_limit_bytes", "max_jobs_per_preparer"):
-            if getattr(self, name) < 0:
-                raise StartupFailed(f"{name} must not be negative")
-        for name in (
-            "queue_limit",
-            "queue_timeout_s",
-            "image_timeout_s",
-            "audio_timeout_s",
-            "video_timeout_s",
-            "start_timeout_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise StartupFailed(f"{name} must be positive")
+        check_bounds(self)
 
     def job_timeout_s(self, modality: Modality) -> float:
         """Return the timeout of one job of this modality in seconds."""

@@ -6,7 +6,6 @@ preferred victim of the kernel's OOM killer.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from medialane.core.errors import StartupFailed
+from medialane.core.libc import last_error, libc
 from medialane.core.parent_death import signal_on_parent_death
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -23,10 +23,6 @@ _CAPABILITY_VERSION_3 = 0x2008_0522
 _OOM_SCORE_ADJ = 800
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
-_libc.prctl.restype = ctypes.c_int
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -60,7 +56,8 @@ def limit_memory(more_bytes: int) -> None:
 
 def drop_privileges() -> None:
     """Set no_new_privs, disable core dumps, and become the first victim of the OOM killer."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise last_error("prctl(PR_SET_NO_NEW_PRIVS)")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
@@ -72,9 +69,8 @@ def drop_privileges() -> None:
 def drop_capabilities() -> None:
     """Drop all capabilities (capset(2)); no effect for users other than root."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    if _libc.capset(header, bytes(24)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"capset: {os.strerror(number)}")
+    if libc.capset(header, bytes(24)) != 0:
+        raise last_error("capset")
 
 
 def restore_fault_handlers() -> None:
@@ -117,9 +113,3 @@ def _status(field: str) -> int:
             if name == field:
                 return int(value.split()[0])
     raise StartupFailed(f"/proc/self/status has no {field}: is /proc mounted?")
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"prctl({option}): {os.strerror(errno)}")

@@ -8,20 +8,21 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidImage, PromptRejected, PromptTooLong, StartupFailed, UnsupportedMediaType
+from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Decoded, FrameBatch, Image, Video
 from medialane.core.tensor import TensorSpec
-from medialane.prepare.processor import AssembledPrompt, ProcessedItem
+from medialane.prepare.processor import AssembledPrompt, ImageCost, ProcessedItem
 
 #: The token that represents one item in an unexpanded prompt.
 PLACEHOLDER_TOKEN = 7
@@ -44,7 +45,7 @@ class FakeConfig(msgspec.Struct, frozen=True):
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happens to one item: it sleeps for `sleep_s`, then triggers the fault.
 
-    With `shrinks` it may be decoded at the smallest size offered; with more than `max_pixels` it has too many tokens.
+    With `shrinks` it may be decoded at the smallest size offered.
     """
 
     sleep_s: float = 0.0
@@ -52,7 +53,6 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float = 1.0
     header_bytes: int = 0
     shrinks: bool = False
-    max_pixels: int = 1 << 40
 
 
 def build_processor(config: bytes) -> FakeProcessor:
@@ -76,10 +76,6 @@ class FakeProcessor:
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake supports images only")
-
-    def check_size(self, size: tuple[int, int], options: bytes) -> None:
-        if size[0] * size[1] > msgspec.json.decode(options, type=FakeOptions).max_pixels:
-            raise PromptTooLong("the fake's prompts are shorter than that")
 
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
@@ -108,6 +104,12 @@ class FakeAssembler:
 
     accepts_item_options = False
 
+    def __init__(self, max_tokens: int = sys.maxsize) -> None:
+        self.max_tokens = max_tokens
+
+    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        return ImageCost(_num_patches(*size), num_bytes=size[0] * size[1] * 3 * 4)
+
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         if token_ids.count(PLACEHOLDER_TOKEN) != len(features):
             raise PromptRejected(
@@ -128,24 +130,16 @@ class FakeAssembler:
 
 def num_placeholder_tokens(feature: Feature) -> int:
     """Return the number of patches that cover the true size."""
-    return -(-feature.size.width // PATCH_SIDE) * -(-feature.size.height // PATCH_SIDE)
+    return _num_patches(feature.size.width, feature.size.height)
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _hang() -> None:
-    time.sleep(3600)
+def _num_patches(width: int, height: int) -> int:
+    return -(-width // PATCH_SIDE) * -(-height // PATCH_SIDE)
 
 
 def _hog() -> None:
     hoard = [np.ones(1 << 26, np.uint8) for _ in range(32)]  # 2 GiB, unless a limit prevents it
     del hoard
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
 
 
 def _raise() -> None:
@@ -156,21 +150,13 @@ def _reject() -> None:
     raise InvalidImage("the fake processor rejects this image")
 
 
-def _exit() -> None:
-    os._exit(0)
-
-
-def _nothing() -> None:
-    return
-
-
-_FAULTS = {
-    "none": _nothing,
-    "kill": _kill,
+_FAULTS: dict[Fault, Callable[[], object]] = {
+    "none": lambda: None,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "abort": os.abort,
-    "exit": _exit,
-    "segfault": _segfault,
-    "hang": _hang,
+    "exit": lambda: os._exit(0),
+    "segfault": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(3600),
     "hog": _hog,
     "raise": _raise,
     "reject": _reject,

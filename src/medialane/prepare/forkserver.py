@@ -45,12 +45,10 @@ from medialane.prepare.messages import (
     Fork,
     Forked,
     ForkFailed,
-    ForkSpare,
     PreparerSetup,
     Ready,
     Refused,
     Setup,
-    SpareForked,
     decode_control_request,
     encode_control,
 )
@@ -118,17 +116,16 @@ class Forkserver:
             request, fds = receive_request(self._control)
             if request is None:
                 return False
-            if not isinstance(request, Fork | ForkSpare) or len(fds) != 1:
+            if not isinstance(request, Fork) or len(fds) != 1:
                 raise ValueError(f"unexpected {type(request).__name__} with {len(fds)} descriptors")
             with socket.socket(fileno=fds[0]) as channel:
                 self._fork(request, channel)
         return True
 
-    def _fork(self, request: Fork | ForkSpare, channel: socket.socket) -> None:
+    def _fork(self, request: Fork, channel: socket.socket) -> None:
         confinement.require_one_thread()
         parent_pid = os.getpid()
-        child_id = request.preparer_id if isinstance(request, Fork) else SPARE
-        writes_arena = isinstance(request, Fork) and request.writes_arena
+        child_id = request.preparer_id
         try:
             pid = os.fork()
         except OSError as error:
@@ -138,12 +135,11 @@ class Forkserver:
             self._become(lambda: Forkserver(channel, self._processor, self._setup, self._facts).run())
         elif pid == 0:
             confinement.die_with_parent(parent_pid)
-            self._become(lambda: self._preparer(channel, writes_arena=writes_arena).run())
+            self._become(lambda: self._preparer(channel, writes_arena=request.writes_arena).run())
         child = Child(child_id, pid, os.pidfd_open(pid))
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-        forked = SpareForked(pid) if child_id == SPARE else Forked(child_id, pid)
-        send_report(self._control, forked, child.pidfd)
+        send_report(self._control, Forked(child_id, pid), child.pidfd)
 
     def _preparer(self, jobs: socket.socket, *, writes_arena: bool) -> Preparer:
         facts = self._facts

@@ -10,9 +10,9 @@ import signal
 import socket
 import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -25,16 +25,14 @@ from medialane.prepare.messages import (
     Fork,
     Forked,
     ForkFailed,
-    ForkSpare,
     PreparerSetup,
     Ready,
     Refused,
     Setup,
-    SpareForked,
     decode_control_report,
     encode_control,
 )
-from medialane.prepare.pidfd_process import PidfdProcess
+from medialane.prepare.pidfd_process import PidfdProcess, Process, end_process
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.process_memory import read_into
 from medialane.prepare.sandbox import Sandbox
@@ -59,23 +57,12 @@ ENVIRONMENT: Mapping[str, str] = {
 #: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
-#: Timeout from the fork request to Hello: copying the page tables of 1 GB and a mapping take 20 ms on an idle core.
+#: Timeout of a fork, and then of Hello or Ready: copying the page tables of 1 GB takes 20 ms on an idle core.
 FORK_TIMEOUT_S = 20.0
-
-_KILL_TIMEOUT_S = 10.0
 
 
 class ForkserverLost(Exception):
     """The fork server has exited, and its preparers with it."""
-
-
-class _Process(Protocol):
-    """A child process (`asyncio.subprocess.Process`), or a `PidfdProcess`."""
-
-    @property
-    def pid(self) -> int: ...
-    def kill(self) -> None: ...
-    async def wait(self) -> object: ...
 
 
 class ForkserverProcess:
@@ -85,7 +72,7 @@ class ForkserverProcess:
     tensors from their memory.
     """
 
-    def __init__(self, process: _Process, control: socket.socket, arena: str) -> None:
+    def __init__(self, process: Process, control: socket.socket, arena: str) -> None:
         self.lost = asyncio.Event()
         self.sandbox = Sandbox()
         self.settings: dict[str, str] = {}
@@ -95,8 +82,7 @@ class ForkserverProcess:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[float] = self._loop.create_future()
-        self._forks: dict[int, tuple[PreparerProcess, asyncio.Future[None]]] = {}
-        self._spare: asyncio.Future[PidfdProcess] | None = None
+        self._forks: dict[int, asyncio.Future[PidfdProcess]] = {}
         self._num_forks = 0
         self._refusal: str | None = None
         self._loop.add_reader(control.fileno(), self.poll)
@@ -142,24 +128,21 @@ class ForkserverProcess:
         cancelled before the fork, the preparer is killed as soon as it has been forked.
         """
         self._num_forks += 1
-        preparer_id = self._num_forks
+        number, writes_arena = self._num_forks, not self.reads_memory
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        preparer = PreparerProcess(preparer_id, mine, on_exit, writes_arena=not self.reads_memory)
-        forked: asyncio.Future[None] = self._loop.create_future()
         try:
-            with theirs:
-                self._request(Fork(preparer_id, preparer.writes_arena), theirs)
-            self._forks[preparer_id] = (preparer, forked)
+            process = await self._fork(Fork(number, writes_arena), theirs)
+        except BaseException:  # cancelled or failed: the socket has no other owner
+            mine.close()
+            raise
+        preparer = PreparerProcess(number, mine, process, on_exit, writes_arena=writes_arena)
+        try:
             async with asyncio.timeout(FORK_TIMEOUT_S):
-                await forked
                 await preparer.wait_ready()
-        except TimeoutError as error:
-            if forked.cancelled():  # by the timeout: the fork server has not even forked, so it hangs
-                self._lose("it does not fork")
+        except BaseException as error:  # cancelled or failed
             await preparer.stop(0)
-            raise PreparerLost(f"preparer {preparer_id} was not ready within {FORK_TIMEOUT_S:g} s") from error
-        except BaseException:
-            await preparer.stop(0)
+            if isinstance(error, TimeoutError):
+                raise PreparerLost(f"preparer {number} was not ready within {FORK_TIMEOUT_S:g} s") from error
             raise
         return preparer
 
@@ -169,17 +152,12 @@ class ForkserverProcess:
         It outlives this one. Raises ForkserverLost if this one or the spare dies. One call at a time.
         """
         mine, theirs = _control_channel()
-        self._spare = self._loop.create_future()
         try:
-            with theirs:
-                self._request(ForkSpare(), theirs)
-            async with asyncio.timeout(FORK_TIMEOUT_S):
-                process = await self._spare
+            process = await self._fork(Fork(SPARE), theirs)
         except BaseException as error:  # cancelled or failed: closing its channel terminates the spare, if any
             mine.close()
-            if isinstance(error, TimeoutError):
-                self._lose("it does not fork")
-                raise ForkserverLost from error
+            if isinstance(error, PreparerLost):
+                raise ForkserverLost(str(error)) from error
             raise
         spare = ForkserverProcess(process, mine, self._arena)
         try:
@@ -222,19 +200,8 @@ class ForkserverProcess:
     async def close(self, grace_s: float = 2.0) -> None:
         """Terminate it and all its preparers: close its channel, kill it after `grace_s`. Idempotent."""
         self._lose("closed")
-        if not await self._wait_exit(grace_s):
-            with contextlib.suppress(ProcessLookupError):  # it has exited, and the loop has not noticed yet
-                self._process.kill()
-            if not await self._wait_exit(_KILL_TIMEOUT_S):
-                logger.error("fork server (pid %d) could not be killed", self.pid)
-
-    async def _wait_exit(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
+        if not await end_process(self._process, grace_s):
+            logger.error("fork server (pid %d) could not be killed", self.pid)
 
     async def _wait_ready(self, timeout_s: float) -> None:
         started = time.monotonic()
@@ -249,7 +216,27 @@ class ForkserverProcess:
             ) from error
         logger.info("processor ready after %.1f s (%.1f s to build)", time.monotonic() - started, warm_s)
 
-    def _request(self, request: Fork | ForkSpare, channel: socket.socket) -> None:
+    async def _fork(self, request: Fork, channel: socket.socket) -> PidfdProcess:
+        """Request a fork of a process that gets `channel`, which is closed here, and wait for it.
+
+        Raises ForkserverLost, or PreparerLost if there is no such process. If cancelled, it is killed.
+        """
+        forked: asyncio.Future[PidfdProcess] = self._loop.create_future()
+        with channel:
+            self._request(request, channel)
+        self._forks[request.preparer_id] = forked
+        try:
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                return await forked
+        except TimeoutError as error:
+            self._lose("it does not fork")
+            raise PreparerLost(f"a process was not forked within {FORK_TIMEOUT_S:g} s") from error
+        except asyncio.CancelledError:
+            if not forked.cancelled() and forked.exception() is None:
+                _kill(forked.result())
+            raise
+
+    def _request(self, request: Fork, channel: socket.socket) -> None:
         if self.lost.is_set():
             raise ForkserverLost
         try:
@@ -266,10 +253,10 @@ class ForkserverProcess:
                 self._refusal = report.message
             case Forked():
                 self._handle_forked(report, fds)
-            case SpareForked():
-                self._handle_spare(report, fds)
             case ForkFailed():
-                self._handle_failure(report)
+                forked = self._forks.pop(report.preparer_id)
+                if not forked.done():
+                    forked.set_exception(PreparerLost(report.message))
             case Exited():
                 _log_exit(report)
 
@@ -290,24 +277,11 @@ class ForkserverProcess:
         return found == self._arena.encode()
 
     def _handle_forked(self, report: Forked, fds: list[int]) -> None:
-        preparer, forked = self._forks.pop(report.preparer_id)
-        preparer.attach(report.pid, fds[0])
-        if not forked.done():
-            forked.set_result(None)
-
-    def _handle_failure(self, report: ForkFailed) -> None:
-        if report.preparer_id != SPARE:
-            _, forked = self._forks.pop(report.preparer_id)
-            if not forked.done():
-                forked.set_exception(PreparerLost(report.message))
-        elif self._spare is not None:
-            _end(self._spare, report.message)
-
-    def _handle_spare(self, report: SpareForked, fds: list[int]) -> None:
-        if self._spare is None or self._spare.done():  # `fork_spare` was cancelled or timed out
-            os.close(fds[0])
+        process, forked = PidfdProcess(report.pid, fds[0]), self._forks.pop(report.preparer_id)
+        if forked.done():  # cancelled
+            _kill(process)
         else:
-            self._spare.set_result(PidfdProcess(report.pid, fds[0]))
+            forked.set_result(process)
 
     def _lose(self, reason: str) -> None:
         if self.lost.is_set():
@@ -318,11 +292,14 @@ class ForkserverProcess:
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         _end(self._ready, reason)
-        for _, forked in self._forks.values():
+        for forked in self._forks.values():
             _end(forked, reason)
         self._forks.clear()
-        if self._spare is not None:
-            _end(self._spare, reason)
+
+
+def _kill(process: PidfdProcess) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
 
 
 def _end(future: asyncio.Future[Any], reason: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from medialane.core.backoff import Backoff
+from medialane.core.backoff import Backoff, first_of
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 
 logger = logging.getLogger(__name__)
@@ -49,24 +49,14 @@ class Forkservers:
             except ForkserverLost as error:
                 logger.warning("no spare fork server: %s", error)
             else:
-                await _first(self._spare.lost.wait(), used.lost.wait())
+                await first_of(self._spare.lost.wait(), used.lost.wait())
             if used.lost.is_set():
                 return
             await self.close()
-            await _first(used.lost.wait(), asyncio.sleep(backoff.next()))
+            await first_of(used.lost.wait(), asyncio.sleep(backoff.next()))
 
     async def close(self) -> None:
         """Terminate the spare. Idempotent."""
         spare, self._spare = self._spare, None
         if spare is not None:
             await spare.close(grace_s=1.0)
-
-
-async def _first(*waits: Awaitable[object]) -> None:
-    """Wait for the first to complete and cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -12,6 +12,8 @@ import stat
 import struct
 from collections.abc import Iterable
 
+from medialane.core.libc import last_error, libc
+
 # The same numbers on all architectures.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _GET_VERSION = 1
@@ -23,9 +25,6 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _ALL_RIGHTS = 16  # from ABI 5
 _BIND_TCP, _CONNECT_TCP = 1, 2
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
 
 
 def restrict(readable: Iterable[str]) -> None:
@@ -68,8 +67,7 @@ def _allow_reading(ruleset: int, path: str) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    result = _libc.syscall(ctypes.c_long(number), *arguments)
+    result = libc.syscall(ctypes.c_long(number), *arguments)
     if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"Landlock: {os.strerror(error)}")
+        raise last_error("Landlock")
     return int(result)

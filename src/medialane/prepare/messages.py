@@ -12,8 +12,8 @@ channel.
     Fork + job socket ----------> forks
           <---------------------- Forked + pidfd | ForkFailed
           <---------------------- Exited, when a preparer has exited and been reaped
-    ForkSpare + control socket -> forks another fork server, with this control channel
-          <---------------------- SpareForked + pidfd | ForkFailed (preparer 0)
+    Fork (of SPARE) + control socket -> forks another fork server, with this control channel
+          <---------------------- Forked + pidfd | ForkFailed
 
 *Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. One job at a time.
 
@@ -37,6 +37,7 @@ Tensors never pass through either channel: encoded bytes and results are in the 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 
@@ -76,17 +77,14 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a preparer; the attached descriptor is its end of the job channel.
+    """Fork a preparer; the attached descriptor is its end of the job channel. With the id SPARE, fork another, equally
+    warm fork server; the descriptor is its end of its control channel.
 
     With `writes_arena` it copies its tensors to the arena itself, because the gateway cannot read its memory.
     """
 
     preparer_id: int
     writes_arena: bool = False
-
-
-class ForkSpare(msgspec.Struct, frozen=True, tag=True):
-    """Fork another, equally warm fork server; the attached descriptor is its end of its control channel."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -109,15 +107,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """The preparer is running; its pidfd is attached."""
+    """The preparer, or the spare fork server, is running; its pidfd is attached."""
 
     preparer_id: int
-    pid: int
-
-
-class SpareForked(msgspec.Struct, frozen=True, tag=True):
-    """The spare fork server is running; its pidfd is attached."""
-
     pid: int
 
 
@@ -138,8 +130,8 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 #: The spare fork server's `preparer_id`. Preparers are numbered from 1.
 SPARE = 0
 
-ControlRequest = Setup | Fork | ForkSpare
-ControlReport = Ready | Refused | Forked | SpareForked | ForkFailed | Exited
+ControlRequest = Setup | Fork
+ControlReport = Ready | Refused | Forked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
@@ -205,10 +197,12 @@ JobRequest = ProcessItem | ProbeItem | Range | Copied | NoRange
 JobReport = Hello | NeedRange | Done | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()
-_CONTROL_REQUESTS: msgspec.msgpack.Decoder[ControlRequest] = msgspec.msgpack.Decoder(ControlRequest)
-_CONTROL_REPORTS: msgspec.msgpack.Decoder[ControlReport] = msgspec.msgpack.Decoder(ControlReport)
-_JOB_REQUESTS: msgspec.msgpack.Decoder[JobRequest] = msgspec.msgpack.Decoder(JobRequest)
-_JOB_REPORTS: msgspec.msgpack.Decoder[JobReport] = msgspec.msgpack.Decoder(JobReport)
+
+#: The decoders raise msgspec.DecodeError.
+decode_control_request: Callable[[bytes], ControlRequest] = msgspec.msgpack.Decoder(ControlRequest).decode
+decode_control_report: Callable[[bytes], ControlReport] = msgspec.msgpack.Decoder(ControlReport).decode
+decode_job_request: Callable[[bytes], JobRequest] = msgspec.msgpack.Decoder(JobRequest).decode
+decode_job_report: Callable[[bytes], JobReport] = msgspec.msgpack.Decoder(JobReport).decode
 
 
 def encode_control(message: ControlRequest | ControlReport) -> bytes:
@@ -217,15 +211,6 @@ def encode_control(message: ControlRequest | ControlReport) -> bytes:
     if len(packet) > MAX_CONTROL_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(packet)} bytes exceeds the limit of {MAX_CONTROL_BYTES}")
     return packet
-
-
-def decode_control_request(packet: bytes) -> ControlRequest:
-    """Decode one packet. Raises msgspec.DecodeError, as do the other decoders here."""
-    return _CONTROL_REQUESTS.decode(packet)
-
-
-def decode_control_report(packet: bytes) -> ControlReport:
-    return _CONTROL_REPORTS.decode(packet)
 
 
 def encode_frame(message: JobRequest | JobReport) -> bytes:
@@ -243,11 +228,3 @@ def frame_length(prefix: bytes) -> int:
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return int(length)
-
-
-def decode_job_request(body: bytes) -> JobRequest:
-    return _JOB_REQUESTS.decode(body)
-
-
-def decode_job_report(body: bytes) -> JobReport:
-    return _JOB_REPORTS.decode(body)

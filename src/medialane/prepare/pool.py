@@ -152,7 +152,7 @@ class PreparerPool:
             num_forkserver_restarts=self._num_forkserver_restarts,
             num_done=preparers.num_done,
             num_failed=preparers.num_failed,
-            pids=tuple(p.pid for p in preparers.alive if p.pid is not None),
+            pids=tuple(p.pid for p in preparers.alive),
         )
 
     @property

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from medialane.arena import ArenaView, describe
 from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, ProtocolViolation, to_report
@@ -24,7 +24,6 @@ from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
 from medialane.media import decode, probe
 from medialane.prepare import confinement
-from medialane.prepare.decoded import decoded_item
 from medialane.prepare.messages import (
     LENGTH,
     Copied,
@@ -44,7 +43,7 @@ from medialane.prepare.messages import (
     frame_length,
 )
 from medialane.prepare.process_memory import address_of, allow_reader
-from medialane.prepare.processor import ProcessedItem, Processor
+from medialane.prepare.processor import ProcessedItem, Processor, decoded_item
 from medialane.prepare.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,6 @@ class Preparer:
             config=self._media,
             sampler=self._processor,
             chooser=self._scaling(job),
-            check_size=self._size_check(job),
         )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
@@ -142,11 +140,6 @@ class Preparer:
         """Return None in stage `decoded`, which needs full size: the worker's use of the pixels is not known here."""
         enabled = self._media.jpeg_scaled_decode and job.options is not None
         return _SizeChooser(self._processor, job.options or b"{}") if enabled else None
-
-    def _size_check(self, job: ProcessItem) -> Callable[[tuple[int, int]], None] | None:
-        """Return None without options: the number of tokens of an image size is then not known yet."""
-        options = job.options
-        return None if options is None else lambda size: self._processor.check_size(size, options)
 
     def _encoded(self, encoded: EncodedMedia) -> memoryview:
         entry = self._arena.entry(encoded.range, writable=False)

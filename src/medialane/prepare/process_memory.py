@@ -8,19 +8,18 @@ or `allow_reader`.
 from __future__ import annotations
 
 import ctypes
-import os
+
+from medialane.core.libc import last_error, libc
 
 _PR_SET_PTRACER = 0x5961_6D61
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_readv.argtypes = [
+libc.process_vm_readv.restype = ctypes.c_ssize_t
+libc.process_vm_readv.argtypes = [
     ctypes.c_int,
     ctypes.POINTER(_Iovec),
     ctypes.c_ulong,
@@ -42,10 +41,9 @@ def read_into(pid: int, address: int, into: memoryview) -> None:
     while done < into.nbytes:  # the kernel copies at most 2 GiB per call
         left = into.nbytes - done
         ours, theirs = _Iovec(target + done, left), _Iovec(address + done, left)
-        found = _libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+        found = libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
         if found <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"process_vm_readv: {os.strerror(number)}")
+            raise last_error("process_vm_readv")
         done += found
 
 
@@ -58,4 +56,4 @@ def address_of(data: memoryview) -> int:
 
 def allow_reader(pid: int) -> None:
     """Let the process `pid` read this one under Yama; no effect without Yama."""
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+    libc.prctl(_PR_SET_PTRACER, pid, 0, 0, 0)

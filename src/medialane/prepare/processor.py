@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, MediaSize, Video
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Video
 from medialane.core.tensor import TensorSpec
 
 
@@ -26,6 +28,22 @@ class ProcessedItem:
     specs: tuple[TensorSpec, ...]
     buffers: tuple[memoryview, ...]
     size: MediaSize
+
+
+def decoded_item(media: Decoded) -> ProcessedItem:
+    """Return the array of decoded media as one tensor, laid out as in `core.media`, with an empty header (stage
+    `decoded`)."""
+    array: NDArray[Any]
+    match media:
+        case Image():
+            array = media.pixels
+        case FrameBatch():
+            array = media.frames
+        case AudioSamples():
+            array = media.samples
+    array = np.ascontiguousarray(array)
+    spec = TensorSpec("float32" if isinstance(media, AudioSamples) else "uint8", array.shape)
+    return ProcessedItem(header=b"", specs=(spec,), buffers=(array.data,), size=media.size)
 
 
 class Processor(Protocol):
@@ -47,13 +65,6 @@ class Processor(Protocol):
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         """Process one item separately. `options` are canonical JSON. Raises MedialaneError for client errors."""
-        ...
-
-    def check_size(self, size: tuple[int, int], options: bytes) -> None:
-        """Raise PromptTooLong if an image of this (width, height), in either orientation, exceeds any prompt's length.
-
-        Called before the image is decoded. Passes if the number of tokens depends on its pixels.
-        """
         ...
 
     def smaller_size(
@@ -94,9 +105,6 @@ class NoProcessor:
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         raise UnsupportedMediaType(_REFUSAL)
 
-    def check_size(self, size: tuple[int, int], options: bytes) -> None:
-        raise UnsupportedMediaType(_REFUSAL)
-
     def smaller_size(
         self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
     ) -> tuple[int, int] | None:
@@ -111,8 +119,21 @@ class AssembledPrompt:
     placeholders: tuple[PlaceholderRange, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """What an image takes at least: tokens of the prompt, and bytes of large tensors (0 if unknown)."""
+
+    num_tokens: int
+    num_bytes: int = 0
+
+
 class Assembler(Protocol):
     """Expands a prompt's placeholders from its items' metadata only: reads neither pixels nor large tensors."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a prompt (vLLM's `max_model_len`)."""
+        ...
 
     @property
     def accepts_item_options(self) -> bool:
@@ -121,4 +142,9 @@ class Assembler(Protocol):
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         """Expand the prompt; `features` are in request order within each modality. Raises PromptRejected."""
+        ...
+
+    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        """Return what an image of this (width, height), in either orientation, takes at least when it is processed with
+        `options`; None if that cannot be predicted."""
         ...

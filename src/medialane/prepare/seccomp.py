@@ -19,6 +19,8 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from medialane.core.libc import last_error, libc
+
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
 _RET_ALLOW = 0x7FFF_0000
@@ -106,11 +108,8 @@ def install() -> None:
     program = b"".join(struct.pack("<HBBI", *insn) for insn in _program(*_COLUMNS[platform.machine()], os.getpid()))
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
     if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"seccomp: {os.strerror(number)}")
+        raise last_error("seccomp")
 
 
 def _program(column: int, arch: int, pid: int) -> list[_Insn]:

@@ -52,11 +52,6 @@ class BlockHolders:
         """Blocks still held by retired bits, summed over them."""
         return self._state(native.NUM_STALE)
 
-    @property
-    def num_sets(self) -> int:
-        """Distinct sets of holders."""
-        return int(np.count_nonzero(self._now.places))
-
     def num_held(self, bit: int) -> int:
         return self._now.held.item(bit)
 

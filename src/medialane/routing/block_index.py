@@ -19,7 +19,6 @@ from medialane.routing.block_holders import BlockHolders
 from medialane.routing.native_match import LAYOUT, MAX_INTERVALS, NUM_WORK_ROWS, match
 from medialane.routing.native_view import Prefixes, View
 from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
-from medialane.routing.slot_words import slot_words
 
 #: Bounds a match's time: enough to find a dozen different lengths exactly.
 MAX_PROBES: Final = 128
@@ -91,10 +90,6 @@ class BlockIndex:
     def num_entries(self) -> int:
         """Blocks held, summed over slots."""
         return self._holders.num_entries
-
-    @property
-    def num_notes(self) -> int:
-        return len(self._pending_blocks)
 
     def num_held(self, slot: int) -> int:
         """Return the number of blocks that the slot holds."""
@@ -169,7 +164,8 @@ class BlockIndex:
         """
         num_slots = slots.bit_length()
         self.have_slots(num_slots)
-        candidates = slot_words(slots, self._lengths.shape[1] // 64)
+        # A copy: native code is compiled for writable arrays only.
+        candidates = np.frombuffer(bytearray(slots.to_bytes(self._lengths.shape[1] // 8, "little")), np.uint64)
         self._pending_blocks.expire(self._clock())
         match(ids, candidates, self.view.addresses, len(ids))
         return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])

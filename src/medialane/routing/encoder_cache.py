@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 
+@dataclass(slots=True)
 class _Entry:
-    __slots__ = ("is_computed", "num_embeds", "num_pins")
-
-    def __init__(self, num_embeds: int) -> None:
-        self.num_embeds = num_embeds
-        self.num_pins = 0
-        self.is_computed = False
+    num_embeds: int
+    num_pins: int = 0
+    is_computed: bool = False
 
 
 class EncoderCacheModel:
@@ -34,16 +33,6 @@ class EncoderCacheModel:
         self._entries: dict[str, _Entry] = {}
         self._unpinned: OrderedDict[str, None] = OrderedDict()
         self._num_embeds = 0
-
-    def __contains__(self, mm_hash: str) -> bool:
-        return mm_hash in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_embeds(self) -> int:
-        return self._num_embeds
 
     def pin(self, mm_hash: str, num_embeds: int) -> bool:
         """Hold an item for a request until `unpin`. Return False if it is larger than the cache."""

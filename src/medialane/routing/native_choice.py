@@ -21,61 +21,35 @@ from medialane.routing.native_view import (
     Prefixes,
     Scores,
     Words,
-    ints,
-    prefix_rows,
-    score_rows,
-    scores,
+    line,
+    rows,
     signed,
-    word_rows,
 )
 
 #: Scores are sums of floats in different orders: differences up to this count as equal (ms).
 _EQUAL: Final = 1e-6
 #: Rows of `table`, which has a column for each slot: initial scores, by policy; 1 if on another host; the scores of the
 #: last choice.
-BASE_COST: Final = 0
-SEQUENCES: Final = 1
-FLAT: Final = 2
-IS_REMOTE: Final = 3
-SCORES: Final = 4
-NUM_ROWS: Final = 5
+BASE_COST, SEQUENCES, FLAT, IS_REMOTE, SCORES, NUM_ROWS = range(6)
 #: Arrays of the view: the table; bit masks of slots: the candidates, then the holders of each item in their encoder
 #: cache; the items, in the order in which a growing prefix covers them; the rates of the policy; its row of initial
 #: scores in the table and the slot that it selected last; the index's view. All arrays over slots have one length, a
 #: multiple of 64.
-TABLE: Final = 0
-MASKS: Final = 1
-ITEMS: Final = 2
-RATES: Final = 3
-PICKED: Final = 4
-INDEX: Final = 5
+TABLE, MASKS, ITEMS, RATES, PICKED, INDEX = range(6)
 LAYOUT: Final = (SCORE_ROWS, WORD_ROWS, SCORE_ROWS, SCORE_LINE, INTS, INTS)
-BEGIN: Final = 0
-LAST: Final = 1
+BEGIN, LAST = range(2)
 #: Columns of items: blocks of the prompt that cover it, and its embeddings.
-COVERED_BY: Final = 0
-EMBEDS: Final = 1
+COVERED_BY, EMBEDS = range(2)
 #: Rates, in the unit of scores: per request, per token that is not cached, per embedding that is in neither cache, per
 #: byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot. With a
 #: temperature a slot is sampled with weight exp(-score / temperature), otherwise the lowest score wins.
-REQUEST: Final = 0
-TOKEN: Final = 1
-EMBED: Final = 2
-BYTE: Final = 3
-REMOTE: Final = 4
-REMOTE_BYTE: Final = 5
-SESSION: Final = 6
-TEMPERATURE: Final = 7
+REQUEST, TOKEN, EMBED, BYTE, REMOTE, REMOTE_BYTE, SESSION, TEMPERATURE = range(8)
 #: Rows of `best`: the selected slot, the next best, then a row with only the longest prefix of all candidates.
 NUM_BEST: Final = 4
 LONGEST: Final = 4
 NUM_BEST_ROWS: Final = 5
 #: Columns of `best`.
-SLOT: Final = 0
-SCORE: Final = 1
-BLOCKS: Final = 2
-REPORTED: Final = 3
-NUM_COLUMNS: Final = 4
+SLOT, SCORE, BLOCKS, REPORTED, NUM_COLUMNS = range(5)
 
 _ONE: Final = np.uint64(1)
 
@@ -99,12 +73,17 @@ def choose(
     `is_open`: the candidates are exactly the slots with a finite base cost. `session_slot` is -1 if there is none;
     `drawn` is a random number in [0, 1).
     """
-    table, masks, index, rates = score_rows(view, TABLE), word_rows(view, MASKS), ints(view, INDEX), scores(view, RATES)
-    items, picked = score_rows(view, ITEMS)[:num_items], ints(view, PICKED)
+    table, masks, index, rates = (
+        rows(view, TABLE, np.float64),
+        rows(view, MASKS, np.uint64),
+        line(view, INDEX, np.int64),
+        line(view, RATES, np.float64),
+    )
+    items, picked = rows(view, ITEMS, np.float64)[:num_items], line(view, PICKED, np.int64)
     candidates, found = masks[0], table[SCORES]
     # An engine computes at least the last token.
     find_prefixes(ids, candidates, index, min(len(ids), max(num_tokens - 1, 0) // block_size))
-    lengths = prefix_rows(index, LENGTHS)
+    lengths = rows(index, LENGTHS, np.int32)
     blocks = lengths[0]
     uncached = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
     uncached += handover_bytes * rates[BYTE]

@@ -29,31 +29,19 @@ from medialane.routing.native_view import (
     Ints,
     Prefixes,
     Words,
-    int_rows,
-    ints,
-    prefix_rows,
-    word_rows,
-    words,
+    line,
+    rows,
 )
 
 #: Elements of `counts`: those of `MatchCounts`, and the limit of probes per match.
-NUM_MATCHES: Final = 0
-NUM_PROBES: Final = 1
-NUM_HOLES: Final = 2
-NUM_BOUNDED: Final = 3
-MAX_PROBES: Final = 4
+NUM_MATCHES, NUM_PROBES, NUM_HOLES, NUM_BOUNDED, MAX_PROBES = range(5)
 
 #: Capacity of the interval stack: each interval is at most half as long as the one below, and prompts are shorter than
 #: 2^30 blocks; about fifteen are pushed by the exponential search.
 MAX_INTERVALS: Final = 64
 #: Rows of `work` (bit sets): the current holders, the bits whose length is known, the holders of the longest prefix,
 #: and those of both ends of the current interval; then two rows for each interval on the stack.
-_FOUND: Final = 0
-_KNOWN: Final = 1
-_TOP: Final = 2
-_LOW: Final = 3
-_HIGH: Final = 4
-_STACK: Final = 5
+_FOUND, _KNOWN, _TOP, _LOW, _HIGH, _STACK = range(6)
 NUM_WORK_ROWS: Final = _STACK + 2 * MAX_INTERVALS
 #: A stride that visits all parts of an interval evenly: 2^32 / golden ratio.
 _STRIDE: Final = 0x9E3779B1
@@ -64,15 +52,7 @@ _NONE: Final = np.uint64(0)
 
 #: Arrays of the index's view. Two are views themselves: reported holders and pending holders. `lengths` has two rows:
 #: with and without pending blocks. `plain` are the slots whose bit has the slot's number.
-BIT_OF: Final = 0
-SLOT_OF: Final = 1
-WORK: Final = 2
-SPANS: Final = 3
-COUNTS: Final = 4
-LENGTHS: Final = 5
-HELD: Final = 6
-PENDING: Final = 7
-PLAIN: Final = 8
+BIT_OF, SLOT_OF, WORK, SPANS, COUNTS, LENGTHS, HELD, PENDING, PLAIN = range(9)
 LAYOUT: Final = (INTS, INTS, WORD_ROWS, INT_ROWS, INTS, PREFIX_ROWS, INTS, INTS, WORDS)
 
 
@@ -89,23 +69,23 @@ def match(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
 
 @compiled_part
 def find_prefixes(ids: Words, candidates: Words, view: Ints, max_length: int) -> None:
-    lengths, spans = prefix_rows(view, LENGTHS), int_rows(view, SPANS)
+    lengths, spans = rows(view, LENGTHS, np.int32), rows(view, SPANS, np.int64)
     _match_held(
         ids,
         candidates,
         lengths[1],
-        ints(view, BIT_OF),
-        ints(view, SLOT_OF),
-        words(view, PLAIN),
-        seen(ints(view, HELD)),
-        word_rows(view, WORK),
+        line(view, BIT_OF, np.int64),
+        line(view, SLOT_OF, np.int64),
+        line(view, PLAIN, np.uint64),
+        seen(line(view, HELD, np.int64)),
+        rows(view, WORK, np.uint64),
         spans,
-        ints(view, COUNTS),
+        line(view, COUNTS, np.int64),
         max_length,
     )
     for slot in range(lengths.shape[1]):
         lengths[0, slot] = lengths[1, slot]
-    _match_pending(ids, candidates, lengths[0], seen(ints(view, PENDING)), spans, max_length)
+    _match_pending(ids, candidates, lengths[0], seen(line(view, PENDING, np.int64)), spans, max_length)
 
 
 @compiled_part

@@ -24,39 +24,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from medialane.core.compiled import compiled, compiled_part
-from medialane.routing.native_view import (
-    INT_ROWS,
-    INTS,
-    WORD_ROWS,
-    WORDS,
-    Ints,
-    Words,
-    int_rows,
-    ints,
-    signed,
-    word_rows,
-    words,
-)
+from medialane.routing.native_view import INT_ROWS, INTS, WORD_ROWS, WORDS, Ints, Words, line, rows, signed
 
 #: Rows that are not interned: the empty set, and the one in which the next set is composed.
-EMPTY: Final = 0
-DRAFT: Final = 1
-FIRST_ROW: Final = 2
+EMPTY, DRAFT, FIRST_ROW = range(3)
 #: Columns of `rows`. In an unused row, `NEXT` links to the next unused one.
-HASH: Final = 0
-COUNT: Final = 1
-STALE: Final = 2
-NEXT: Final = 3
+HASH, COUNT, STALE, NEXT = range(4)
 #: Elements of `state`: entries of `table` and of `old`; the position up to which `old` is moved; rows used so far, and
 #: the head of the list of unused ones (0: none); the position of the next sweep, and the blocks still held by retired
 #: bits, summed over them.
-NUM_NEW: Final = 0
-NUM_OLD: Final = 1
-MOVED: Final = 2
-NUM_ROWS: Final = 3
-UNUSED: Final = 4
-SWEPT: Final = 5
-NUM_STALE: Final = 6
+NUM_NEW, NUM_OLD, MOVED, NUM_ROWS, UNUSED, SWEPT, NUM_STALE = range(7)
 
 #: Steps of moving for each block stored. `old` takes 1.75 steps per place, as three quarters have an entry: it is empty
 #: after 0.44 stored blocks per place; the next table is not full before 0.75.
@@ -131,14 +108,14 @@ def set_of(table: Words, old: Words, state: Ints, block: np.uint64) -> int:
 def seen(view: Ints) -> Holders:
     """Return the arrays of a view."""
     return Holders(
-        word_rows(view, 0),
-        word_rows(view, 1),
-        word_rows(view, 2),
-        int_rows(view, 3),
-        ints(view, 4),
-        ints(view, 5),
-        words(view, 6),
-        ints(view, 7),
+        rows(view, 0, np.uint64),
+        rows(view, 1, np.uint64),
+        rows(view, 2, np.uint64),
+        rows(view, 3, np.int64),
+        line(view, 4, np.int64),
+        line(view, 5, np.int64),
+        line(view, 6, np.uint64),
+        line(view, 7, np.int64),
     )
 
 

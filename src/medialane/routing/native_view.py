@@ -10,7 +10,7 @@ address is written.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from llvmlite import ir
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from medialane.core.compiled import compiled_part
 
+_N = TypeVar("_N", bound=np.generic)
+
 Words = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 #: Prefix lengths in blocks; element i is slot i's.
 Prefixes = NDArray[np.int32]
-
 Scores = NDArray[np.float64]
 
 #: Numbers per array of a view: address, rows, columns.
@@ -69,23 +70,8 @@ class View:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _words_pointer(typing_context: Any, address: Any) -> Any:
-    return types.CPointer(types.uint64)(types.int64), _to_pointer
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _ints_pointer(typing_context: Any, address: Any) -> Any:
-    return types.CPointer(types.int64)(types.int64), _to_pointer
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _scores_pointer(typing_context: Any, address: Any) -> Any:
-    return types.CPointer(types.float64)(types.int64), _to_pointer
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _prefixes_pointer(typing_context: Any, address: Any) -> Any:
-    return types.CPointer(types.int32)(types.int64), _to_pointer
+def _pointer(typing_context: Any, address: Any) -> Any:
+    return types.voidptr(types.int64), _to_pointer
 
 
 def _to_pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -99,42 +85,14 @@ def signed(number: np.generic) -> int:
 
 
 @compiled_part
-def words(view: Ints, number: int) -> Words:
+def line(view: Ints, number: int, dtype: type[_N]) -> NDArray[_N]:
+    """Return a one-dimensional array of the view."""
     place = _PER_ARRAY * number
-    return carray(_words_pointer(view[place]), view[place + 1])
+    return carray(_pointer(view[place]), view[place + 1], dtype)
 
 
 @compiled_part
-def word_rows(view: Ints, number: int) -> Words:
+def rows(view: Ints, number: int, dtype: type[_N]) -> NDArray[_N]:
+    """Return a two-dimensional array of the view."""
     place = _PER_ARRAY * number
-    return carray(_words_pointer(view[place]), (view[place + 1], view[place + 2]))
-
-
-@compiled_part
-def ints(view: Ints, number: int) -> Ints:
-    place = _PER_ARRAY * number
-    return carray(_ints_pointer(view[place]), view[place + 1])
-
-
-@compiled_part
-def int_rows(view: Ints, number: int) -> Ints:
-    place = _PER_ARRAY * number
-    return carray(_ints_pointer(view[place]), (view[place + 1], view[place + 2]))
-
-
-@compiled_part
-def prefix_rows(view: Ints, number: int) -> Prefixes:
-    place = _PER_ARRAY * number
-    return carray(_prefixes_pointer(view[place]), (view[place + 1], view[place + 2]))
-
-
-@compiled_part
-def score_rows(view: Ints, number: int) -> Scores:
-    place = _PER_ARRAY * number
-    return carray(_scores_pointer(view[place]), (view[place + 1], view[place + 2]))
-
-
-@compiled_part
-def scores(view: Ints, number: int) -> Scores:
-    place = _PER_ARRAY * number
-    return carray(_scores_pointer(view[place]), view[place + 1])
+    return carray(_pointer(view[place]), (view[place + 1], view[place + 2]), dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Final
@@ -29,15 +30,13 @@ _SLOT_STRIDE: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
 
 
+@dataclass(slots=True, eq=False)
 class PendingPrefix:
     """A prompt that was sent to a slot. An opaque handle for `PendingBlocks.forget`; expires at `deadline`."""
 
-    __slots__ = ("deadline", "ids", "slot")
-
-    def __init__(self, slot: int, ids: BlockIds, deadline: float) -> None:
-        self.slot = slot
-        self.ids = ids
-        self.deadline = deadline
+    slot: int
+    ids: BlockIds
+    deadline: float
 
 
 class PendingBlocks:
@@ -61,11 +60,6 @@ class PendingBlocks:
     def view(self) -> View:
         """The slots that will hold each block, for `native_match`: bits are slots."""
         return self._holders.view
-
-    @property
-    def num_counts(self) -> int:
-        """Stored ids, each counted once per slot."""
-        return self._num_counts
 
     def note(self, slot: int, ids: BlockIds, *, deadline: float) -> PendingPrefix:
         """Register a prompt sent to the slot; `ids` start at the prompt's start. Deadlines must not decrease."""

@@ -22,7 +22,6 @@ from medialane.routing.native_choice import (
     NUM_BEST_ROWS,
     NUM_COLUMNS,
     REPORTED,
-    SCORE,
     SEQUENCES,
     choose,
 )
@@ -45,10 +44,6 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     def longest(self) -> int:
         """The longest prefix of all candidates, in blocks."""
         return int(self.rows[LONGEST][BLOCKS])
-
-    @property
-    def score(self) -> float:
-        return self.rows[0][SCORE]
 
     @property
     def blocks(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -33,42 +34,29 @@ _WARN_INTERVAL_S: Final = 300.0
 
 
 class PredictionCounts(msgspec.Struct):
-    """Totals since the start. Tokens are those of requests whose engine reported cached tokens; `num_unexplained`
-    requests had fewer cached tokens than predicted although nothing was evicted; the last blocks of `num_never_stored`
-    prompts were never reported."""
+    """Totals since the start. `num_unexplained` requests had fewer cached tokens than predicted although nothing was
+    evicted; the last blocks of `num_never_stored` prompts were never reported."""
 
-    num_reported: int = 0
-    predicted_tokens: int = 0
-    reported_tokens: int = 0
-    num_fewer: int = 0
-    num_more: int = 0
     num_unexplained: int = 0
-    num_stored: int = 0
     num_never_stored: int = 0
     num_warnings: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Expectation:
-    """The prediction for one request at one slot."""
+    """The prediction for one request at one slot. `last_id` is the last full block, None if the prediction covers all
+    usable blocks; `prefix_id` is the last block of the predicted prefix, if the worker reported it."""
 
-    __slots__ = (
-        "block_size", "due_s", "is_over", "last_id", "predicted_tokens", "prefix_id", "slot", "usable_tokens",
-        "was_evicted", "was_stored",
-    )  # fmt: skip
-
-    def __init__(
-        self, slot: _SlotOutcomes, *, block_size: int, usable_tokens: int, predicted_tokens: int, last_id: int | None
-    ) -> None:
-        self.slot = slot
-        self.block_size = block_size
-        self.usable_tokens = usable_tokens
-        self.predicted_tokens = predicted_tokens
-        self.last_id = last_id  # of the last full block; None if the prediction covers all usable blocks
-        self.prefix_id: int | None = None  # of the last block of the predicted prefix, if the worker reported it
-        self.was_stored = False
-        self.was_evicted = False
-        self.is_over = False
-        self.due_s = 0.0
+    slot: _SlotOutcomes
+    block_size: int
+    usable_tokens: int
+    predicted_tokens: int
+    last_id: int | None
+    prefix_id: int | None = None
+    was_stored: bool = False
+    was_evicted: bool = False
+    is_over: bool = False
+    due_s: float = 0.0
 
 
 class _SlotOutcomes:
@@ -170,21 +158,14 @@ class PredictionMonitor:
             self.drop(expected)
             if expected.last_id is None:
                 continue
-            self.counts.num_stored += expected.was_stored
             self.counts.num_never_stored += not expected.was_stored
             self._judge(expected.slot, is_good=expected.was_stored)
 
     def _compare(self, expected: Expectation, reported_tokens: int) -> None:
-        counts, predicted = self.counts, expected.predicted_tokens
-        counts.num_reported += 1
-        counts.predicted_tokens += predicted
-        counts.reported_tokens += reported_tokens
-        counts.num_fewer += reported_tokens < predicted
-        counts.num_more += reported_tokens > predicted
         if expected.prefix_id is None or expected.was_evicted:
             return
-        is_good = reported_tokens >= predicted - expected.block_size
-        counts.num_unexplained += not is_good
+        is_good = reported_tokens >= expected.predicted_tokens - expected.block_size
+        self.counts.num_unexplained += not is_good
         self._judge(expected.slot, is_good=is_good)
 
     def _judge(self, watched: _SlotOutcomes, *, is_good: bool) -> None:

@@ -38,48 +38,23 @@ class SlotState:
         prefix = self.index.note(slot.number, request.block_ids)
         pinned = self.caches.pin(slot.number, [(item.mm_hash, item.num_embeds) for item in terms.needed])
         self.slots.queue(slot, work_ms)
-        return Reservation(
-            self, slot, request.block_ids, work_ms=work_ms, expected=expected, prefix=prefix, pinned=pinned
-        )
+        return Reservation(self, slot, request.block_ids, work_ms, expected, prefix, pinned)
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Both methods are idempotent and may be called after the slot has left. The owner must call `release`."""
 
-    __slots__ = (
-        "_block_ids",
-        "_expected",
-        "_is_computed",
-        "_is_released",
-        "_pinned",
-        "_prefix",
-        "_slot",
-        "_state",
-        "_work_ms",
-        "is_queued",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        state: SlotState,
-        slot: Slot,
-        block_ids: BlockIds,
-        *,
-        work_ms: float,
-        expected: Expectation,
-        prefix: PendingPrefix,
-        pinned: list[str],
-    ) -> None:
-        self._state = state
-        self._slot = slot
-        self._block_ids = block_ids
-        self._work_ms = work_ms
-        self._expected = expected
-        self._prefix = prefix
-        self._pinned = pinned
-        self.is_queued = True
-        self._is_computed = False
-        self._is_released = False
+    _state: SlotState
+    _slot: Slot
+    _block_ids: BlockIds
+    _work_ms: float
+    _expected: Expectation
+    _prefix: PendingPrefix
+    _pinned: list[str]
+    is_queued: bool = True
+    _is_computed: bool = False
+    _is_released: bool = False
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
         """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cachetools import TTLCache
+
 from medialane.core.request import RoutingDecision
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput
-from medialane.routing.decisions import Decisions
-from medialane.routing.explanation import explain
+from medialane.routing.decisions import Decisions, explain
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
-from medialane.routing.sessions import Sessions
-from medialane.routing.slots import Slot
+from medialane.routing.slots import Slot, WorkerRank
 
 
 class Begun(NamedTuple):
@@ -28,13 +28,14 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterState:
-    """State shared by the router and its requests. `clock` is monotonic, `wall_clock` since the epoch, in seconds."""
+    """State shared by the router and its requests. `sessions` has the worker of each session's last request; `clock` is
+    monotonic, `wall_clock` since the epoch, in seconds."""
 
     policy: PolicyName
     costs: CostModel
     slots: SlotState
     decisions: Decisions
-    sessions: Sessions
+    sessions: TTLCache[str, WorkerRank]
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
@@ -45,7 +46,7 @@ class RouterState:
         decision = explain(offer, choice, slot, terms, slots=table, policy=self.policy)
         record = self.decisions.add(request.request_id, decision, time_s=self.wall_clock())
         if request.session_id is not None:
-            self.sessions.note(request.session_id, slot.place)
+            self.sessions[request.session_id] = slot.place
         if not table.is_current(slot):
             return Begun(decision, record, None)
         return Begun(decision, record, self.slots.reserve(slot, request, terms, is_reported=choice.is_reported))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from cachetools import TTLCache
 
 from medialane.core.errors import NoWorkerReady
 from medialane.core.kv_events import BlockIds, KvChange
@@ -28,8 +29,7 @@ from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import SlotState
 from medialane.routing.routed_request import RoutedRequest, RouterState
-from medialane.routing.sessions import Sessions
-from medialane.routing.slots import SlotTable
+from medialane.routing.slots import SlotTable, WorkerRank
 from medialane.routing.warm_up import warm_up
 
 _BLOCK_ID: Final = np.dtype("<u8")
@@ -57,7 +57,7 @@ class Router:
         self._caches = EncoderCaches()
         self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
         self._decisions = Decisions(config.num_decisions)
-        self._sessions = Sessions(ttl_s=config.session_ttl_s, max_sessions=config.max_sessions, clock=clock)
+        self._sessions: TTLCache[str, WorkerRank] = TTLCache(config.max_sessions, config.session_ttl_s, clock)
         costs = CostModel(config)
         self._state = RouterState(
             policy=config.router,
@@ -68,13 +68,7 @@ class Router:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self._policy = policy(
-            config.router,
-            costs=costs,
-            slots=self._slots,
-            index=self.index,
-            seed=seed,
-        )
+        self._policy = policy(config.router, costs=costs, slots=self._slots, index=self.index, seed=seed)
 
     @property
     def predictions(self) -> PredictionCounts:
@@ -89,17 +83,9 @@ class Router:
         return next((card.block_size for card in cards), _BLOCK_SIZE)
 
     @property
-    def num_slots(self) -> int:
-        return sum(1 for _ in self._slots)
-
-    @property
     def num_encoder_items(self) -> int:
         """Media items assumed to be in at least one worker's encoder cache."""
         return self._caches.num_items
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
     def decisions(self, count: int | None = None) -> list[DecisionRecord]:
         """Return the last decisions, newest first; at most `count`."""
@@ -167,7 +153,7 @@ class Router:
         return RoutedRequest(self._state, offer, choice, self._slots[choice.slot], picked_at=now)
 
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
-        place = self._sessions.find(session_id)
+        place = self._sessions.get(session_id)
         slot = self._slots.at(place) if place is not None else None
         return slot.number if slot is not None and candidates >> slot.number & 1 else None
 

@@ -7,51 +7,41 @@ among a thousand slots is one call of native code.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from medialane.core.request import Endpoint, WorkerLoad
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
 from medialane.routing.native_choice import BASE_COST, FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES
 from medialane.routing.native_view import Scores
 from medialane.routing.request import RoutingRequest
-from medialane.routing.sessions import WorkerRank
+
+#: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
+WorkerRank = tuple[str, int]
 
 _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """One rank of one worker: its reported state, and the requests sent from here that have not been prefilled."""
+    """One rank of one worker: its reported state, and the requests sent from here that have not been prefilled.
+    `parts` are those of its base cost (ms): queue, running sequences, KV pressure."""
 
-    __slots__ = (
-        "card",
-        "draining",
-        "load",
-        "num_in_flight",
-        "num_queued",
-        "num_ranks",
-        "number",
-        "parts",
-        "place",
-        "queued_ms",
-        "same_host",
-    )
-
-    def __init__(self, number: int, endpoint: Endpoint) -> None:
-        self.number = number
-        self.place: WorkerRank = (endpoint.worker_id, endpoint.rank)
-        self.num_ranks = endpoint.num_ranks
-        self.same_host = endpoint.same_host
-        self.card = endpoint.card
-        self.draining = endpoint.draining or not endpoint.ready
-        self.load = endpoint.load
-        self.num_in_flight = 0
-        self.num_queued = 0
-        self.queued_ms = 0.0
-        self.parts = (0.0, 0.0, 0.0)  # base cost (ms): queue, running sequences, KV pressure
+    number: int
+    place: WorkerRank
+    num_ranks: int
+    same_host: bool
+    card: ModelCard | None
+    draining: bool
+    load: WorkerLoad
+    num_in_flight: int = 0
+    num_queued: int = 0
+    queued_ms: float = 0.0
+    parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def num_sequences(self) -> int:
@@ -87,15 +77,6 @@ class SlotTable:
         self.open = 0  # bit mask of the slots that accept requests
         self.table: Scores = _table(_FIRST_CAPACITY)  # rows as in `native_choice`
 
-    @property
-    def base_cost_ms(self) -> Scores:
-        """The costs that depend on the slot alone."""
-        return self.table[BASE_COST]
-
-    @property
-    def sequences(self) -> Scores:
-        return self.table[SEQUENCES]
-
     def __len__(self) -> int:
         """One more than the highest number used so far."""
         return len(self._slots)
@@ -119,7 +100,15 @@ class SlotTable:
         if place in self._by_place:
             raise ValueError(f"rank {endpoint.rank} of worker {endpoint.worker_id} has joined already")
         number = self._free_number()
-        slot = Slot(number, endpoint)
+        slot = Slot(
+            number,
+            place,
+            endpoint.num_ranks,
+            endpoint.same_host,
+            endpoint.card,
+            endpoint.draining or not endpoint.ready,
+            endpoint.load,
+        )
         self._slots[number] = slot
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)

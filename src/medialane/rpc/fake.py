@@ -16,7 +16,7 @@ from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, Ou
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc.messages import Hello, Welcome
 
-FAKE_CARD = ModelCard(model="fake", max_model_len=4096, block_size=16, mm_limits={"image": 8}, processor={})
+FAKE_CARD = ModelCard(model="fake", max_model_len=4096, block_size=16, processor={})
 
 
 class FakeHandler:

@@ -1,31 +1,44 @@
-"""The worker's side: listens, and runs one session per connected gateway."""
+"""The worker's side: listens, and runs one session per connected gateway, each in a task of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import logging
 
-from medialane.core.errors import StartupFailed
+from medialane.core.errors import StartupFailed, WorkerLost
 from medialane.rpc.config import RpcConfig
+from medialane.rpc.connection import Connection
 from medialane.rpc.handler import Handler
 from medialane.rpc.listener import Listener
-from medialane.rpc.session_registry import SessionRegistry
+from medialane.rpc.messages import PROTOCOL_VERSION, Hello
+from medialane.rpc.session import Session
 
 logger = logging.getLogger(__name__)
+
+#: Most unauthenticated connections. A gateway sends its token immediately; above this limit the oldest is closed.
+MAX_UNIDENTIFIED = 64
+#: Time for sessions to end, and again for their tasks after cancellation.
+END_TIMEOUT_S = 1.0
 
 
 class RpcServer:
     """Serves `handler` to every gateway that connects. Call `serve` once, and `close` in any case."""
 
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
-        self._has_token = bool(config.token)
+        self._handler = handler
+        self._config = config
         self._listener: Listener | None = None
-        self._sessions = SessionRegistry(handler, config)
+        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._unidentified: dict[Session, None] = {}  # oldest first
+        self._gateway_ids: dict[Session, str] = {}  # of the identified ones
+        self._request_ids: set[str] = set()
         self._stopped = False
 
     @property
     def num_in_flight(self) -> int:
         """Requests that have not been released, including those of closed connections."""
-        return self._sessions.num_in_flight
+        return sum(session.num_running for session in self._sessions)
 
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to (with the port that the kernel chose for port 0).
@@ -34,9 +47,9 @@ class RpcServer:
         """
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
-        if address.startswith("tcp://") and not self._has_token:
+        if address.startswith("tcp://") and not self._config.token:
             logger.warning("listening at %s without a token: anyone who can connect may use this worker", address)
-        self._listener = await Listener.listen(address, self._sessions.open_connection)
+        self._listener = await Listener.listen(address, self._open_connection)
         return self._listener.address
 
     async def stop(self) -> None:
@@ -45,8 +58,11 @@ class RpcServer:
         listening, and their connections stay open. Idempotent.
         """
         self._stopped = True
-        await self._sessions.stop()
-        if any(self._sessions):
+        for session in list(self._sessions):
+            session.stop()
+        if self._sessions:
+            await asyncio.wait(self._sessions.values(), timeout=self._config.release_timeout_s)
+        if self._sessions:
             logger.error("%d requests have not been released", self.num_in_flight)
 
     async def close(self) -> None:
@@ -57,7 +73,74 @@ class RpcServer:
         """
         if not self._stopped:
             await self.stop()
-        await self._sessions.end()
+        await self._end_sessions()
         if self._listener is not None:
             listener, self._listener = self._listener, None
             listener.close()
+
+    def _open_connection(self) -> Connection:
+        """Return the protocol for an accepted connection."""
+        session = Session(
+            self._handler, self._config, request_ids=self._request_ids, on_open=self._admit, identify=self._identify
+        )
+        return session.connection
+
+    async def _end_sessions(self) -> None:
+        """End every session now and wait for it; tasks that take too long are cancelled."""
+        for session in list(self._sessions):
+            session.end(WorkerLost("the worker is shutting down"))
+        for cancelling in (False, True):
+            late = set(self._sessions.values())
+            if not late:
+                return
+            for task in late if cancelling else ():
+                task.cancel()
+            await asyncio.wait(late, timeout=END_TIMEOUT_S)
+
+    def _admit(self, session: Session) -> None:
+        """Run a new session, unless the worker is shutting down."""
+        if self._stopped:
+            session.end(WorkerLost("the worker is shutting down"))
+            return
+        self._unidentified[session] = None
+        if len(self._unidentified) > MAX_UNIDENTIFIED:
+            oldest = next(iter(self._unidentified))
+            del self._unidentified[oldest]
+            logger.warning("more than %d unauthenticated connections: the oldest is closed", MAX_UNIDENTIFIED)
+            oldest.end(WorkerLost("too many unauthenticated connections"))
+        task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
+        self._sessions[session] = task
+        task.add_done_callback(lambda _: self._ended(session, task))
+
+    async def _identify(self, session: Session, hello: Hello) -> None:
+        """Check version and token, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
+        if hello.version != PROTOCOL_VERSION:
+            raise StartupFailed(f"gateway speaks protocol {hello.version}, worker {PROTOCOL_VERSION}: same release?")
+        if not hmac.compare_digest(hello.token.encode(), self._config.token.encode()):
+            raise StartupFailed("gateway and worker have different tokens")
+        self._unidentified.pop(session, None)
+        if len({*self._gateway_ids.values(), hello.gateway_id}) > self._config.max_connections:
+            logger.warning("more than %d gateways", self._config.max_connections)
+            raise WorkerLost("the worker has reached its limit of gateways")
+        self._gateway_ids[session] = hello.gateway_id
+        await self._replace_earlier(session, hello.gateway_id)
+
+    async def _replace_earlier(self, session: Session, gateway_id: str) -> None:
+        """End the gateway's other sessions and wait until all are released. Raises WorkerLost after a timeout."""
+        others = [other for other, found in self._gateway_ids.items() if other is not session and found == gateway_id]
+        for other in others:
+            other.end(WorkerLost("the gateway has reconnected"))
+        if not others:
+            return
+        _, late = await asyncio.wait(
+            [self._sessions[other] for other in others], timeout=self._config.release_timeout_s
+        )
+        if late:
+            raise WorkerLost("requests of the gateway's earlier connection have not been released yet")
+
+    def _ended(self, session: Session, task: asyncio.Task[None]) -> None:
+        del self._sessions[session]
+        self._unidentified.pop(session, None)
+        self._gateway_ids.pop(session, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a session has failed", exc_info=error)

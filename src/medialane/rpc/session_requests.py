@@ -1,8 +1,8 @@
 """The requests of one gateway at the worker: one task each, from Submit to Released.
 
 A request's task is cancelled at most once: a second cancellation would interrupt the generator while it waits for the
-engine to release the request. Its done callback, not the task's own code, sends Released: a task that is cancelled
-before its first step never runs any code.
+engine to release the request. Its last step sends Released, so in the same write as the final Output; its done
+callback does so otherwise: a task that is cancelled before its first step never runs any code.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SessionRequests:
         self._running[request_id] = running
         self._request_ids.add(request_id)
         running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
-        running.task.add_done_callback(lambda _: self._released(request_id))
+        running.task.add_done_callback(lambda _: self._released(running))
         self._on_change()
 
     async def _run(self, running: _Running) -> None:
@@ -149,6 +149,7 @@ class SessionRequests:
                 raise GenerationFailed("the engine ended the output before it was finished")
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
             self._fail(running, report_of(error, "request"))
+        self._released(running)
 
     def _send(self, delta: OutputDelta) -> None:
         try:
@@ -161,7 +162,11 @@ class SessionRequests:
             running.finished = True
             self._connection.send(Failed(running.request.request_id, report))
 
-    def _released(self, request_id: str) -> None:
+    def _released(self, running: _Running) -> None:
+        """Idempotent."""
+        request_id = running.request.request_id
+        if self._running.get(request_id) is not running:
+            return
         del self._running[request_id]
         self._request_ids.discard(request_id)
         self._connection.send(Released(request_id))

@@ -7,12 +7,12 @@ cache key: if a request has both a name and content, the name never affects whic
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
+from cachetools import TTLCache
 
 from medialane.core.media import Alias
 
@@ -29,34 +29,23 @@ class Aliases:
     """An LRU cache; names expire after `ttl_s` seconds without use."""
 
     def __init__(self, *, max_aliases: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_aliases = max_aliases
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._targets: OrderedDict[bytes, tuple[AliasTarget, float]] = OrderedDict()
+        self._is_enabled = max_aliases > 0
+        self._targets: TTLCache[bytes, AliasTarget] = TTLCache(max_aliases, ttl_s, clock)
 
     def __len__(self) -> int:
         return len(self._targets)
 
     def bind(self, salt: str, alias: Alias, content: str) -> None:
         """Bind the name to this content, replacing an earlier binding."""
-        key = _key(salt, alias)
-        self._targets[key] = AliasTarget(content, alias.io, alias.options), self._clock() + self._ttl_s
-        self._targets.move_to_end(key)
-        if len(self._targets) > self._max_aliases:
-            self._targets.popitem(last=False)
+        if self._is_enabled:
+            self._targets[_key(salt, alias)] = AliasTarget(content, alias.io, alias.options)
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
         """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
         key = _key(salt, alias)
-        if (found := self._targets.get(key)) is None:
+        if (bound := self._targets.get(key)) is None:
             return None
-        bound, expires = found
-        now = self._clock()
-        if expires <= now:
-            del self._targets[key]
-            return None
-        self._targets[key] = bound, now + self._ttl_s
-        self._targets.move_to_end(key)
+        self._targets[key] = bound  # a use: it expires later
         return bound._replace(
             io=bound.io if alias.io == b"{}" else alias.io,
             options=bound.options if alias.options == b"{}" else alias.options,

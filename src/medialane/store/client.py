@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
-from medialane.core.tensor import ArenaRange
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.dial import dial
@@ -16,9 +15,11 @@ from medialane.store.messages import (
     Call,
     CallFailed,
     Cancel,
-    DataSent,
     EntriesHeld,
+    ImageSize,
     ItemFound,
+    Proceed,
+    Question,
     Release,
     Reply,
     SendData,
@@ -30,8 +31,8 @@ from medialane.store.messages import (
     decode_from_store,
 )
 
-#: Writes an item's bytes to the payload of an entry. If it raises, it has stopped writing.
-Write = Callable[[ArenaRange], Awaitable[None]]
+#: Does what the store asks for. If it raises, the call is cancelled.
+Answer = Callable[[Question], Awaitable[None]]
 
 
 class ConnectionLost(Exception):
@@ -52,7 +53,7 @@ class StoreClient:
         self._holds = holds
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self._welcome: asyncio.Future[StoreWelcome] = asyncio.get_running_loop().create_future()
-        self._calls: dict[int, asyncio.Future[Reply | SendData]] = {}
+        self._calls: dict[int, asyncio.Future[Reply | Question]] = {}
         self._num_calls = 0
         self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
@@ -82,10 +83,10 @@ class StoreClient:
         """Set when the connection is closed, by either side."""
         return self._connection.closed
 
-    async def call(self, make: Callable[[int], Call], write: Write | None = None) -> Reply:
+    async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
         """Make a call and return its result; `make` builds the message with the call's id.
 
-        `write` writes the item's bytes if the store asks for them. Raises the error that the store reports, and
+        `answer` answers the store's questions. Raises the error that the store reports, and
         ConnectionLost. A cancelled call is cancelled at the store.
         """
         self._num_calls += 1
@@ -93,12 +94,12 @@ class StoreClient:
         reply = self._expect(call_id)
         try:
             self._connection.send(make(call_id), at_once=True)
-            while isinstance(message := await reply, SendData):
-                if write is None:
-                    raise ProtocolViolation("the store asks for bytes that were not offered")
+            while isinstance(message := await reply, Question):
+                if answer is None:
+                    raise ProtocolViolation(f"unexpected {type(message).__name__}")
                 reply = self._expect(call_id)
-                await write(message.range)
-                self._connection.send(DataSent(call_id), at_once=True)
+                await answer(message)
+                self._connection.send(Proceed(call_id), at_once=True)
         except BaseException:
             self._abandon(call_id, reply)
             raise
@@ -145,7 +146,7 @@ class StoreClient:
                 self._connection.start_heartbeat()
             case StoreRefused(report):
                 self._connection.end(from_report(report))
-            case SendData() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
+            case SendData() | ImageSize() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
                 self._reply(message)
 
     def beat(self) -> None:
@@ -158,14 +159,14 @@ class StoreClient:
             if not reply.done():
                 reply.set_exception(ConnectionLost(error.message))
 
-    def _expect(self, call_id: int) -> asyncio.Future[Reply | SendData]:
-        reply: asyncio.Future[Reply | SendData] = asyncio.get_running_loop().create_future()
+    def _expect(self, call_id: int) -> asyncio.Future[Reply | Question]:
+        reply: asyncio.Future[Reply | Question] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = reply
         if self.closed.is_set():
             reply.set_exception(ConnectionLost("the connection is closed"))
         return reply
 
-    def _reply(self, message: Reply | SendData) -> None:
+    def _reply(self, message: Reply | Question) -> None:
         if isinstance(message, ItemFound | EntriesHeld):
             self._holds.add(message.hold_id)
         reply = self._calls.get(message.call_id)
@@ -174,14 +175,14 @@ class StoreClient:
         else:
             self._release_unused(message)
 
-    def _abandon(self, call_id: int, reply: asyncio.Future[Reply | SendData]) -> None:
+    def _abandon(self, call_id: int, reply: asyncio.Future[Reply | Question]) -> None:
         """Cancel a call, or release its result if that has arrived."""
         if reply.done() and not reply.cancelled() and reply.exception() is None:
             self._release_unused(reply.result())
         reply.cancel()
         self._connection.send(Cancel(call_id))
 
-    def _release_unused(self, message: Reply | SendData) -> None:
+    def _release_unused(self, message: Reply | Question) -> None:
         """Release the result of a call that was cancelled in the meantime."""
         if isinstance(message, ItemFound | EntriesHeld):
             self.release(message.hold_id)

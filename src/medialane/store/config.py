@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
+from msgspec import field
 
-from medialane.core.errors import StartupFailed
+from medialane.core.setting import NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    max_uuids: Annotated[
-        int,
-        msgspec.Meta(description="most media uuids that are remembered, over all tenants; 0 disables them"),
-    ] = 100_000
-    uuid_ttl_s: Annotated[float, msgspec.Meta(description="how long a media uuid is remembered after its last use")] = (
-        3600.0
-    )
-    max_connections: Annotated[int, msgspec.Meta(description="most gateways and workers connected to one store")] = 256
-    wait_timeout_s: Annotated[
-        float,
-        msgspec.Meta(description="how long a request waits for a store that is restarting before it gets 503"),
-    ] = 10.0
+    max_uuids: NonNegativeInt = field(default=100_000, name="store-max-uuids")
+    """most media uuids that are remembered, over all tenants; 0 disables them"""
+    uuid_ttl_s: PositiveFloat = field(default=3600.0, name="store-uuid-ttl")
+    """how long a media uuid is remembered after its last use"""
+    max_connections: PositiveInt = field(default=256, name="store-max-connections")
+    """most gateways and workers connected to one store"""
+    wait_timeout_s: PositiveFloat = field(default=10.0, name="store-wait-timeout")
+    """how long a request waits for a store that is restarting before it gets 503"""
 
     def validate(self) -> None:
-        if self.max_uuids < 0:
-            raise StartupFailed("max_uuids must not be negative")
-        for name in ("uuid_ttl_s", "max_connections", "wait_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise StartupFailed(f"{name} must be positive")
+        check_bounds(self)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import TypeVar, cast
+from contextlib import suppress
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
-from medialane.core.errors import ProtocolViolation
+from medialane.core.errors import InvalidRequest, MediaTooLarge, ProtocolViolation
 from medialane.core.feature import Feature, FoundItem
 from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
+from medialane.media import MediaConfig, image_size
 from medialane.observability.timeline import StageTimeline
 from medialane.store.holds import StoreHold
+from medialane.store.items import naming
 from medialane.store.link import StoreLink
-from medialane.store.messages import AliasResolved, FindItem, Form, ItemFound, ResolveAlias
+from medialane.store.messages import AliasResolved, FindItem, Form, ItemFound, Question, ResolveAlias, SendData
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024
@@ -25,12 +27,36 @@ _PIECE_BYTES = 512 * 1024
 V = TypeVar("V")
 
 
+class ImageBudget(Protocol):
+    """The images of one request, as far as their sizes are known; `gateway.image_budget` implements it."""
+
+    def has_counted(self, ref: MediaRef) -> bool: ...
+
+    def decoded_bytes(self, ref: MediaRef) -> int:
+        """Return the bytes of the image's pixels; 0 if it has not been counted, as for `processed_bytes`."""
+        ...
+
+    def processed_bytes(self, ref: MediaRef) -> int:
+        """Return the fewest bytes of the image's tensors; 0 if unknown."""
+        ...
+
+    async def add(self, ref: MediaRef, width: int, height: int) -> None:
+        """Count an image, once. Raises PromptTooLong."""
+        ...
+
+
+class _Wanted(NamedTuple):
+    form: Form
+    options: bytes = b"{}"
+
+
 class StoreFeatures:
     """Errors name the request field of the reference. Bytes that came with a request are hashed here, and written
     straight into the arena if the store does not have them."""
 
-    def __init__(self, link: StoreLink, *, processor_digest: str, fairness: LoopFairness) -> None:
+    def __init__(self, link: StoreLink, *, processor_digest: str, fairness: LoopFairness, media: MediaConfig) -> None:
         self._link = link
+        self._media = media
         self._digest = processor_digest
         self._fairness = fairness
 
@@ -49,31 +75,65 @@ class StoreFeatures:
             salt=ref.salt,
         )
 
-    async def processed(self, ref: MediaRef, options: bytes, timeline: StageTimeline) -> FoundItem[Feature]:
-        found = await self._find(ref, "processed", options, timeline)
+    async def count_sent(self, ref: MediaRef, budget: ImageBudget) -> None:
+        """Count an image that came with the request in `budget`."""
+        data = ref.data
+        if data is None or ref.modality != "image" or ref.is_embeds or budget.has_counted(ref):
+            return
+        size = None
+        async with self._fairness.step(len(data)):
+            with suppress(InvalidRequest):  # decoding it will say why
+                size = image_size(data, self._media)
+        if size is not None:
+            with naming(ref):
+                await budget.add(ref, *size)
+
+    async def processed(
+        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
+    ) -> FoundItem[Feature]:
+        self._check_fits(ref, budget.processed_bytes(ref))
+        found = await self._find(ref, _Wanted("processed", options), timeline, budget)
         return self._item(found, found.feature)
 
-    async def decoded(self, ref: MediaRef, timeline: StageTimeline) -> FoundItem[Feature]:
-        found = await self._find(ref, "decoded", b"{}", timeline)
+    async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
+        self._check_fits(ref, budget.decoded_bytes(ref))
+        found = await self._find(ref, _Wanted("decoded"), timeline, budget)
         return self._item(found, found.feature)
 
-    async def encoded(self, ref: MediaRef, timeline: StageTimeline) -> FoundItem[EncodedMedia]:
-        found = await self._find(ref, "encoded", b"{}", timeline)
+    async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
+        found = await self._find(ref, _Wanted("encoded"), timeline, budget)
         return self._item(found, found.encoded)
 
-    async def _find(self, ref: MediaRef, form: Form, options: bytes, timeline: StageTimeline) -> ItemFound:
+    async def _find(self, ref: MediaRef, wanted: _Wanted, timeline: StageTimeline, budget: ImageBudget) -> ItemFound:
         data = ref.data
-        if data is None:
-            wanted, num_bytes, write = ref, None, None
-        else:
+        asked, num_bytes = ref, None
+        if data is not None:
             with timeline.measure("fetch"):
                 content = await self._fairness.run(len(data), lambda: content_hash(data))
-            wanted, num_bytes = msgspec.structs.replace(ref, data=None, content=content), len(data)
-            write = partial(self._write, data, timeline)
-        reply = await self._link.call(lambda call_id: FindItem(call_id, wanted, form, options, num_bytes), write)
+            asked, num_bytes = msgspec.structs.replace(ref, data=None, content=content), len(data)
+
+        async def answer(question: Question) -> None:
+            if isinstance(question, SendData):
+                await self._write(data or b"", timeline, question.range)
+                return
+            with naming(ref):
+                await budget.add(ref, question.width, question.height)
+            if wanted.form != "encoded":
+                in_form = budget.processed_bytes if wanted.form == "processed" else budget.decoded_bytes
+                self._check_fits(ref, in_form(ref))
+
+        reply = await self._link.call(
+            lambda call_id: FindItem(call_id, asked, wanted.form, wanted.options, num_bytes), answer
+        )
         found = cast("ItemFound", reply)
         timeline.merge(found.timeline)
         return found
+
+    def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
+        """Raise MediaTooLarge if an image's size implies that it can never be stored once it is prepared."""
+        if num_bytes > self._link.max_payload_bytes:
+            message = f"the item takes {num_bytes} bytes once prepared, more than this server can store"
+            raise MediaTooLarge(message, param=ref.param)
 
     async def _write(self, data: bytes, timeline: StageTimeline, entry: ArenaRange) -> None:
         """Copy `data` to the payload of `entry`, in pieces on the event loop, where cancellation takes effect between

@@ -7,7 +7,8 @@ form, or a URL known to be unchanged need neither a download nor a copy.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import decoded_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.media import Fetcher, MediaConfig, needs_probe
+from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
@@ -28,6 +29,9 @@ from medialane.store.messages import Form
 
 #: Receives the encoded bytes of the item, whose content hash its caller has given, into the arena.
 Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]
+
+#: Returns if the request may have an image of this width and height; otherwise the caller is cancelled.
+Admit = Callable[[int, int], Awaitable[None]]
 
 #: Encoded bytes may be evicted between download and use if the arena is far too small; then they are fetched again.
 _MAX_ATTEMPTS = 3
@@ -61,6 +65,15 @@ class Processing(NamedTuple):
     options: bytes
 
 
+class _Source(NamedTuple):
+    """A reference, and what its client has offered for this call."""
+
+    ref: MediaRef
+    timeline: StageTimeline
+    upload: Upload | None
+    admit: Admit | None
+
+
 class Items:
     """Returns leases on media items; concurrent preparations of the same item are shared.
 
@@ -74,6 +87,7 @@ class Items:
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
+        self._media = media
         self._store = EncodedStore(arena, media)
         self._scales = media.jpeg_scaled_decode
         self._aliases = aliases
@@ -100,64 +114,66 @@ class Items:
         *,
         timeline: StageTimeline,
         upload: Upload | None = None,
+        admit: Admit | None = None,
     ) -> LeasedItem:
-        """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only."""
-        with _naming(ref):
+        """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only.
+
+        `admit` is asked before an image of a URL is decoded, or sent to a worker that decodes it.
+        """
+        source = _Source(ref, timeline, upload, admit)
+        with naming(ref):
             if form == "encoded":
-                found = await self._probed_bytes(ref, timeline, upload)
+                found = await self._probed_bytes(source)
             else:
-                target = processing if form == "processed" else None
-                found = await self._find_or_prepare(ref, target, timeline, upload)
+                found = await self._find_or_prepare(source, processing if form == "processed" else None)
         # Bind the alias, unless it was all that was sent, now that the content has proved usable.
         if ref.alias is not None and (ref.url is not None or upload is not None):
             self._aliases.bind(ref.salt, ref.alias, found.content_hash)
         return found
 
-    async def _probed_bytes(self, ref: MediaRef, timeline: StageTimeline, upload: Upload | None) -> LeasedItem:
+    async def _probed_bytes(self, source: _Source) -> LeasedItem:
         """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects
         are dropped from the cache."""
-        content, lease = await self._encoded(ref, timeline, upload)
+        content, lease = await self._encoded(source)
         try:
-            await self._probe(ref, lease.value)
+            await self._admit(source, lease.value)
+            await self._probe(source.ref, lease.value)
         except BaseException as error:  # cancellation included: the lease has no other owner
             lease.release()
             if isinstance(error, InvalidRequest):
-                self._store.forget(ref, content)
+                self._store.forget(source.ref, content)
             raise
         return LeasedItem(content, lease, is_hit=False)
 
-    async def _find_or_prepare(
-        self, ref: MediaRef, processing: Processing | None, timeline: StageTimeline, upload: Upload | None
-    ) -> LeasedItem:
+    async def _find_or_prepare(self, source: _Source, processing: Processing | None) -> LeasedItem:
         """Look up the requested form, and prepare it if it is missing.
 
         If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
         new content is looked up, and the feature is made from it and has its key.
         """
-        need_data = False
+        need_data, timeline = False, source.timeline
         for _ in range(1 + _MAX_ATTEMPTS):
-            content = await self._content(ref, timeline, need_data=need_data)
-            key = self._key(ref, processing, content)
+            content = await self._content(source, need_data=need_data)
+            key = self._key(source.ref, processing, content)
             if (lease := self._arena.lookup(key, "decoded" if processing is None else "processed")) is not None:
                 timeline.num_hits += 1
                 return LeasedItem(content, lease, is_hit=True)
-            encoded = await self._stored(ref, content, timeline, upload)
+            encoded = await self._stored(source, content)
             if encoded is not None:
                 timeline.num_misses += 1
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
-                    lease = await self._prepare_once(ref, content, processing, timeline)
+                    await self._admit(source, encoded.value)
+                    lease = await self._prepare_once(source, content, processing)
                 return LeasedItem(content, lease, is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
 
-    async def _encoded(
-        self, ref: MediaRef, timeline: StageTimeline, upload: Upload | None
-    ) -> tuple[str, Lease[EncodedMedia]]:
+    async def _encoded(self, source: _Source) -> tuple[str, Lease[EncodedMedia]]:
         """Return the encoded bytes, fetched or received if they are not cached."""
         for attempt in range(_MAX_ATTEMPTS):
-            content = await self._content(ref, timeline, need_data=attempt > 0)
-            if (lease := await self._stored(ref, content, timeline, upload)) is not None:
+            content = await self._content(source, need_data=attempt > 0)
+            if (lease := await self._stored(source, content)) is not None:
                 return content, lease
         raise ArenaFull(_TOO_SMALL)
 
@@ -173,36 +189,41 @@ class Items:
             salt=ref.salt,
         )
 
-    async def _content(self, ref: MediaRef, timeline: StageTimeline, *, need_data: bool) -> str:
-        """Return the content hash of `ref`. With `need_data` a URL is fetched again."""
-        if ref.content is not None:
-            return ref.content
-        with timeline.measure("fetch"):
-            return (await self._fetcher.fetch(ref, need_data=need_data)).content_hash
+    async def _content(self, source: _Source, *, need_data: bool) -> str:
+        """Return the content hash. With `need_data` a URL is fetched again."""
+        if source.ref.content is not None:
+            return source.ref.content
+        with source.timeline.measure("fetch"):
+            return (await self._fetcher.fetch(source.ref, need_data=need_data)).content_hash
 
-    async def _stored(
-        self, ref: MediaRef, content: str, timeline: StageTimeline, upload: Upload | None
-    ) -> Lease[EncodedMedia] | None:
+    async def _stored(self, source: _Source, content: str) -> Lease[EncodedMedia] | None:
         """Return the bytes of `content`, received if needed. None if they have to be fetched."""
-        if (lease := self._store.lookup(ref, content)) is not None:
+        if (lease := self._store.lookup(source.ref, content)) is not None:
             return lease
-        if upload is not None:
-            with timeline.measure("fetch"):
-                return await upload(self._store)
-        if ref.url is None:
+        if source.upload is not None:
+            with source.timeline.measure("fetch"):
+                return await source.upload(self._store)
+        if source.ref.url is None:
             raise UnknownMediaUuid(_UNKNOWN)
         return None
 
-    async def _prepare_once(
-        self, ref: MediaRef, content: str, processing: Processing | None, timeline: StageTimeline
-    ) -> Lease[Feature]:
+    async def _admit(self, source: _Source, encoded: EncodedMedia) -> None:
+        """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""
+        if source.ref.url is None or source.ref.modality != "image" or source.admit is None:
+            return
+        size = None
+        with suppress(InvalidRequest):  # decoding it will say why
+            size = image_size(self._store.bytes(encoded), self._media)
+        if size is not None:
+            await source.admit(*size)
+
+    async def _prepare_once(self, source: _Source, content: str, processing: Processing | None) -> Lease[Feature]:
         """Prepare the requested form, once for all concurrent requests."""
-        key = self._key(ref, processing, content)
+        key = self._key(source.ref, processing, content)
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
-        return await self._preparing.do(
-            key, lambda: self._prepare(ref, content, processing, key=key, timeline=timeline)
-        )
+        work = partial(self._prepare, source.ref, content, processing, key=key, timeline=source.timeline)
+        return await self._preparing.do(key, work)
 
     async def _prepare(
         self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: StageTimeline
@@ -238,7 +259,7 @@ class Items:
 
 
 @contextmanager
-def _naming(ref: MediaRef) -> Iterator[None]:
+def naming(ref: MediaRef) -> Iterator[None]:
     """Add the request field of `ref` to errors."""
     try:
         yield

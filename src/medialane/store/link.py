@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 from collections.abc import Callable
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
@@ -17,7 +18,7 @@ from medialane.core.errors import (
 )
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.rpc.config import RpcConfig
-from medialane.store.client import ConnectionLost, StoreClient, Write
+from medialane.store.client import Answer, ConnectionLost, StoreClient
 from medialane.store.messages import Call, Reply, StoreHello, StoreStatus, StoreWelcome
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,11 @@ class StoreLink:
         return None if self._view is None else self._view.id
 
     @property
+    def max_payload_bytes(self) -> int:
+        """The largest item that fits into the arena; unlimited while it is unknown."""
+        return sys.maxsize if self._view is None else self._view.max_payload_bytes
+
+    @property
     def status(self) -> StoreStatus | None:
         """What the store reported last; None while it is not connected."""
         return None if self._client is None else self._client.status
@@ -110,14 +116,14 @@ class StoreLink:
             await self._connected.wait()
         return client.welcome
 
-    async def call(self, make: Callable[[int], Call], write: Write | None = None) -> Reply:
+    async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
         `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
         deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
         while True:
             client = await self._client_before(deadline)
             try:
-                return await client.call(make, write)
+                return await client.call(make, answer)
             except ConnectionLost:
                 continue
 

@@ -5,7 +5,9 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     client                          store
     FindItem(call, ref, ...)->                              find or make an item
                             <-      SendData(call, range)   only if `num_bytes` is given and the bytes are not cached
-    DataSent(call)          ->                              the client has written them, and writes no more
+    Proceed(call)           ->                              the client has written them, and writes no more
+                            <-      ImageSize(call, ...)    only for an image of a URL, before it is decoded
+    Proceed(call)           ->                              the request may have an image of this size
                             <-      ItemFound(call, hold, ...)  the client holds the item
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
@@ -90,7 +92,17 @@ class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
     range: ArenaRange
 
 
-class DataSent(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ImageSize(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The size of an image in pixels, by its header."""
+
+    call_id: int
+    width: int
+    height: int
+
+
+class Proceed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to SendData and ImageSize. If it is no, the client sends Cancel instead."""
+
     call_id: int
 
 
@@ -152,8 +164,19 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     problem: str | None = None
 
 
-ToStore = StoreHello | FindItem | DataSent | ResolveAlias | HoldEntries | Cancel | Release | StorePing
-FromStore = StoreWelcome | StoreRefused | SendData | ItemFound | AliasResolved | EntriesHeld | CallFailed | StoreStatus
+ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | StorePing
+FromStore = (
+    StoreWelcome
+    | StoreRefused
+    | SendData
+    | ImageSize
+    | ItemFound
+    | AliasResolved
+    | EntriesHeld
+    | CallFailed
+    | StoreStatus
+)
+Question = SendData | ImageSize
 Call = FindItem | ResolveAlias | HoldEntries
 Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
 

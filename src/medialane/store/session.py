@@ -29,11 +29,13 @@ from medialane.store.messages import (
     Call,
     CallFailed,
     Cancel,
-    DataSent,
     EntriesHeld,
     FindItem,
     HoldEntries,
+    ImageSize,
     ItemFound,
+    Proceed,
+    Question,
     Release,
     Reply,
     ResolveAlias,
@@ -49,8 +51,8 @@ from medialane.store.messages import (
 
 logger = logging.getLogger(__name__)
 
-#: Longest time in which a client must write the bytes of an item; 200 MB take a tenth of a second.
-UPLOAD_TIMEOUT_S = 30.0
+#: Longest time in which a client must write the bytes of an item (200 MB take a tenth of a second), or count an image.
+ANSWER_TIMEOUT_S = 30.0
 
 
 class StoreSession:
@@ -75,7 +77,7 @@ class StoreSession:
         self._on_open = on_open
         self._on_lost = on_lost
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._uploads: dict[int, asyncio.Future[None]] = {}
+        self._questions: dict[int, asyncio.Future[None]] = {}
         self._last_call_id = 0
         self.hello: StoreHello | None = None
         #: What the client may still read or write.
@@ -119,9 +121,9 @@ class StoreSession:
         match message:
             case FindItem() | ResolveAlias() | HoldEntries():
                 self._start(message)
-            case DataSent(call_id):
-                if (sent := self._uploads.pop(call_id, None)) is not None:
-                    sent.set_result(None)
+            case Proceed(call_id):
+                if (question := self._questions.pop(call_id, None)) is not None:
+                    question.set_result(None)
             case Cancel(call_id):
                 if (task := self._tasks.get(call_id)) is not None:
                     task.cancel()
@@ -182,7 +184,14 @@ class StoreSession:
         hello, timeline = self.hello, StageTimeline()
         processing = Processing("" if hello is None else hello.processor, call.options)
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
-        found = await self._items.find(call.ref, call.form, processing, timeline=timeline, upload=upload)
+        found = await self._items.find(
+            call.ref,
+            call.form,
+            processing,
+            timeline=timeline,
+            upload=upload,
+            admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
+        )
         value = found.lease.value
         return ItemFound(
             call.call_id,
@@ -207,28 +216,36 @@ class StoreSession:
         return EntriesHeld(call.call_id, self.use.hold(leases))
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
-        """Have the client write the bytes of `ref` into the arena. Raises StoreUnavailable if it takes too long."""
+        """Have the client write the bytes of `ref` into the arena."""
         reservation = store.reserve(num_bytes)
         self.use.start_writing(reservation)
-        sent = self._uploads[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self.connection.send(SendData(call_id, reservation.range), at_once=True)
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                await sent
-        except TimeoutError:
-            # It may still be writing. Without a connection, the range is freed when its process has exited.
-            self.connection.end(ProtocolViolation("a client did not send an item's bytes in time"))
-            raise StoreUnavailable("the request's media were not received in time") from None
+            await self._ask(SendData(call_id, reservation.range))
         except asyncio.CancelledError:
             if not self.connection.closed.is_set() and self.use.stop_writing(reservation):
                 reservation.abandon()
             raise
-        finally:
-            self._uploads.pop(call_id, None)
         if not self.use.stop_writing(reservation):
             raise StoreUnavailable("the client has disconnected")
         with reservation:
             return store.publish(reservation, ref, ref.content or "")
+
+    async def _ask(self, question: Question) -> None:
+        """Wait until the client proceeds; it cancels the call if it does not.
+
+        After a timeout the connection is closed: the client may still be writing, so that its range is freed only when
+        its process has exited. Raises StoreUnavailable then.
+        """
+        answered = self._questions[question.call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self.connection.send(question, at_once=True)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await answered
+        except TimeoutError:
+            self.connection.end(ProtocolViolation("a client did not answer in time"))
+            raise StoreUnavailable("the request's media were not received in time") from None
+        finally:
+            self._questions.pop(question.call_id, None)
 
 
 def pidfd_of(pid: int) -> int | None:

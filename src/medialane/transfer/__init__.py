@@ -1,15 +1,17 @@
 """Transports from gateway to worker, and the order in which transfer paths are tried."""
 
 from medialane.transfer.config import TransferConfig
-from medialane.transfer.selection import TransferPath, TransportChoice, transfer_paths
 from medialane.transfer.transport import (
     InlineReceiver,
     InlineTransport,
     Receiver,
     ShmReceiver,
     ShmTransport,
+    TransferPath,
     TransferTensors,
     Transport,
+    TransportChoice,
+    transfer_paths,
 )
 
 __all__ = [

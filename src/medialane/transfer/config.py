@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
+from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.transfer.selection import TransportChoice
+from medialane.core.setting import NonNegativeInt, check_bounds
+from medialane.transfer.transport import TransportChoice
 
 MIB = 1024 * 1024
 
 
 class TransferConfig(msgspec.Struct, frozen=True):
-    transport: Annotated[
-        TransportChoice,
-        msgspec.Meta(
-            description="how features are sent: shm (shared memory, same host), inline (bytes with the message), "
-            "auto (shm if the worker has proved that it maps the arena, else inline)"
-        ),
-    ] = "auto"
-    max_inline_bytes: Annotated[
-        int, msgspec.Meta(description="most tensor bytes of one request that are sent inline")
-    ] = 48 * MIB
+    transport: TransportChoice = field(default="auto", name="transport")
+    """how features are sent: shm (shared memory, same host), inline (bytes with the message), auto (shm if the
+    worker has proved that it maps the arena, else inline)"""
+    max_inline_bytes: NonNegativeInt = field(default=48 * MIB, name="transfer-max-inline-bytes")
+    """most tensor bytes of one request that are sent inline"""
 
     def validate(self) -> None:
-        if self.max_inline_bytes < 0:
-            raise StartupFailed("max_inline_bytes must not be negative")
+        check_bounds(self)

@@ -1,4 +1,5 @@
-"""Transports of tensors from a gateway to a worker: those of a feature, of decoded media, or encoded bytes as one.
+"""Transports of tensors from a gateway to a worker: those of a feature, of decoded media, or encoded bytes as one; and
+the order in which they are tried.
 
 A transport has two ends. The gateway's converts the tensors of an arena entry to the form that is sent, the worker's
 converts that form to readable bytes.
@@ -9,13 +10,17 @@ converts that form to readable bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
+
+import msgspec
 
 from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
-from medialane.core.request import TransportName
+from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
+
+TransportChoice = Literal["auto", "shm", "inline"]
 
 TransferTensors = tuple[TensorDescriptor | InlineTensor, ...]
 
@@ -93,18 +98,14 @@ class ShmReceiver:
 
 
 class InlineTransport:
-    """`read` returns the bytes of a descriptor in this process, the arena's owner."""
+    """`read` returns the bytes of a descriptor in this process, the arena's owner. The hand-over limits their size."""
 
     name: TransportName = "inline"
 
-    def __init__(self, read: Callable[[TensorDescriptor], memoryview], *, max_bytes: int) -> None:
+    def __init__(self, read: Callable[[TensorDescriptor], memoryview]) -> None:
         self._read = read
-        self._max_bytes = max_bytes
 
     def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
-        nbytes = sum(t.spec.nbytes for t in tensors)
-        if nbytes > self._max_bytes:
-            raise HandoverFailed(f"tensors of {nbytes} bytes exceed the inline limit of {self._max_bytes} bytes")
         return tuple(InlineTensor(t.spec, self._read(t)) for t in tensors)
 
 
@@ -115,3 +116,51 @@ class InlineReceiver:
         if len(tensor.data) != tensor.spec.nbytes:
             raise HandoverFailed("the bytes of an inline tensor are incomplete")
         return memoryview(tensor.data)
+
+
+class TransferPath(msgspec.Struct, frozen=True):
+    """One stage and one transport."""
+
+    stage: StageName
+    transport: TransportName
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.transport}"
+
+
+def transfer_paths(
+    stage: StageChoice, transport: TransportChoice, *, same_host: bool, same_processor: bool, prepared: bool
+) -> tuple[TransferPath, ...]:
+    """Return the transfer paths to try, best first; empty if the configured choice is impossible at this worker.
+
+    `same_host`: the worker has proved that it maps our arena. `same_processor`: its processor settings equal ours, so
+    our features are equivalent to its own. `prepared`: the request has features.
+    """
+
+    def is_possible(found: Stage) -> bool:
+        return not found.same_processor or (same_processor and prepared)
+
+    return tuple(
+        TransferPath(found.name, name)
+        for found in _stages(stage, is_possible)
+        for name in _transports(found, transport, same_host=same_host)
+    )
+
+
+def _stages(choice: StageChoice, is_possible: Callable[[Stage], bool]) -> Iterator[Stage]:
+    if choice != "auto":
+        yield from filter(is_possible, [STAGES[choice]])
+        return
+    name: StageName | None = BEST_STAGE
+    while name is not None:
+        stage = STAGES[name]
+        if is_possible(stage):
+            yield stage
+            name = stage.fallback
+        else:
+            name = stage.instead
+
+
+def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool) -> tuple[TransportName, ...]:
+    found = tuple(name for name in stage.transports if choice in ("auto", name) and (same_host or name != "shm"))
+    return found or stage.last_resort

@@ -16,28 +16,15 @@ from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 _LORA = MsgpackDecoder(LoRARequest)
 
 
-def _reset_prefix_cache(llm: AsyncLLM, call: admin.ResetPrefixCache) -> Awaitable[bool]:
-    found: Awaitable[bool] = llm.reset_prefix_cache(call.reset_running_requests, call.reset_connector)
-    return found
-
-
-def _start_profile(llm: AsyncLLM, call: admin.StartProfile) -> Awaitable[None]:
-    found: Awaitable[None] = llm.start_profile(
-        call.profile_prefix, delay_iterations=call.delay_iterations, max_iterations=call.max_iterations
-    )
-    return found
-
-
 def _add_lora(llm: AsyncLLM, call: admin.AddLora) -> Awaitable[bool]:
     with readable("LoRA request"):
         lora = _LORA.decode(call.lora)
-    found: Awaitable[bool] = llm.add_lora(lora)
-    return found
+    return llm.add_lora(lora)
 
 
 #: The implementation of each call.
 ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]] = {
-    admin.ResetPrefixCache: _reset_prefix_cache,
+    admin.ResetPrefixCache: lambda llm, call: llm.reset_prefix_cache(call.reset_running_requests, call.reset_connector),
     admin.ResetMmCache: lambda llm, _: llm.reset_mm_cache(),
     admin.ResetEncoderCache: lambda llm, _: llm.reset_encoder_cache(),
     admin.Sleep: lambda llm, call: llm.sleep(call.level, call.mode),
@@ -47,7 +34,9 @@ ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]
     admin.PauseGeneration: lambda llm, call: llm.pause_generation(mode=call.mode, clear_cache=call.clear_cache),
     admin.ResumeGeneration: lambda llm, _: llm.resume_generation(),
     admin.IsPaused: lambda llm, _: llm.is_paused(),
-    admin.StartProfile: _start_profile,
+    admin.StartProfile: lambda llm, call: llm.start_profile(
+        call.profile_prefix, delay_iterations=call.delay_iterations, max_iterations=call.max_iterations
+    ),
     admin.StopProfile: lambda llm, _: llm.stop_profile(),
     admin.AddLora: _add_lora,
 }

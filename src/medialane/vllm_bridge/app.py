@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -19,13 +20,14 @@ from vllm.tool_parsers import ToolParserManager
 
 from medialane.core.errors import MedialaneError, PromptRejected, StartupFailed
 from medialane.core.feature import Feature
-from medialane.prepare.processor import AssembledPrompt, Assembler
-from medialane.vllm_bridge import renderer_hook
+from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
+from medialane.vllm_bridge import inline_rendering, renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.fail_fast import failing_fast
-from medialane.vllm_bridge.http_server import check_http, serve_http
+from medialane.vllm_bridge.http_server import ServerFactory, check_http, serve_http
+from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.request_backend import RequestBackend
@@ -66,6 +68,8 @@ class Frontend:
         except (OSError, ValueError) as error:
             raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
         self.processor_settings: dict[str, str] = settings_of(self.config.model_config, self.renderer)
+        #: One that always raises if `supports_split` is false.
+        self.assembler: Assembler = self._assembler() if self.supports_split else _NoAssembler()
 
     @property
     def takes_media(self) -> bool:
@@ -90,9 +94,10 @@ class Frontend:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
         check_model_io(self.config.model_config)
 
-    def assembler(self) -> Assembler:
-        """Return the prompt assembler; one that always raises if `supports_split` is false."""
-        return VllmAssembler(self.renderer.get_mm_processor()) if self.supports_split else _NoAssembler()
+    def _assembler(self) -> Assembler:
+        processor = self.renderer.get_mm_processor()
+        images = ImageTokens.verified(processor)
+        return VllmAssembler(processor, images, max_tokens=self.config.model_config.max_model_len)
 
     async def app(
         self,
@@ -124,24 +129,35 @@ class Frontend:
             _add_health(app, health)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         await init_app_state(client, app.state, self.args, TASKS)
+        if not self.args.trust_request_chat_template:  # a client's template may loop for ever
+            inline_rendering.install(self.renderer, backend)
         client.is_serving = True
         return app
 
     async def serve(
-        self, app: Any, sock: socket.socket, stop: Awaitable[object], drain_timeout_s: float, *, http: Any
+        self,
+        app: Any,
+        sock: socket.socket,
+        stop: Awaitable[object],
+        *,
+        drain_timeout_s: float,
+        server_of: ServerFactory,
     ) -> None:
-        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. `http` is
-        uvicorn's setting of that name."""
-        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, http=http)
+        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish."""
+        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, server_of=server_of)
 
 
 class _NoAssembler:
-    """Used where no prompt is assembled: stages `decoded` and `url`, or a model without media."""
+    """Used for models whose items are not processed one by one, or without media."""
 
     accepts_item_options = False
+    max_tokens = sys.maxsize
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")
+
+    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        return None
 
 
 def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Response]]:

@@ -32,8 +32,7 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
 
     @cached_property
     def data(self) -> dict[str, MultiModalFieldElem]:
-        found: dict[str, MultiModalFieldElem] = decode_item(self.wire.header, self._datas).data
-        return found
+        return decode_item(self.wire.header, self._datas).data
 
     def __copy__(self) -> MultiModalKwargsItem:
         # UserDict's own accesses `__dict__["data"]`, which does not exist before first use.
@@ -46,5 +45,4 @@ class ArenaEncoder(ItemEncoder):
     def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
         if isinstance(item, ArenaItem):
             return {KEY: _ENCODER.encode(item.wire)}
-        found: dict[str, Any] = super().encode_item(item)
-        return found
+        return super().encode_item(item)

@@ -8,6 +8,7 @@ families depend. Private methods of vLLM 0.32 are used; `tests/contract/test_pre
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.prepare.processor import AssembledPrompt
+from medialane.prepare.processor import AssembledPrompt, ImageCost
 from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
+from medialane.vllm_bridge.resize_target import Size
 from medialane.vllm_bridge.seams.multimodal import expand_prompt, processes_items_apart
 
 #: Families whose prompt updates derive an item's token count from the grid in its feature, not from its size and the
@@ -29,10 +32,14 @@ _TOKENS_BY_GRID = frozenset(
 
 
 class VllmAssembler:
-    """Expands prompts from headers and sizes. Not thread-safe."""
+    """Expands prompts from headers and sizes. Not thread-safe. Without `images`, no image's cost is predicted."""
 
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+    def __init__(
+        self, processor: BaseMultiModalProcessor, images: ImageTokens | None = None, *, max_tokens: int = sys.maxsize
+    ) -> None:
+        self.max_tokens = max_tokens
         self._processor = processor
+        self._images = images
         self._layouts = PlaceholderLayouts(processor)
 
     @property
@@ -56,6 +63,9 @@ class VllmAssembler:
         return AssembledPrompt(
             token_ids=applied["prompt_token_ids"], placeholders=tuple(next(ranges[f.modality]) for f in features)
         )
+
+    def image_cost(self, size: Size, options: bytes) -> ImageCost | None:
+        return None if self._images is None else self._images.cost(size, options)
 
     def _apply(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> Any:
         layout = self._layouts.find(features, options)

@@ -19,9 +19,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -33,13 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import (
-    GenerationFailed,
-    HandoverFailed,
-    MedialaneError,
-    StartupFailed,
-    WorkerLost,
-)
+from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneError, StartupFailed, WorkerLost
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
 from medialane.vllm_bridge import administration
@@ -64,6 +58,8 @@ from medialane.vllm_bridge.seams.engine import (
 from medialane.vllm_bridge.settings import settings_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Interval at which a wait for EngineCore checks that it is alive: a dead one never replies.
 ALIVE_CHECK_S = 0.2
@@ -111,29 +107,27 @@ class LoadRecorder:
     """The latest statistics of each rank's scheduler, which vLLM passes to its stat loggers after every step."""
 
     def __init__(self) -> None:
-        self._stats: dict[int, SchedulerStats] = {}
+        self._loggers: dict[int, _RankRecorder] = {}
 
     @property
     def stats(self) -> list[SchedulerStats]:
         """Statistics of the data-parallel ranks, by rank."""
-        return [self._stats[engine_index] for engine_index in sorted(self._stats)]
+        return [logger.stats for _, logger in sorted(self._loggers.items())]
 
-    def factory(self, _config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+    def factory(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """Create the logger of one rank; vLLM calls this once per rank."""
-        latest = self._stats
-        latest[engine_index] = SchedulerStats()
+        return self._loggers.setdefault(engine_index, _RankRecorder(config))
 
-        class Logger(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
-            def __init__(self) -> None:
-                """Stateless: the recorder holds the statistics."""
 
-            def record(self, scheduler_stats: SchedulerStats | None, *_args: Any, **_kwargs: Any) -> None:
-                latest[engine_index] = scheduler_stats or latest[engine_index]
+class _RankRecorder(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
+    def __init__(self, _config: VllmConfig) -> None:
+        self.stats = SchedulerStats()
 
-            def log_engine_initialized(self) -> None:
-                """vLLM's own loggers log it."""
+    def record(self, scheduler_stats: SchedulerStats | None, *_args: Any, **_kwargs: Any) -> None:
+        self.stats = scheduler_stats or self.stats
 
-        return Logger()
+    def log_engine_initialized(self) -> None:
+        """vLLM's own loggers log it."""
 
 
 class VllmEngine:
@@ -168,7 +162,10 @@ class VllmEngine:
     def loads(self) -> list[WorkerLoad]:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
         runs no steps)."""
-        counts = self._num_unfinished()
+        if self.card.data_parallel_size == 1:
+            counts = [self._llm.get_num_unfinished_requests()]
+        else:
+            counts = num_unfinished_by_rank(self._llm)
         latest = self._recorder.stats or [SchedulerStats()] * len(counts)  # none with --disable-log-stats
         return [_load(total, stats) for total, stats in zip(counts, latest, strict=True)]
 
@@ -213,13 +210,8 @@ class VllmEngine:
 
     async def administer(self, call: AdminCall) -> AdminResult:
         with mapped_errors():
-            call_task = asyncio.ensure_future(administration.begin(self._llm, call))
             try:
-                await self._result_or_death(call_task)
-            finally:
-                call_task.cancel()
-            try:
-                result = call_task.result()
+                result = await self._result_or_death(administration.begin(self._llm, call))
             except (*REFUSED, EngineDeadError, MedialaneError):
                 raise
             except Exception as error:  # vLLM has no narrower type for a failed utility
@@ -244,12 +236,6 @@ class VllmEngine:
             stop_listening(self._llm)
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
             self._folder.remove()
-
-    def _num_unfinished(self) -> list[int]:
-        """Return the number of unfinished requests of each rank."""
-        if self.card.data_parallel_size == 1:
-            return [self._llm.get_num_unfinished_requests()]
-        return num_unfinished_by_rank(self._llm)
 
     async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
         """Yield vLLM's outputs. Returns only after EngineCore has released the request."""
@@ -290,26 +276,29 @@ class VllmEngine:
     async def _ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a utility of every EngineCore and return the results. Raises WorkerLost if EngineCore dies,
         GenerationFailed if the timeout expires or the utility fails."""
-        call = asyncio.ensure_future(call_every_engine(self._llm, method, *args))
         try:
             async with asyncio.timeout(timeout_s):
-                await self._result_or_death(call)
+                return await self._result_or_death(call_every_engine(self._llm, method, *args))
         except TimeoutError as error:
             raise GenerationFailed(f"the engine did not respond within {timeout_s:g} s") from error
-        finally:
-            call.cancel()
-        try:
-            return call.result()
         except EngineDeadError as error:
             raise WorkerLost("the worker's engine has died") from error
+        except MedialaneError:
+            raise
         except Exception as error:  # vLLM has no narrower type for a failed utility
             raise GenerationFailed(f"the engine failed a call of {method}") from error
 
-    async def _result_or_death(self, call: asyncio.Future[Any]) -> None:
-        while not call.done():
-            if self._llm.errored:
-                raise WorkerLost("the worker's engine has died")
-            await asyncio.wait({call}, timeout=ALIVE_CHECK_S)
+    async def _result_or_death(self, call: Awaitable[T]) -> T:
+        """Return the call's result. Raises WorkerLost if EngineCore dies, which then never replies."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                if self._llm.errored:
+                    raise WorkerLost("the worker's engine has died")
+                await asyncio.wait({task}, timeout=ALIVE_CHECK_S)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _log_stats(self) -> None:
         """Log at the interval of vLLM's own server: some of its loggers accumulate every step until they log."""
@@ -351,7 +340,6 @@ def _card(llm: AsyncLLM) -> ModelCard:
         max_model_len=llm.model_config.max_model_len,
         # In hybrid models full attention may have larger blocks than the rest; its blocks count for the prefix cache.
         block_size=cache.effective_attention_block_size or cache.block_size,
-        mm_limits=_media_limits(llm),
         processor=settings_of(llm.model_config, llm.renderer),
         encoder_cache_tokens=encoder_cache_tokens(llm),
         num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM reports the sum over its ranks
@@ -360,11 +348,6 @@ def _card(llm: AsyncLLM) -> ModelCard:
         data_parallel_size=num_ranks,
         max_loras=config.lora_config.max_loras if config.lora_config is not None else 0,
     )
-
-
-def _media_limits(llm: AsyncLLM) -> dict[str, int]:
-    takes_media = llm.model_config.supports_multimodal_inputs
-    return dict(llm.renderer.get_mm_processor().info.allowed_mm_limits) if takes_media else {}
 
 
 def _has_error(output: RequestOutput) -> bool:

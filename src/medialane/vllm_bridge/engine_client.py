@@ -77,8 +77,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     @property
     def dead_error(self) -> BaseException:
-        error: BaseException = EngineDeadError()
-        return error
+        return EngineDeadError()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise BridgedError if no worker is ready: once a stream has started, an error has no HTTP status."""
@@ -250,6 +249,3 @@ def _token_ids(prompt: Any) -> list[int]:
     if not isinstance(prompt, dict) or prompt.get("type") not in ("token", "multimodal"):
         raise InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
     return list(prompt["prompt_token_ids"])
-
-
-__all__ = ["BridgedError", "RoutedEngineClient"]

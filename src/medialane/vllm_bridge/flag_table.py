@@ -3,7 +3,8 @@
 `python -m medialane.vllm_bridge.flag_table > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails
 if it is out of date. Each spelling of a flag maps to the kind of its value: `flag` (none), `int`, `float`, `json`,
 `many` (one or more), `text` (not checked), or the list of its choices. A `?` after a kind: None and the empty string
-are also accepted. `parsers` are vLLM's own, by flag; plugins add others.
+are also accepted. Then follow the bounds of a number, from vLLM's configuration class: `float > 0 <= 1`. `parsers` are
+vLLM's own, by flag; plugins add others.
 """
 
 from __future__ import annotations
@@ -11,21 +12,30 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Action, ArgumentTypeError
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
+from annotated_types import Ge, Gt, Le, Lt
+from vllm import config
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.version import __version__
 
-from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, parser_actions
+from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, parser_groups
 
 Kind = str | list[str]
 
 
 def flag_table() -> dict[str, Any]:
     """Return the installed vLLM's version, flags and parsers."""
-    actions = parser_actions(make_arg_parser(FlexibleArgumentParser()))
-    flags = {spelling: _kind(action) for action in actions for spelling in action.option_strings}
+    flags: dict[str, Kind] = {}
+    for title, actions in parser_groups(make_arg_parser(FlexibleArgumentParser())):
+        for action in actions:
+            kind = _kind(action)
+            if isinstance(kind, str):
+                kind = " ".join([kind, *_bounds(title, action.dest)])
+            flags |= dict.fromkeys(action.option_strings, kind)
     parsers = {
         "--tool-call-parser": sorted(ToolParserManager.list_registered()),
         "--reasoning-parser": sorted(ReasoningParserManager.list_registered()),
@@ -50,6 +60,24 @@ def _kind(action: Action) -> Kind:
     if _accepts(action, "1k"):
         return "text"  # 1k, 2M, auto
     return f"{kind}?" if _accepts(action, "None") else kind
+
+
+def _bounds(title: str, name: str) -> Iterator[str]:
+    """Yield operators and limits of the number that a flag sets. vLLM names a group of flags after their configuration
+    class, which may have the field in a member."""
+    fields = getattr(config, title, config.VllmConfig).__pydantic_fields__
+    members: list[Any] = [found.annotation for found in fields.values() if is_dataclass(found.annotation)]
+    for found in (fields, *(member.__pydantic_fields__ for member in members)):
+        for bound in found[name].metadata if name in found else ():
+            match bound:
+                case Gt(limit):
+                    yield from (">", str(limit))
+                case Ge(limit):
+                    yield from (">=", str(limit))
+                case Lt(limit):
+                    yield from ("<", str(limit))
+                case Le(limit):
+                    yield from ("<=", str(limit))
 
 
 def _accepts(action: Action, text: str) -> bool:

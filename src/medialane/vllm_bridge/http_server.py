@@ -17,7 +17,6 @@ from vllm import envs
 
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.seams.api_server import (
-    NoSignalServer,
     SSLCertRefresher,
     configure_logging_from_args,
     get_uvicorn_log_config,
@@ -25,9 +24,10 @@ from medialane.vllm_bridge.seams.api_server import (
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
+ServerFactory = Callable[[uvicorn.Config], uvicorn.Server]
 
 
-def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0, **more: Any) -> uvicorn.Config:
+def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0) -> uvicorn.Config:
     """Return uvicorn's loaded configuration, and configure the logging of this process. Raises StartupFailed."""
     if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
         raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
@@ -48,7 +48,6 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0, *
             timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             **({} if log_config is None else {"log_config": log_config}),
-            **more,
         )
         config.load()
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -65,13 +64,19 @@ def check_http(args: Namespace) -> None:
 
 
 async def serve_http(
-    app: Any, args: Namespace, sock: socket.socket, stop: Awaitable[object], *, drain_timeout_s: float, **more: Any
+    app: Any,
+    args: Namespace,
+    sock: socket.socket,
+    stop: Awaitable[object],
+    *,
+    drain_timeout_s: float,
+    server_of: ServerFactory,
 ) -> None:
-    """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. `more` are uvicorn
-    settings; its `http` must enforce the header limits of vLLM's flags, since uvicorn's own protocols have none.
+    """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. The server must
+    install no signal handlers, and enforce the header limits of vLLM's flags, since uvicorn's own protocols have none.
     """
-    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, **more)
-    server = NoSignalServer(config)
+    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s)
+    server = server_of(config)
     app.state.server = server  # vLLM's error handlers use it
     refresher = _refresher(config, args)
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))

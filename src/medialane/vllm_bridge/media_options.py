@@ -8,9 +8,9 @@ vLLM might honour an option that is not part of the cache key.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
 import msgspec
 from vllm.config import ModelConfig
@@ -31,75 +31,52 @@ _MAX_FPS = 240
 _MAX_DURATION_S = 86_400
 _MAX_COUNT = 1 << 31
 
-_Check = Callable[[Any], bool]
+_Fps = Annotated[float, msgspec.Meta(gt=0, le=_MAX_FPS)]
+_Duration = Annotated[float, msgspec.Meta(ge=0, le=_MAX_DURATION_S)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_COUNT)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 
+#: Value of -1 for all frames, or the sampler's own rate.
+_AllFrames = Annotated[int, msgspec.Meta(ge=-1, le=-1)]
+_AnyRate = Annotated[float, msgspec.Meta(ge=-1, le=-1)]
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_fps(value: Any) -> bool:
-    return _is_number(value) and (value == -1 or 0 < value <= _MAX_FPS)
-
-
-def _is_duration(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= _MAX_DURATION_S
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COUNT
-
-
-def _is_count_or_all(value: Any) -> bool:
-    return _is_count(value) or (value == -1 and not isinstance(value, float))
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_indices(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_count(index) or index == 0 for index in value)
-
-
-def _one_of(*words: str) -> _Check:
-    return lambda value: isinstance(value, str) and value in words
-
+#: The types of an option's value, one of which it must have.
+_Types = tuple[Any, ...]
 
 #: Video options that clients may set, of all loaders of vLLM 0.32 (`multimodal/video.py`, `multimodal/media/video.py`).
-_VIDEO: dict[str, _Check] = {
-    "num_frames": _is_count_or_all,
-    "fps": _is_fps,
-    "max_duration": _is_duration,
-    "frame_recovery": _is_flag,
+_VIDEO: Mapping[str, _Types] = {
+    "num_frames": (_Count, _AllFrames),
+    "fps": (_Fps, _AnyRate),
+    "max_duration": (_Duration,),
+    "frame_recovery": (bool,),
     # Qwen, GLM, EmbeddingGemma
-    "min_frames": _is_count,
-    "max_frames": _is_count,
-    "temporal_patch_size": lambda value: _is_count(value) and value <= 16,
-    "overflow_strategy": _one_of("truncate", "uniform"),
+    "min_frames": (_Count,),
+    "max_frames": (_Count,),
+    "temporal_patch_size": (Annotated[int, msgspec.Meta(ge=1, le=16)],),
+    "overflow_strategy": (Literal["truncate", "uniform"],),
     # Molmo 2
-    "frame_sample_mode": _one_of("uniform_last_frame", "fps"),
-    "max_fps": lambda value: _is_fps(value) and value > 0,
-    "sampling_fps": lambda value: _is_fps(value) and value > 0,
+    "frame_sample_mode": (Literal["uniform_last_frame", "fps"],),
+    "max_fps": (_Fps,),
+    "sampling_fps": (_Fps,),
     # video/jpeg: frames that the client has sampled itself
-    "frames_indices": _is_indices,
-    "total_num_frames": _is_count,
-    "duration": _is_duration,
-    "do_sample_frames": _is_flag,
+    "frames_indices": (list[_Index],),
+    "total_num_frames": (_Count,),
+    "duration": (_Duration,),
+    "do_sample_frames": (bool,),
 }
 
 #: The fixed behaviour of our image decoder. A client may set these values, without effect.
-_IMAGE: dict[str, _Check] = {
-    "image_mode": lambda value: value == "RGB",
-    "rgba_background_color": lambda value: isinstance(value, list | tuple) and list(value) == [255, 255, 255],
+_IMAGE: Mapping[str, _Types] = {
+    "image_mode": (Literal["RGB"],),
+    "rgba_background_color": (tuple[Literal[255], Literal[255], Literal[255]],),
 }
 
-_ALLOWED: Mapping[str, Mapping[str, _Check]] = {"image": _IMAGE, "video": _VIDEO, "audio": {}}
+_ALLOWED: Mapping[str, Mapping[str, _Types]] = {"image": _IMAGE, "video": _VIDEO, "audio": {}}
 
 #: Image and audio options that the operator may set: the fixed behaviour of our decoders.
-_SUPPORTED: Mapping[str, Mapping[str, _Check]] = {
+_SUPPORTED: Mapping[str, Mapping[str, _Types]] = {
     "image": _IMAGE,
-    "audio": {"audio_backend": lambda value: value in (None, "auto")},
+    "audio": {"audio_backend": (Literal["auto"], None)},
 }
 
 #: Options of video decoders other than OpenCV's, which ours replaces.
@@ -126,8 +103,7 @@ def check_model_io(model_config: ModelConfig) -> None:
 
 def _is_supported(modality: str, key: str, value: object) -> bool:
     if modality != "video":
-        check = _SUPPORTED.get(modality, {}).get(key)
-        return check is not None and check(value)
+        return _has_type(value, _SUPPORTED.get(modality, {}).get(key, ()))
     # Other values of `video_backend` are samplers; those that decode on a GPU are named after their decoder.
     return key not in _DECODERS and (key not in ("backend", "video_backend") or value not in _OTHER_DECODERS)
 
@@ -178,5 +154,13 @@ def _check(modality: str, options: object, model: Mapping[str, object]) -> None:
         param = f"media_io_kwargs.{modality}.{key[:64]}"
         if key not in allowed:
             raise InvalidRequest("this option cannot be set by a request", param=param)
-        if not allowed[key](value):
+        if not _has_type(value, allowed[key]):
             raise InvalidRequest("invalid value of this option", param=param)
+
+
+def _has_type(value: object, types: _Types) -> bool:
+    for allowed in types:
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(value, allowed)
+            return True
+    return False

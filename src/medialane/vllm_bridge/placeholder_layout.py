@@ -55,14 +55,6 @@ class PlaceholderLayouts:
         self._processor = processor
         self._cache: LRUCache[object, PlaceholderLayout] = LRUCache(max_bytes, getsizeof=lambda layout: layout.nbytes)
 
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the cached layouts, in bytes."""
-        return int(self._cache.currsize)
-
     def find(
         self,
         media: Sequence[Described],

@@ -8,7 +8,7 @@ prompt, so a preparer runs it for a single item. It uses private methods of vLLM
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from huggingface_hub import constants
 from PIL import Image as PILImage
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
@@ -34,14 +35,11 @@ from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, Media
 from medialane.media.model_choices import FrameSampler
 from medialane.prepare.processor import FactoryConfig, NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import supports_split
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.image_tokens import ImageTokens
-from medialane.vllm_bridge.model_files import model_files, use_no_network
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
-from medialane.vllm_bridge.seams.multimodal import fields_config, run_hf_processor
+from medialane.vllm_bridge.seams.multimodal import fields_config, processes_items_apart, run_hf_processor
 from medialane.vllm_bridge.settings import processor_settings
 
 
@@ -55,23 +53,16 @@ def build_processor(config: bytes) -> Processor:
     engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
     takes_video = "video" in engine_processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
-    processor = VllmProcessor(
-        engine_processor,
-        sampler if takes_video else None,
-        max_model_len=model_config.max_model_len,
-        settings=processor_settings(model_config, engine_processor),
-    )
-    if supports_split(engine_processor):
+    settings = processor_settings(model_config, engine_processor)
+    processor = VllmProcessor(engine_processor, sampler if takes_video else None, settings)
+    if processes_items_apart(engine_processor):
         processor.warm_up()
-    use_no_network()  # preparers have none
+    constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
     return processor
 
 
 #: Sizes of the images with which `warm_up` compares the two input formats of the model's processor.
 _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
-
-#: Sizes of the images that verify token counts: some that processors enlarge, shrink, and split into several tiles.
-_TOKEN_TRIAL_SIZES = ((64, 64), (56, 168), (301, 211), (1200, 500))
 
 #: An image side of up to this many pixels could be mistaken for the channel dimension.
 _MAX_CHANNELS = 4
@@ -94,20 +85,20 @@ class VllmProcessor:
         self,
         processor: BaseMultiModalProcessor,
         sampler: FrameSampler | None = None,
-        *,
-        max_model_len: int = sys.maxsize,
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.settings = settings
         self._processor = processor
-        self._tokens = ImageTokens(processor, max_model_len)
         self._sampler = sampler
         self._accepts_tensors = False
 
     @property
     def files(self) -> Sequence[str]:
         """Folders that preparers must be able to read: vLLM reloads the processor from them for new options."""
-        return model_files(self._processor.info.ctx.model_config)
+        config = self._processor.info.ctx.model_config
+        named = (config.model, config.tokenizer, config.hf_config_path)
+        local = [os.path.abspath(path) for path in named if path and os.path.exists(path)]
+        return [*local, constants.HF_HUB_CACHE]  # the cache does not contain the token
 
     @cached_property
     def _targets(self) -> ResizeTargets:
@@ -118,7 +109,6 @@ class VllmProcessor:
         modalities = self._processor.info.get_supported_mm_limits()
         if "image" in modalities:
             self._accepts_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
-            self._tokens.verify(self.process(trial_image(*size), b"{}") for size in _TOKEN_TRIAL_SIZES)
         if "video" in modalities:
             self.process(trial_video(), b"{}")
         if "audio" in modalities:
@@ -131,9 +121,6 @@ class VllmProcessor:
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._process(media, options, as_tensor=self._accepts_tensors)
-
-    def check_size(self, size: Size, options: bytes) -> None:
-        self._tokens.check(size, options)
 
     def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
         return self._targets.smaller_size(size, smaller, options)

@@ -18,6 +18,11 @@ class RequestBackend(Protocol):
         """Whether a worker accepts requests."""
         ...
 
+    @property
+    def text_bytes(self) -> int | None:
+        """Size of the current request's JSON body without its media; None if the request has no such body."""
+        ...
+
     def fail(self, error: MedialaneError) -> None:
         """Record that the current request fails with `error`: the response is built from it, however vLLM's app handles
         the exception."""

@@ -10,8 +10,8 @@ size in the feature. Results are cached by size, since cameras produce few sizes
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class ResizeTargets:
         self._process = process
         self._patch_side = patch_side
         self._crops = crops
-        self._outcomes: OrderedDict[tuple[Size, bytes], Outcome | None] = OrderedDict()
+        self._outcome = lru_cache(maxsize=MAX_REMEMBERED)(self._compute)
 
     @classmethod
     def of(
@@ -100,17 +100,8 @@ class ResizeTargets:
         _, rows, columns = (int(n) for n in grids[0].flatten())
         return columns * self._patch_side, rows * self._patch_side
 
-    def _outcome(self, size: Size, options: bytes) -> Outcome | None:
-        """Return the outcome; None if the processor rejects such an image, with an error once it gets the real one."""
-        key = (size, options)
-        if key not in self._outcomes:
-            self._outcomes[key] = self._compute(size, options)
-            if len(self._outcomes) > MAX_REMEMBERED:
-                self._outcomes.popitem(last=False)
-        self._outcomes.move_to_end(key)
-        return self._outcomes[key]
-
     def _compute(self, size: Size, options: bytes) -> Outcome | None:
+        """Return the outcome; None if the processor rejects such an image, with an error once it gets the real one."""
         width, height = size
         try:
             item = self._process(Image(np.zeros((height, width, 3), np.uint8)), options)

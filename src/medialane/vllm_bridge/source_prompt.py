@@ -83,10 +83,14 @@ class SourceRenderer:
     ) -> Any:
         """Return vLLM's engine input: the expanded prompt, with processed items identified by the mm_hash given.
 
-        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, and InvalidFeature for tensors
-        that are not valid media, or that the request's options turn into features unsupported by the model. If
-        cancelled, a running decode continues to its end.
+        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, InvalidFeature for tensors that
+        are not valid media, or that the request's options turn into features unsupported by the model, and
+        InvalidRequest for options that a worker does not run the processor with. If cancelled, a running decode
+        continues to its end.
         """
+        processed_here = {item.modality for item in prompt.media if item.media_type != EMBEDS_TYPE}
+        if self._checker is not None and processed_here:
+            self._checker.check_options(prompt.options, processed_here)
         media, hashes = await self._media(prompt, tensors)
         embedded = {m: data for m, data in media.items() if any(isinstance(item, dict) for item in data)}
         media |= {modality: self._embedded(modality, data) for modality, data in embedded.items()}

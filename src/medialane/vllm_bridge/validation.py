@@ -23,7 +23,7 @@ The methods of vLLM's processor used here are private; `tests/contract/test_vllm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,9 @@ from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.item_shape import UNFIT, learn, num_embeds
+from medialane.vllm_bridge.pixel_limits import max_pixels_of
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
+from medialane.vllm_bridge.processor_options import check_worker_options
 from medialane.vllm_bridge.seams.multimodal import fields_config, find_placeholders, prompt_updates
 
 #: mm_hash is opaque to us, but it is a key of several caches.
@@ -61,6 +63,7 @@ class FeatureChecker:
         self._limits = dict(processor.info.allowed_mm_limits)
         self._shapes = learn(processor)
         self._merge = merge_size(processor)
+        self._max_pixels = max_pixels_of(processor)
         self._layouts = PlaceholderLayouts(processor)
 
     def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
@@ -99,6 +102,10 @@ class FeatureChecker:
             return self._layouts.find(prompt.features, prompt.options, check=check_items, confirm=confirm)
         except UNFIT as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these features") from error
+
+    def check_options(self, options: bytes, modalities: Iterable[Modality]) -> None:
+        """Raise InvalidRequest naming an option with which this process may not process such items."""
+        check_worker_options(decode_options(options), self._max_pixels, modalities)
 
     def check_rendered(self, rendered: Mapping[str, Any], media: Mapping[str, Any], options: bytes) -> None:
         """Raise InvalidFeature unless the renderer's result for `media` matches the model and the placeholders.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
@@ -30,11 +31,13 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.worker.fake_blocks import FakeBlocks
+from medialane.worker.simulated.block_pool import BlockPool
+from medialane.worker.simulated.sequence import sequence_of
 
-FAKE_CARD = ModelCard(
-    model="fake", max_model_len=8192, block_size=16, mm_limits={"image": 8}, processor={"model": "fake"}
-)
+FAKE_CARD = ModelCard(model="fake", max_model_len=8192, block_size=16, processor={"model": "fake"})
+
+#: More than all tests fill.
+NUM_BLOCKS = 1 << 20
 
 #: Output token ids are below this.
 VOCABULARY = 512
@@ -51,7 +54,8 @@ class FakeEngine:
     """Outputs token ids derived from the prompt's ids and the bytes of the features, one delta each.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
-    whose tensors it may read, `num_requests` all that it has accepted. Prompts stay in its KV cache, `blocks`. `attaches` is the result of `attach_arena`.
+    whose tensors it may read, `num_requests` all that it has accepted. Prompts stay in its KV cache. `attaches` is the
+    result of `attach_arena`.
     Administrative calls are recorded in `calls` and only change the state that calls can query. `die` makes it fail
     like a lost engine.
     """
@@ -66,7 +70,8 @@ class FakeEngine:
         self.is_sleeping = False
         self.is_paused = False
         self.closed = False
-        self.blocks = FakeBlocks(card.block_size)
+        self.listener: Callable[[KvEventBatch], None] | None = None
+        self._pool = BlockPool(NUM_BLOCKS)
         self.attaches = attaches
         self._release_s = release_s
         self._failure: MedialaneError | None = None
@@ -82,7 +87,7 @@ class FakeEngine:
         return [WorkerLoad(num_running=self.num_reading)]
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
-        self.blocks.listener = listener
+        self.listener = listener
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         self._check_alive()
@@ -98,9 +103,9 @@ class FakeEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         params = _params(request)
         self._check(request, tensors)
+        num_cached = self._prefill(request)
         self.num_requests += 1
         self.num_reading += 1
-        num_cached = self.blocks.prefill(request)
         try:
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
@@ -137,6 +142,22 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
 
+    def _prefill(self, request: EngineRequest) -> int:
+        """Cache and report the prompt's blocks; return the number of its tokens that were already cached."""
+        if not isinstance(request.prompt, ExpandedPrompt):
+            return 0
+        size, num_tokens = self.card.block_size, len(request.prompt.token_ids)
+        sequence = sequence_of(request, block_size=size, max_tokens=1)
+        cached = self._pool.find(sequence.cacheable_ids())
+        self._pool.use(cached)
+        sequence.start(cached)
+        sequence.blocks += self._pool.take(num_tokens // size - len(cached))
+        sequence.store_full(self._pool, num_tokens)
+        self._pool.free(reversed(sequence.restart()))
+        if (events := self._pool.take_events()) and self.listener is not None:
+            self.listener(KvEventBatch(0, events, time.time()))
+        return len(cached) * size
+
     def _check(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> None:
         self._check_alive()
         prompt = request.prompt
@@ -145,8 +166,6 @@ class FakeEngine:
                 f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
             )
         for item, datas in zip(prompt.media, tensors, strict=True):
-            if item.placeholder is not None and item.placeholder.end > len(prompt.token_ids):
-                raise InvalidFeature("a placeholder ends beyond the prompt")
             if [d.nbytes for d in datas] != [t.spec.nbytes for t in item.tensors]:
                 raise InvalidFeature("a tensor's size does not match its shape")
 

@@ -117,7 +117,7 @@ def fork_that_waits(act):
     if child == 0:
         act()
         os.write(write, b"x")
-        time.sleep(15)
+        time.sleep(15)  # time: a leftover of a failed test ends by itself
         os._exit(0)
     assert os.read(read, 1) == b"x"
     os.close(read)
@@ -208,7 +208,7 @@ def test_prefault_in_a_thread_releases_the_gil(shm, monkeypatch):
     thread.start()
     turns = 0
     while thread.is_alive():
-        time.sleep(0.001)
+        thread.join(0.001)
         turns += 1
     assert resident(made.path) == 256 * MIB
     made.close()

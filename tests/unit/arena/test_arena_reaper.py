@@ -107,7 +107,7 @@ OURS_BY_NAME = f"medialane-{'ab' * 16}.arena"
         (f"medialane-{'AB' * 16}.arena", Path.touch),
         (OURS_BY_NAME + ".bak", Path.touch),
         (f"x{OURS_BY_NAME}", Path.touch),
-        (OURS_BY_NAME, lambda p: p.write_bytes(b"somebody else's")),
+        (OURS_BY_NAME, lambda p: p.write_bytes(b"another user's")),
         (OURS_BY_NAME, Path.mkdir),
         (OURS_BY_NAME, lambda p: os.mkfifo(p)),
         (OURS_BY_NAME, make_socket),

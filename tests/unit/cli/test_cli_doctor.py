@@ -36,7 +36,7 @@ def test_findings_are_shown_as_a_table(capsys):
 def test_build_that_crashes_python_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_IMPORTS", "import os; os.abort()")
     monkeypatch.setattr(doctor, "_KINDS", "import os; os.abort()")
-    (finding,) = doctor._imports()
+    ((_, finding),) = doctor._imports()
     assert finding.verdict == doctor._media().verdict == "fail"
 
 
@@ -89,7 +89,7 @@ def test_missing_preparer_confinement_is_a_warning(monkeypatch, missing):
 
 
 def test_sandbox_is_tested_in_a_separate_process():
-    assert all(isinstance(missing, str) for missing in doctor._probe(doctor._SANDBOX))
+    assert all(isinstance(missing, str) for missing in doctor._probe(doctor._SANDBOX, ""))
 
 
 def test_too_small_shared_memory_fails_with_advice_to_enlarge_it():

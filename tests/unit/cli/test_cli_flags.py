@@ -4,7 +4,7 @@ import pytest
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
-from medialane.cli.worker_command import SECTIONS as WORKER_ROOMS
+from medialane.cli.worker_command import SECTIONS as WORKER_SECTIONS
 from medialane.config import load_config, settings
 
 
@@ -18,7 +18,7 @@ def parser(argv=(), *, common=("workers",)):
 def test_every_setting_is_a_flag_of_serve_or_simulated_workers():
     flags = parser().format_help() + parser(["--help-all"]).format_help()
     assert {s.section for s in settings() if s.flag not in flags} <= {"simulated"}
-    assert {"worker", "simulated"} <= set(WORKER_ROOMS)
+    assert {"worker", "simulated"} <= set(WORKER_SECTIONS)
 
 
 def test_help_shows_common_settings_and_all_on_request():

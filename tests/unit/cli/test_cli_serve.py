@@ -12,6 +12,7 @@ import pytest
 
 from medialane.cli.serve import announce
 from medialane.config import load_config
+from waiting import wait_until
 
 SERVE = """
 import sys
@@ -24,8 +25,8 @@ from medialane.cluster import local
 local.parts = lambda *_, folder, **__: [script_part(folder, "worker 0", script, stop_timeout_s=5.0)]
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
-IDLE = "print('hello', flush=True); ready(); time.sleep(60)"
-STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)"
+IDLE = "print('hello', flush=True); ready(); stay()"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); stay()"
 
 
 class Served:
@@ -37,11 +38,11 @@ class Served:
         self.runtime = runtime
 
     def wait_for(self, text, timeout_s=15.0):
-        deadline = time.monotonic() + timeout_s
-        while text not in self.stdout.read_text():
-            assert time.monotonic() < deadline, self.stdout.read_text()
-            assert self.process.poll() is None, self.stdout.read_text()
-            time.sleep(0.05)
+        def printed_or_ended():
+            return text in self.stdout.read_text() or self.process.poll() is not None
+
+        wait_until(printed_or_ended, text, timeout_s, more=self.stdout.read_text)
+        assert text in self.stdout.read_text()
 
     def send(self, number):
         self.process.send_signal(number)
@@ -100,7 +101,7 @@ def test_second_signal_does_not_wait(serve):
 
 
 def test_signal_during_the_start_aborts_it(serve):
-    served = serve("time.sleep(60)", "--port", "0")
+    served = serve("stay()", "--port", "0")
     served.wait_for("worker 0: starting")
     served.send(signal.SIGTERM)
     status, text = served.end()

@@ -1,9 +1,7 @@
 """Small Python scripts replacing gateways and workers, and a recording observer."""
 
-import asyncio
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +11,10 @@ HEADER = """
 import os, signal, subprocess, sys, time
 def ready():
     open(sys.argv[1], "w").close()
+def stay():
+    time.sleep(60)  # time: a leftover of a failed test ends by itself
 def child():
-    return subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]).pid
+    return subprocess.Popen(["sleep", "60"]).pid
 """
 
 
@@ -72,19 +72,6 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-
-
-async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is looked at are processes and files
-            await asyncio.sleep(0.02)
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def number_in(path: Path) -> int:

@@ -25,7 +25,7 @@ class Hub(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.server.asked.append(self.path)
-        time.sleep(self.server.delay_s)
+        time.sleep(self.server.delay_s)  # time: a slow hub's
         self.send_response(self.server.statuses.get(self.path, 404))
         for name, value in self.server.headers.items():
             self.send_header(name, value)

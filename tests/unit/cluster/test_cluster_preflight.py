@@ -18,6 +18,8 @@ GOOD = [
     ["--tool-call-parser", "mine", "--tool-parser-plugin", "mine.py"],
     ["--tensor-parallel", "2"],  # argparse takes abbreviations
     ["--chat-template", "-", "-O3", "--seed", "-1"],
+    ["--max-model-len", "-1", "--gpu-memory-utilization=1", "--max-logprobs=-1", "--video-pruning-rate", "None"],
+    ["--max-num-seqs", "0", "--max_num_seqs", "8"],  # the last one counts
 ]
 
 
@@ -42,6 +44,13 @@ BAD = {
     "--uds is not for vLLM here: the gateway listens": ["--uds", "/tmp/x"],
     "--model is not for vLLM here": ["--model=x"],
     "--port is not for vLLM here": ["--port", "80"],
+    "--gpu-memory-utilization 7: must be > 0 and <= 1": ["--gpu-memory-utilization", "7"],
+    "--gpu-memory-utilization nan: must be > 0 and <= 1": ["--gpu-memory-utilization=nan"],
+    "--max-num-seqs 0: must be >= 1": ["--max_num_seqs=0"],
+    "--max-model-len -2: must be >= -1": ["--max-model-len", "-2"],
+    "--max-num-batched-tokens 0: must be >= 1": ["--max-num-batched-tokens=0"],
+    "--video-pruning-rate 1: must be >= 0.0 and < 1.0": ["--video-pruning-rate", "1"],
+    "-tp 0: must be >= 1": ["-tp", "0"],
     "--headless is not for vLLM here": ["--headless"],
 }
 

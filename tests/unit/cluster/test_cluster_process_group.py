@@ -4,18 +4,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted_processes import is_running, wait_until
+from scripted_processes import is_running
 
 from medialane.cluster import process_group
 from medialane.cluster.process_group import kill_members, members, send
+from waiting import wait_until
 
 SCRIPT = """
 import subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4096)
-child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen(["sleep", "60"])
 open(sys.argv[1], "w").write(f"{memory.name} {child.pid}")
-time.sleep(60)
+time.sleep(60)  # time: a leftover of a failed test ends by itself
 """
 
 
@@ -43,7 +44,7 @@ def test_shared_memory_of_killed_processes_is_left_to_the_tracker(group):
 
 def test_guard_kills_only_registered_process_groups(group, tmp_path):
     leader, memory, child = group
-    other = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
     words = f"+{leader.pid}\n+{other.pid}\n-{other.pid}\n"
     subprocess.run([sys.executable, "-I", "-S", process_group.__file__], input=words, text=True, check=True, timeout=15)
     try:

@@ -29,7 +29,7 @@ def test_lines_are_delivered_once_and_only_when_complete(log):
 
 def test_log_of_a_silent_process_is_empty(log):
     assert log.read() == []
-    assert log.last_line == ""
+    assert log.tail(1) == []
 
 
 def test_colours_and_rewritten_progress_bars_are_removed(log):

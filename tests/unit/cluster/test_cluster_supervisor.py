@@ -7,17 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_processes import Recorder, eventually, is_running, make_supervisor, number_in, script_part, wait_until
+from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
 from medialane.cluster import running
 from medialane.core.errors import StartupFailed
+from waiting import eventually, wait_until
 
-IDLE = "ready(); time.sleep(60)"
+IDLE = "ready(); stay()"
 
 
 async def test_start_returns_when_every_process_is_ready_and_stop_leaves_none(tmp_path):
     seen = Recorder()
-    parts = [script_part(tmp_path, f"worker {i}", "time.sleep(0.3); " + IDLE) for i in range(2)]
+    slowly = "time.sleep(0.3); " + IDLE  # time: of a start
+    parts = [script_part(tmp_path, f"worker {i}", slowly) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         assert seen.count("ready") == 2
         pids = supervisor.pids
@@ -49,7 +51,7 @@ async def test_error_line_of_a_process_is_shown_alone(tmp_path):
 
 
 async def test_readiness_timeout_fails_the_start(tmp_path):
-    slow = script_part(tmp_path, "worker 0", "time.sleep(60)")
+    slow = script_part(tmp_path, "worker 0", "stay()")
     with pytest.raises(StartupFailed, match=r"not ready after 0\.5 s"):
         async with running(make_supervisor(tmp_path, Recorder(), [slow], start_timeout_s=0.5)):
             pytest.fail("it is not ready")
@@ -77,7 +79,7 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
 
 async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     seen = Recorder()
-    part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(3)")
+    part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(3)")  # time: seen ready before
     async with running(make_supervisor(tmp_path, seen, [part])):
         await eventually(lambda: len(seen.pauses) >= 4)
     assert seen.pauses[:4] == [0.05, 0.1, 0.2, 0.2]
@@ -110,10 +112,11 @@ async def test_process_ignoring_sigterm_is_killed_after_its_grace_period(tmp_pat
 
 async def test_kill_does_not_wait_for_a_slowly_stopping_process(tmp_path):
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IDLE
-    supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", script, stop_timeout_s=30.0)])
+    seen = Recorder()
+    supervisor = make_supervisor(tmp_path, seen, [script_part(tmp_path, "w", script, stop_timeout_s=30.0)])
     await supervisor.start()
     stopping = asyncio.create_task(supervisor.stop())
-    await asyncio.sleep(0.1)
+    await eventually(lambda: seen.count("stopping"))
     supervisor.kill()
     async with asyncio.timeout(5):
         await stopping
@@ -135,7 +138,7 @@ signal.signal(signal.SIGTERM, end)
 
 async def test_process_waits_for_its_predecessor(tmp_path):
     seen = Recorder()
-    first = script_part(tmp_path, "worker 0", "time.sleep(0.4); " + IDLE)
+    first = script_part(tmp_path, "worker 0", "time.sleep(0.4); " + IDLE)  # time: of a start
     second = script_part(tmp_path, "worker 1", IDLE, after="worker 0")
     async with running(make_supervisor(tmp_path, seen, [first, second])):
         pass
@@ -143,7 +146,7 @@ async def test_process_waits_for_its_predecessor(tmp_path):
 
 
 async def test_stop_during_the_start_stops_running_processes(tmp_path):
-    supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", "time.sleep(60)")])
+    supervisor = make_supervisor(tmp_path, Recorder(), [script_part(tmp_path, "w", "stay()")])
     starting = asyncio.create_task(supervisor.start())
     await eventually(lambda: supervisor.pids)
     pid = supervisor.pids["w"]
@@ -170,13 +173,13 @@ folder = Path(sys.argv[2])
 script = '''
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(sys.argv[1] + ".pids", "w").write(f"{os.getpid()} {child()}")
-ready(); time.sleep(60)
+ready(); stay()
 '''
 async def main():
     supervisor = make_supervisor(folder, Recorder(), [script_part(folder, "worker", script)])
     await supervisor.start()
     (folder / "started").touch()
-    await asyncio.sleep(60)
+    await supervisor.wait()
 asyncio.run(main())
 """
 
@@ -203,7 +206,7 @@ class Breaking(Recorder):
 
     def _break(self, event, part):
         if (event, part) == (self.event, "worker 0"):
-            raise BrokenPipeError("nobody reads what is shown")
+            raise BrokenPipeError("no reader")
 
     def starting(self, part):
         super().starting(part)
@@ -235,7 +238,7 @@ async def test_failed_supervision_of_one_process_restarts_and_others_continue(tm
 
 async def test_failure_to_show_a_log_is_reported_once_and_ends_nothing(tmp_path, caplog):
     seen = Breaking("printed")
-    script = "ready()\nfor _ in range(600): print('hello', flush=True); time.sleep(0.1)"
+    script = "ready()\nfor _ in range(600): print('hello', flush=True); time.sleep(0.1)"  # time: between lines
     parts = [script_part(tmp_path, f"worker {i}", script) for i in range(2)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         await eventually(lambda: seen.lines.count("worker 1: hello") > 5 and seen.lines.count("worker 0: hello") > 5)
@@ -244,9 +247,11 @@ async def test_failure_to_show_a_log_is_reported_once_and_ends_nothing(tmp_path,
 
 
 async def test_failing_readiness_observer_does_not_stop_the_process(tmp_path):
+    seen = Breaking("ready")
     part = script_part(tmp_path, "worker 0", IDLE)
-    async with running(make_supervisor(tmp_path, Breaking("ready"), [part])) as supervisor:
-        await asyncio.sleep(0.3)
+    async with running(make_supervisor(tmp_path, seen, [part])) as supervisor:
+        assert seen.count("ready", "worker 0") == 1
+        await asyncio.sleep(0.3)  # time: in which it is not stopped
         assert is_running(supervisor.pids["worker 0"])
 
 
@@ -271,7 +276,7 @@ async def test_failing_readiness_check_fails_the_start(tmp_path):
     part = type(part)("worker 0", part.argv, {}, Unreadable())
     with pytest.raises(StartupFailed, match="UnicodeError"):
         async with running(make_supervisor(tmp_path, Recorder(), [part])):
-            pytest.fail("nobody knows whether it is ready")
+            pytest.fail("it is not ready")
 
 
 async def test_end_of_supervision_is_reported_to_waiters(tmp_path):

@@ -1,9 +1,9 @@
+from typing import get_args
+
 import msgspec
 import pytest
-from msgspec import structs
 
-from medialane.config import Config, load_config, settings
-from medialane.config.names import NAMES
+from medialane.config import Config, SectionName, load_config, settings
 from medialane.core.errors import StartupFailed
 
 
@@ -11,9 +11,13 @@ def load(flags, *, sections):
     return load_config(flags, environ={}, sections=sections)
 
 
-def test_fields_and_setting_names_correspond():
-    fields = {room.name: [field.name for field in structs.fields(room.type)] for room in structs.fields(Config)}
-    assert {room: list(names) for room, names in NAMES.items()} == fields
+def test_every_field_has_an_explicit_name():
+    """A field without one would have its Python name as its flag."""
+    assert [s.name for s in settings() if "_" in s.name or not s.name.replace("-", "").isalpha()] == []
+
+
+def test_name_of_a_section_is_its_field_of_the_configuration():
+    assert list(dict.fromkeys(s.section for s in settings())) == list(get_args(SectionName))
 
 
 def test_flag_variable_and_file_key_share_one_name():

@@ -1,4 +1,4 @@
-"""Native functions come from disk where they can be kept, and are compiled anew where they cannot."""
+"""Native functions come from disk where they can be kept, and are compiled again where they cannot."""
 
 import os
 import subprocess
@@ -7,12 +7,12 @@ import sys
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import room.native_sum as found
+import package.native_sum as found
 print(found.total(3), sum(found.total.stats.cache_hits.values()))
 """
 NATIVE = """
 from medialane.core.compiled import compiled
-from room.native_part import part
+from package.native_part import part
 @compiled
 def total(n):
     return part(n) + 1
@@ -26,9 +26,9 @@ def part(n):
 
 
 def write(folder, factor):
-    (folder / "room").mkdir(exist_ok=True)
-    (folder / "room" / "native_sum.py").write_text(NATIVE)
-    (folder / "room" / "native_part.py").write_text(PART.replace("FACTOR", str(factor)))
+    (folder / "package").mkdir(exist_ok=True)
+    (folder / "package" / "native_sum.py").write_text(NATIVE)
+    (folder / "package" / "native_part.py").write_text(PART.replace("FACTOR", str(factor)))
 
 
 def run(folder):
@@ -43,7 +43,7 @@ def test_machine_code_is_cached_until_a_native_file_of_its_package_changes(tmp_p
     write(tmp_path, factor=10)
     assert run(tmp_path) == (31, 0)
     assert run(tmp_path) == (31, 1)
-    (tmp_path / "room" / "native_part.py").write_text(PART.replace("FACTOR", "20"))
+    (tmp_path / "package" / "native_part.py").write_text(PART.replace("FACTOR", "20"))
     assert run(tmp_path) == (61, 0)  # numba alone would go on with what the other file said before
 
 
@@ -56,7 +56,7 @@ def test_functions_are_recompiled_if_the_cache_is_not_writable(tmp_path):
         "from numba.core.caching import CacheImpl\n"
         "CacheImpl._locator_classes = []\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import room.native_sum as found\n"
+        "import package.native_sum as found\n"
         "print(found.total(3))\n"
     )
     command = [sys.executable, "-c", program]

@@ -53,8 +53,3 @@ def test_adding_the_request_field_preserves_the_error():
     found = errors.ArenaFull("full", retry_after_s=9).at("messages[2]")
     assert type(found) is errors.ArenaFull
     assert (found.message, found.param, found.retry_after_s) == ("full", "messages[2]", 9)
-
-
-def test_hierarchy_in_the_docstring_names_every_class():
-    drawn = set(re.findall(r"[A-Z][A-Za-z0-9]+", errors.__doc__))
-    assert {cls.__name__ for cls in CLASSES} <= drawn

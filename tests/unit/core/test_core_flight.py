@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from medialane.core.flight import SingleFlight
+from waiting import iterations
 
 
 class Work:
@@ -29,8 +30,7 @@ class Work:
 
 async def started(flights, work, number, key="key"):
     tasks = [asyncio.create_task(flights.do(key, work)) for _ in range(number)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await iterations(2)
     return tasks
 
 
@@ -110,18 +110,17 @@ async def test_error_without_waiters_is_not_reported_as_unretrieved(caplog):
             raise ValueError("no")
 
     task = asyncio.create_task(flights.do("key", failing))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await iterations(2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.sleep(0.01)
+    await iterations(3)
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
-class Room:
-    """A result with an end, which counts those who hold it."""
+class CountedResult:
+    """A result that counts its holders."""
 
     def __init__(self):
         self.num_held = 1
@@ -136,64 +135,62 @@ class Room:
         self.num_held -= 1
 
 
-def flights_of_rooms():
-    return SingleFlight(share=Room.share, release=Room.release)
+def counting_flights():
+    return SingleFlight(share=CountedResult.share, release=CountedResult.release)
 
 
 async def test_each_caller_owns_a_share_and_the_flight_keeps_none():
-    flights, room = flights_of_rooms(), Room()
-    work = Work(room)
+    flights, result = counting_flights(), CountedResult()
+    work = Work(result)
     tasks = await started(flights, work, 3)
     work.go.set()
     await asyncio.gather(*tasks)
-    assert room.num_held == 3
+    assert result.num_held == 3
 
 
-@pytest.mark.parametrize("num_turns", range(4))
-async def test_caller_cancelled_at_completion_leaks_no_share(num_turns):
-    flights, sections, go = flights_of_rooms(), [], asyncio.Event()
+@pytest.mark.parametrize("num_iterations", range(4))
+async def test_caller_cancelled_at_completion_leaks_no_share(num_iterations):
+    flights, results, go = counting_flights(), [], asyncio.Event()
 
     async def work():
         await go.wait()
-        sections.append(Room())
-        return sections[0]
+        results.append(CountedResult())
+        return results[0]
 
     (task,) = await started(flights, work, 1)
     go.set()
-    for _ in range(num_turns):
-        await asyncio.sleep(0)
+    await iterations(num_iterations)
     task.cancel()
     await asyncio.wait([task])
     await asyncio.sleep(0)
-    assert sum(room.num_held for room in sections) == (not task.cancelled())
+    assert sum(result.num_held for result in results) == (not task.cancelled())
     assert len(flights) == 0
 
 
 async def test_result_without_callers_is_released():
-    flights, room = flights_of_rooms(), Room()
+    flights, result = counting_flights(), CountedResult()
 
     async def stubborn():
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            return room
+            return result
 
     (task,) = await started(flights, stubborn, 1)
     task.cancel()
     await asyncio.wait([task])
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert room.num_held == 0
+    await iterations(2)
+    assert result.num_held == 0
 
 
 async def test_caller_after_an_abandoned_flight_starts_a_new_one():
-    flights, work = flights_of_rooms(), Work(Room())
+    flights, work = counting_flights(), Work(CountedResult())
     (task,) = await started(flights, work, 1)
     work.go.set()
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
-    again = Work(Room())
+    again = Work(CountedResult())
     again.go.set()
     assert await flights.do("key", again) is again.result
     assert (work.result.num_held, again.result.num_held) == (0, 1)

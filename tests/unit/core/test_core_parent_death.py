@@ -11,7 +11,7 @@ import signal, subprocess, sys, time
 from medialane.core.parent_death import dies_with_this_process
 child = subprocess.Popen(["sleep", "60"], preexec_fn=dies_with_this_process(signal.SIGTERM))
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(60)  # time: a leftover of a failed test ends by itself
 """
 
 ORPHAN = """

@@ -6,14 +6,18 @@ import pytest
 from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, MediaPrompt
 from medialane.core.media import MediaSize
-from medialane.gateway.assembly import MAX_ITEMS_ON_LOOP, MAX_TOKENS_ON_LOOP, Assembly
-from medialane.prepare import AssembledPrompt
+from medialane.gateway.assembly import MAX_ITEMS_ON_LOOP, MAX_OPTIONS_BYTES, MAX_TOKENS_ON_LOOP, Assembly
+from medialane.prepare import AssembledPrompt, ImageCost
+from waiting import iterations
 
 
 class Recorder:
     """Answers with the prompt's own ids, remembers the threads that called, waits for `go` in all but the main one."""
 
+    max_tokens = 100
+
     def __init__(self):
+        self.costs = []
         self.threads = []
         self.called = threading.Event()
         self.go = threading.Event()
@@ -26,6 +30,11 @@ class Recorder:
         if token_ids == [0]:
             raise PromptRejected("no")
         return AssembledPrompt(token_ids, ())
+
+    def image_cost(self, size, options):
+        self.threads.append(threading.current_thread())
+        self.costs.append((size, options))
+        return None if options == b'{"size":1}' else ImageCost(size[0])
 
 
 @pytest.fixture
@@ -75,7 +84,7 @@ async def test_short_prompt_waits_while_the_thread_owns_the_assembler(assembly, 
     long = asyncio.create_task(assembly.assemble(prompt(MAX_TOKENS_ON_LOOP + 1), ()))
     await asyncio.to_thread(recorder.called.wait, 5)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
-    await asyncio.sleep(0.05)
+    await iterations(5)
     assert not short.done()
     recorder.go.set()
     await asyncio.gather(long, short)
@@ -90,7 +99,7 @@ async def test_cancelled_caller_does_not_release_the_assembler_early(assembly, r
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
     short = asyncio.create_task(assembly.assemble(prompt(), ()))
-    await asyncio.sleep(0.05)
+    await iterations(5)
     assert not short.done()
     recorder.go.set()
     await short
@@ -103,3 +112,15 @@ async def test_rejection_reaches_the_caller_from_both_places(assembly, recorder)
         await assembly.assemble(MediaPrompt([0], ()), ())
     with pytest.raises(PromptRejected):
         await assembly.assemble(MediaPrompt([0], ()), (image(9),) * (MAX_ITEMS_ON_LOOP + 1))
+
+
+async def test_cost_of_an_image_size_is_computed_once_in_the_thread(assembly, recorder):
+    for options, expected in ((b"{}", ImageCost(7)), (b'{"size":1}', None)):
+        assert [await assembly.image_cost((7, 9), options) for _ in range(2)] == [expected] * 2
+    assert recorder.costs == [((7, 9), b"{}"), ((7, 9), b'{"size":1}')]
+    assert threading.main_thread() not in recorder.threads
+
+
+async def test_cost_of_an_image_with_long_options_is_not_computed(assembly, recorder):
+    assert await assembly.image_cost((7, 9), b'{"size":{"%s":1}}' % (b"x" * MAX_OPTIONS_BYTES)) is None
+    assert not recorder.costs

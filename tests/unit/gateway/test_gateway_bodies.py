@@ -129,7 +129,7 @@ async def test_server_side_time_does_not_count_against_the_client():
     incoming = BoundedReceive(sender(*[b"a"] * 4), 100, BudgetCharge(Budget(100)), config)
     for _ in range(4):
         assert (await incoming())["body"] == b"a"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time: the server's, in all more than the timeout
 
 
 async def test_waiting_for_a_disconnect_has_no_timeout():
@@ -139,7 +139,7 @@ async def test_waiting_for_a_disconnect_has_no_timeout():
         if not left.is_set():
             left.set()
             return {"type": "http.request", "body": b"", "more_body": False}
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time: more than the timeout
         return {"type": "http.disconnect"}
 
     incoming = BoundedReceive(receive, 100, BudgetCharge(Budget(100)), GatewayConfig(body_timeout_s=0.05))

@@ -19,10 +19,10 @@ def test_healthy_response_equals_vllms():
 def test_missing_worker_is_reported_while_others_serve():
     status, body = health_of(workers(3, 1, failing=1)).response()
     assert status == 200
-    told = msgspec.json.decode(body)
-    assert told["status"] == "degraded"
-    assert told["problems"][0] == "1 of 3 workers are ready"
-    assert told["problems"][1].startswith("1 of 3 workers refuse")
+    health = msgspec.json.decode(body)
+    assert health["status"] == "degraded"
+    assert health["problems"][0] == "1 of 3 workers are ready"
+    assert health["problems"][1].startswith("1 of 3 workers refuse")
 
 
 def test_problem_of_another_process_is_reported():

@@ -12,18 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware
 from medialane.gateway import http_protocol as module
-from medialane.gateway.http_protocol import http_protocol
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
 from medialane.media import MediaConfig
 from medialane.observability.logging import RateLimitedWarning
 from medialane.observability.metrics import Metrics
+from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 class App:
@@ -58,17 +54,14 @@ async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
     settings = uvicorn.Config(
         stack,
         port=0,
-        http=http_protocol(config, max_headers=max_headers),
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=1,
     )
-    server = Server(settings)
+    server = BoundedServer(settings, bounds=http_bounds(config, max_headers=max_headers))
     task = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(10):
-            while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                await asyncio.sleep(0.005)
+        await eventually(lambda: server.started)
         yield server.servers[0].sockets[0].getsockname()[1], app
     finally:
         app.gate.set()
@@ -234,7 +227,7 @@ async def test_pipelined_body_has_the_body_timeout():
     async with serving(header_timeout_s=0.2) as (port, _), connection(port) as (reader, writer):
         writer.write(REQUEST + b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n[")
         assert (await status_and_body(reader))[0] == 200
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # time: more than the header timeout
         writer.write(b"]")
         assert (await status_and_body(reader))[:2] == (200, b"2")
 
@@ -251,7 +244,7 @@ async def test_response_may_take_longer_than_the_header_timeout():
     async with serving(header_timeout_s=0.1) as (port, app), connection(port) as (reader, writer):
         app.gate.clear()
         writer.write(REQUEST)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # time: more than the header timeout
         app.gate.set()
         assert (await status_and_body(reader))[0] == 200
 

@@ -14,7 +14,7 @@ from medialane.gateway import ExtractedMedia, open_scope, report
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
 
 REPORT = b'{"items":[{"param":"x"}]}'
-TOLD = json.loads(REPORT)
+REPORT_FIELDS = json.loads(REPORT)
 
 ANSWER = {"id": "c", "choices": [{"message": {"content": 'a } "medialane" {'}}], "usage": {"total_tokens": 3}}
 
@@ -54,7 +54,10 @@ def cut(data, size):
 @pytest.mark.parametrize("indent", [None, 1])
 def test_report_is_a_member_of_the_response_object(answer, size, indent):
     data = json.dumps(answer, indent=indent).encode() + b"\n "
-    assert json.loads(b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size)))) == {**answer, "medialane": TOLD}
+    assert json.loads(b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size)))) == {
+        **answer,
+        "medialane": REPORT_FIELDS,
+    }
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -87,7 +90,7 @@ def test_report_is_the_last_event_before_done(pieces):
         "usage": USAGE,
         "object": "medialane.report",
         "choices": [],
-        "medialane": TOLD,
+        "medialane": REPORT_FIELDS,
     }
 
 
@@ -105,7 +108,7 @@ def test_done_marker_in_model_output_does_not_end_the_stream():
 @pytest.mark.parametrize("before", [[], [b": comment\n\n"], [b"data: not json\n\n"], [b"data: [1]\n\n"]])
 def test_report_is_sent_without_a_preceding_chunk(before):
     out = b"".join(fed(StreamSplice(lambda: REPORT), [*before, b"data: [DONE]\n\n"]))
-    assert events_of(out) == [{"object": "medialane.report", "choices": [], "medialane": TOLD}]
+    assert events_of(out) == [{"object": "medialane.report", "choices": [], "medialane": REPORT_FIELDS}]
 
 
 def test_other_stream_formats_end_with_a_dedicated_event_type():
@@ -116,7 +119,7 @@ def test_other_stream_formats_end_with_a_dedicated_event_type():
     out = b"".join(fed(StreamSplice(lambda: REPORT), events))
     assert out.startswith(b"".join(events))
     assert out[len(b"".join(events)) :].startswith(b"event: medialane.report\ndata: ")
-    assert events_of(out)[-1] == {"type": "medialane.report", "medialane": TOLD}
+    assert events_of(out)[-1] == {"type": "medialane.report", "medialane": REPORT_FIELDS}
 
 
 class Sent(list):
@@ -146,14 +149,14 @@ async def answered(*pieces, status=200, headers=((b"content-type", b"application
 
 async def test_content_length_matches_the_sent_bytes():
     sent = await answered(json.dumps(ANSWER).encode())
-    assert json.loads(sent.body)["medialane"] == TOLD
+    assert json.loads(sent.body)["medialane"] == REPORT_FIELDS
     assert sent.headers == {b"content-type": b"application/json", b"content-length": str(len(sent.body)).encode()}
 
 
 async def test_chunked_response_has_no_content_length():
     sent = await answered(*cut(json.dumps(ANSWER).encode(), 10))
     assert sent.headers == {b"content-type": b"application/json"}
-    assert json.loads(sent.body)["medialane"] == TOLD
+    assert json.loads(sent.body)["medialane"] == REPORT_FIELDS
 
 
 async def test_stream_begins_with_its_first_event():
@@ -198,7 +201,7 @@ def test_openai_client_reads_the_stream():
     with client(answer, "text/event-stream") as found:
         chunks = list(found.chat.completions.create(**ASK, stream=True))
     assert "".join(c.choices[0].delta.content for c in chunks if c.choices) == "adata: [DONE]"
-    assert [c.model_extra.get("medialane") for c in chunks] == [None, None, None, TOLD]
+    assert [c.model_extra.get("medialane") for c in chunks] == [None, None, None, REPORT_FIELDS]
 
 
 def test_openai_stream_helper_keeps_the_usage():
@@ -215,7 +218,7 @@ def test_openai_client_reads_the_response():
     with client(answer, "application/json") as found:
         completion = found.chat.completions.create(**ASK)
     assert completion.usage.total_tokens == 3
-    assert completion.model_extra["medialane"] == TOLD
+    assert completion.model_extra["medialane"] == REPORT_FIELDS
 
 
 def test_openai_client_reads_a_responses_stream():
@@ -224,7 +227,7 @@ def test_openai_client_reads_a_responses_stream():
     with client(answer, "text/event-stream") as found:
         events = list(found.responses.create(model="m", input="x", stream=True))
     assert [e.type for e in events] == ["response.output_text.delta", "medialane.report"]
-    assert events[1].model_extra["medialane"] == TOLD
+    assert events[1].model_extra["medialane"] == REPORT_FIELDS
 
 
 NO_SIZE = MediaSize()

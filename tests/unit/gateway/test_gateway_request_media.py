@@ -8,11 +8,14 @@ from medialane.core.feature import Feature, MediaPrompt
 from medialane.core.media import EncodedMedia, MediaRef, MediaSize
 from medialane.core.stage import STAGES
 from medialane.gateway import open_scope
+from medialane.gateway.assembly import Assembly
 from medialane.gateway.features import Found
 from medialane.gateway.request_media import FINDERS, RequestMedia
+from medialane.prepare.fake import FakeAssembler
 
 REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))
 PROMPT = MediaPrompt([1, 7, 7, 7], REFS)
+ASSEMBLY = Assembly(FakeAssembler())
 
 
 class Source:
@@ -23,13 +26,16 @@ class Source:
         self.asked = []
         self.refused = None
 
-    async def find(self, ref, options, timeline):
+    async def count_sent(self, ref, budget):
+        """These images have no header."""
+
+    async def find(self, ref, options, timeline, budget):
         return Found("content", self._lease("processed", ref), is_hit=False)
 
-    async def decoded(self, ref, timeline):
+    async def decoded(self, ref, timeline, budget):
         return Found("content", self._lease("decoded", ref), is_hit=True)
 
-    async def encoded(self, ref, timeline):
+    async def encoded(self, ref, timeline, budget):
         self._ask("encoded", ref)
         reservation = self.arena.reserve(10, "encoded")
         value = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
@@ -72,7 +78,7 @@ def test_every_stage_has_a_finder():
 )
 async def test_items_are_found_once_under_the_feature_key(source, stage, mm_hash, media_type, is_hit):
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope)
+        media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
         items = await media.in_stage(stage)
         assert await media.in_stage(stage) is items
         assert source.asked == [(STAGES[stage].sends, ref.param) for ref in REFS]
@@ -86,7 +92,7 @@ async def test_items_are_found_once_under_the_feature_key(source, stage, mm_hash
 
 async def test_stages_are_found_separately_and_leases_end_with_the_scope(source):
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope)
+        media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
         for stage in STAGES:
             await media.in_stage(stage)
         assert source.arena.stats().num_leases == 3 * len(STAGES)
@@ -96,12 +102,12 @@ async def test_items_accompanying_a_rejected_one_belong_to_the_scope(source):
     source.refused = REFS[1].param
     with open_scope() as scope:
         with pytest.raises(InvalidImage):
-            await RequestMedia(PROMPT, source, scope).in_stage("features")
+            await RequestMedia(PROMPT, source, scope, ASSEMBLY).in_stage("features")
         assert source.arena.stats().num_leases > 0
 
 
 async def test_media_found_after_the_request_ended_are_released_immediately(source):
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope)
+        media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
     await media.in_stage("url")
     assert source.arena.stats().num_leases == 0

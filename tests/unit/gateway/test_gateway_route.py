@@ -16,7 +16,7 @@ from medialane.routing import Router
 
 
 def link_to(name, *, block_size=16):
-    card = ModelCard("m", 4096, block_size, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
+    card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
     endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=True, card=card)
     client = SimpleNamespace(num_block_gaps=0)
     return SimpleNamespace(address=name, client=client, endpoints=lambda: [endpoint])
@@ -35,7 +35,7 @@ def make_routes():
 
 
 def left_to_worker(number):
-    """A request whose one image the worker expands, and that nobody has seen before."""
+    """A request whose one image the worker expands, seen for the first time."""
     item = MediaRef("image", "messages[0].content[0].image_url", data=b"")
     prepared = PreparedPrompt([1, 2, 3], (), ("f" * 64,), MediaPrompt([1, 2, 3], (item,)), None)
     return EngineRequest(f"r{number}", ExpandedPrompt([1, 2, 3]), b""), prepared

@@ -6,6 +6,7 @@ import pytest
 
 from medialane.gateway import ScrapeMiddleware, WorkerPool, WorkerScrape
 from medialane.gateway.scrape import MIN_INTERVAL_S
+from waiting import eventually
 
 
 class Client:
@@ -75,8 +76,7 @@ async def test_frequent_scrapes_are_limited_to_the_interval(scrape, links, clock
 async def test_cancelled_scrape_does_not_affect_the_next(scrape, links):
     links[0].client.answers.clear()
     given_up = asyncio.create_task(scrape.refresh())
-    while num_reads(links) != [1, 1]:  # noqa: ASYNC110 - the other task runs meanwhile
-        await asyncio.sleep(0)
+    await eventually(lambda: num_reads(links) == [1, 1])
     given_up.cancel()
     await asyncio.wait([given_up])
     links[0].client.answers.set()

@@ -14,6 +14,7 @@ from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.observability.metrics import Metrics
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer
 from medialane.rpc.fake import FAKE_CARD
+from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 
@@ -74,19 +75,26 @@ async def net(tmp_path):
     await net.close()
 
 
-async def eventually(condition):
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - the other end of a socket tells nobody
-            await asyncio.sleep(0.005)
+@pytest.fixture
+def attempts(monkeypatch):
+    """The addresses to which links have tried to connect."""
+    connect, addresses = RpcClient.connect, []
+
+    async def recorded(address, hello, config):
+        addresses.append(address)
+        return await connect(address, hello, config)
+
+    monkeypatch.setattr(RpcClient, "connect", recorded)
+    return addresses
 
 
 def request(request_id="r", **fields):
     return EngineRequest(request_id, ExpandedPrompt([1, 2]), b"", **fields)
 
 
-async def test_link_connects_once_the_worker_appears(net):
+async def test_link_connects_once_the_worker_appears(net, attempts):
     link = net.link()
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(attempts) > 1)
     assert not link.endpoint().ready
     await net.serve(FakeHandler())
     await eventually(lambda: link.endpoint().ready)
@@ -98,7 +106,7 @@ async def test_leases_end_once_when_the_worker_releases(net):
     leases = [Held(), Held()]
     remote = link.submit(request(), leases)
     assert await num_tokens(remote) == 3
-    await eventually(lambda: link.num_held == 0)
+    await eventually(lambda: len(link._leases) == 0)
     assert [held.num_released for held in leases] == [1, 1]
 
 
@@ -116,7 +124,7 @@ async def test_unserialisable_request_releases_its_leases(net):
     held = Held()
     with pytest.raises(OverflowError):
         link.submit(request(priority=1 << 70), [held])
-    assert (held.num_released, link.num_held) == (1, 0)
+    assert (held.num_released, len(link._leases)) == (1, 0)
 
 
 async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_release(net):
@@ -128,18 +136,19 @@ async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_rele
         link.submit(request(), [second])
     assert (first.num_released, second.num_released) == (0, 1)
     assert await num_tokens(remote) == 3
-    await eventually(lambda: link.num_held == 0)
+    await eventually(lambda: len(link._leases) == 0)
     assert (first.num_released, second.num_released) == (1, 1)
 
 
 async def test_leases_are_held_until_the_worker_process_is_gone(net):
-    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2))
+    handler = FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2)
+    server = await net.serve(handler)
     link = await net.connected()
     held = Held()
     link.submit(request(), [held])
     await eventually(lambda: server.num_in_flight == 1)
     closing = asyncio.create_task(server.close())
-    await asyncio.sleep(0.05)
+    await eventually(lambda: handler.num_cancelled == 1)
     assert held.num_released == 0
     await closing
     await eventually(lambda: held.num_released == 1)
@@ -162,10 +171,10 @@ async def test_cancelled_link_disconnects_and_releases_everything(net):
 
 
 async def test_rejection_is_logged_once_and_kept(net, caplog):
-    await net.serve(FakeHandler(refusal=StartupFailed("another model")))
+    handler = FakeHandler(refusal=StartupFailed("another model"))
+    await net.serve(handler)
     link = net.link()
-    await eventually(lambda: link.refusal is not None)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: len(handler.hellos) > 2)
     assert link.refusal.message == "another model"
     assert caplog.text.count("refuses this gateway") == 1
 
@@ -187,7 +196,7 @@ async def test_same_host_requires_proof_by_the_worker(net):
 async def test_pool_counts_ready_workers(net, tmp_path):
     await net.serve(FakeHandler())
     config, metrics = GatewayConfig(), Metrics(CollectorRegistry())
-    addresses = [net.address, f"unix:{tmp_path}/nobody.sock"]
+    addresses = [net.address, f"unix:{tmp_path}/missing.sock"]
     pool = WorkerPool(
         [WorkerLink(a, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=metrics) for a in addresses]
     )
@@ -214,20 +223,20 @@ class Heard:
     """The notifications of a listener, and its view of the blocks."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
         self.held = None
 
     def joined(self, link):
-        self.told.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
+        self.calls.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
         self.held = set()
 
     def left(self, link):
-        self.told.append(("left", link.address))
+        self.calls.append(("left", link.address))
         self.held = None
 
     def reported(self, link, loads):
-        if self.told[-1][0] != "reported":
-            self.told.append(("reported", *[load.num_running for load in loads]))
+        if self.calls[-1][0] != "reported":
+            self.calls.append(("reported", *[load.num_running for load in loads]))
 
     def changed(self, link, change):
         known = set() if change.snapshot else self.held - ids(change.removed)
@@ -246,10 +255,10 @@ async def test_listener_is_notified_of_joins_blocks_and_leaves(net):
     await eventually(lambda: heard.held == {1, 2})
     handler.change_blocks([3], [1])
     await eventually(lambda: heard.held == {2, 3})
-    await eventually(lambda: heard.told[-1] == ("reported", 0))
+    await eventually(lambda: heard.calls[-1] == ("reported", 0))
     await server.close()
-    await eventually(lambda: heard.told[-1] == ("left", net.address))
-    assert heard.told == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
+    await eventually(lambda: heard.calls[-1] == ("left", net.address))
+    assert heard.calls == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
 
 
 async def test_load_is_reported_per_rank(net):
@@ -258,7 +267,7 @@ async def test_load_is_reported_per_rank(net):
     handler.num_active = 3
     await net.serve(handler)
     link = net.link(heard)
-    await eventually(lambda: heard.told and heard.told[-1] == ("reported", 3, 0))
+    await eventually(lambda: heard.calls and heard.calls[-1] == ("reported", 3, 0))
     assert [endpoint.load.num_running for endpoint in link.endpoints()] == [3, 0]
     handler.num_active = 0
 
@@ -274,7 +283,7 @@ async def test_returning_worker_rejoins_with_its_current_blocks(net):
     again.change_blocks([9])
     await net.serve(again)
     await eventually(lambda: heard.held == {9})
-    assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left", "joined"]
+    assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left", "joined"]
 
 
 async def test_listener_is_notified_when_the_gateway_drops_a_worker(net):
@@ -283,7 +292,7 @@ async def test_listener_is_notified_when_the_gateway_drops_a_worker(net):
     net.link(heard)
     await eventually(lambda: heard.held == set())
     await net.close()
-    assert heard.told[-1] == ("left", net.address)
+    assert heard.calls[-1] == ("left", net.address)
 
 
 async def test_every_rank_of_a_worker_is_an_endpoint(net):
@@ -322,7 +331,7 @@ async def test_failing_link_is_logged_once_and_retried(net, caplog):
     assert link.client is None
     await eventually(lambda: link.client is not None and not heard.num_failures)
     assert not link.is_failing
-    assert [what for what, _ in heard.told if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
+    assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
     assert caplog.text.count("its link failed and is restarted") == 1
     assert "no room for another" in caplog.text
 
@@ -378,13 +387,12 @@ async def test_exception_in_one_link_leaves_the_others_serving(net, monkeypatch,
     await net._end(running)
 
 
-async def test_invalid_address_fails_only_its_link(net, caplog):
+async def test_invalid_address_fails_only_its_link(net, attempts, caplog):
     config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
     hello, metrics = Hello(gateway_id="g"), Metrics(CollectorRegistry())
     link = WorkerLink("tcp://a..b:7000", hello, rpc=RPC, config=config, metrics=metrics)
     running = asyncio.create_task(link.run())
-    await eventually(lambda: link.is_failing)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: link.is_failing and len(attempts) > 2)
     assert caplog.text.count("'a..b' is not a host name or IP address") == 1
     await net._end(running)
 

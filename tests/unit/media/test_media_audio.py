@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from audio_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, sound
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, tones
 from medialane.core.errors import (
     AudioTooLong,
     EmptyMedia,
@@ -91,12 +91,12 @@ def test_channel_count_is_limited(kind):
 @pytest.mark.parametrize("channels", [9, 64])
 def test_too_many_channels_are_invalid(channels):
     with pytest.raises(InvalidAudio):
-        decode(by_libsndfile(sound(8000, channels), 8000))
+        decode(by_libsndfile(tones(8000, channels), 8000))
 
 
 def test_eight_planar_channels_are_rejected_where_pyav_would_crash():
     with pytest.raises(InvalidAudio, match="8 channels"):
-        decode(by_ffmpeg(sound(48000, 8), 48000, "ipod", "aac"))
+        decode(by_ffmpeg(tones(48000, 8), 48000, "ipod", "aac"))
 
 
 def test_video_without_audio_is_invalid():
@@ -111,7 +111,7 @@ def test_video_without_audio_is_invalid():
 
 def test_non_seekable_wav_is_decoded():
     """vLLM rejects it, for that reason only."""
-    assert decode(by_libsndfile(sound(8000), 8000, "WAV", "GSM610")).size.num_samples >= 1600
+    assert decode(by_libsndfile(tones(8000), 8000, "WAV", "GSM610")).size.num_samples >= 1600
 
 
 def test_unsupported_codec_is_rejected(monkeypatch):
@@ -122,7 +122,7 @@ def test_unsupported_codec_is_rejected(monkeypatch):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_samples_are_invalid(value):
-    samples = sound(8000, 2)
+    samples = tones(8000, 2)
     samples[77, 1] = value
     with pytest.raises(InvalidAudio, match="not finite"):
         decode(by_libsndfile(samples, 8000, "WAV", "FLOAT"))

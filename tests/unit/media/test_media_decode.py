@@ -3,7 +3,7 @@ from contextlib import suppress
 
 import pytest
 
-from audio_maker import FILES, by_ffmpeg, by_libsndfile, sound
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
 from medialane.core.errors import (
     AudioTooLong,
     EmptyMedia,
@@ -48,7 +48,7 @@ def flac(*, channels=2, rate=44100, num_samples=1000) -> bytes:
 )
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
 def test_type_of_libsndfile_output(container, coding, expected, buffer):
-    assert sniff_audio(buffer(by_libsndfile(sound(16000), 16000, container, coding)), CONFIG) == expected
+    assert sniff_audio(buffer(by_libsndfile(tones(16000), 16000, container, coding)), CONFIG) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_type_of_libsndfile_output(container, coding, expected, buffer):
     ],
 )
 def test_type_of_ffmpeg_output(container, coding, expected):
-    data = by_ffmpeg(sound(16000), 16000, container, coding)
+    data = by_ffmpeg(tones(16000), 16000, container, coding)
     assert sniff_audio(data, CONFIG) == expected
     assert sniff(data, "audio", CONFIG) == expected
 
@@ -184,12 +184,12 @@ def test_samples_before_the_format_chunk_are_invalid():
 )
 def test_eight_planar_channels_are_rejected_by_the_header(container, coding):
     with pytest.raises(InvalidAudio, match="8 channels"):
-        sniff_audio(by_ffmpeg(sound(48000, 8), 48000, container, coding), CONFIG)
+        sniff_audio(by_ffmpeg(tones(48000, 8), 48000, container, coding), CONFIG)
 
 
 @pytest.mark.parametrize(("container", "coding"), [("mov", "pcm_s16le"), ("matroska", "flac"), ("ogg", "libopus")])
 def test_eight_interleaved_channels_are_accepted(container, coding):
-    assert sniff_audio(by_ffmpeg(sound(48000, 8), 48000, container, coding), CONFIG)
+    assert sniff_audio(by_ffmpeg(tones(48000, 8), 48000, container, coding), CONFIG)
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -24,6 +24,7 @@ from medialane.media.body import HeapBody
 from medialane.media.freshness import Freshness
 from medialane.media.http_source import HttpSource
 from medialane.media.url_cache import Validators
+from waiting import eventually
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))
 LIMITS = FetchLimits(max_bytes=100_000, timeout_s=10.0)
@@ -217,7 +218,7 @@ async def test_truncated_body_is_a_failure(source, origin):
 
 
 async def silent(request, writer):
-    await asyncio.sleep(30)
+    await asyncio.Event().wait()
 
 
 async def slow_body(request, writer):
@@ -225,7 +226,7 @@ async def slow_body(request, writer):
     while True:
         writer.write(b"x")
         await writer.drain()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time: the origin's rate
 
 
 async def slow_headers(request, writer):
@@ -233,7 +234,7 @@ async def slow_headers(request, writer):
     while True:
         writer.write(b"x")
         await writer.drain()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time: the origin's rate
 
 
 @pytest.mark.parametrize(
@@ -403,7 +404,7 @@ async def test_cancelled_fetch_closes_its_connection(source, origin):
             while True:
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 await writer.drain()
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # time: between writes, the only way to notice a closed connection
         except ConnectionError:
             closed.set()
             raise
@@ -481,9 +482,7 @@ async def test_body_of_a_cancelled_fetch_is_abandoned(source, origin):
     log = []
     origin.routes["/a"] = slow_body
     fetching = asyncio.create_task(source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log)))
-    async with asyncio.timeout(2):
-        while not log:  # noqa: ASYNC110 - the body's first piece comes through a socket
-            await asyncio.sleep(0.005)
+    await eventually(lambda: log)
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetching

@@ -29,6 +29,7 @@ def av_with(*decoders):
     def open_codec(name, mode):
         if name not in decoders:
             raise ValueError(name)
+        return SimpleNamespace(name=name)
 
     return SimpleNamespace(Codec=open_codec)
 
@@ -65,7 +66,7 @@ def test_missing_libraries_are_named_with_their_fix():
 def test_build_without_a_codec_supports_the_others():
     found = find_kinds(installed(av=av_with("h264", "vp9"), soundfile=soundfile_with("WAV")))
     assert [kind.name for kind in found.kinds if not kind.missing][6:] == ["h264", "vp9", "wav"]
-    assert Kind("video", "hevc", "this av is built without hevc", kinds._AV_FIX) in found.unavailable
+    assert Kind("video", "hevc", "this av is built without hevc", kinds._FIXES["av"]) in found.unavailable
 
 
 def test_missing_pillow_format_is_detected(monkeypatch):

@@ -1,4 +1,3 @@
-import asyncio
 import os
 import threading
 
@@ -15,6 +14,7 @@ from medialane.core.errors import (
 from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, local_files
 from medialane.media.local_files import LocalFiles, OpenFile
+from waiting import eventually
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)
 
@@ -144,19 +144,19 @@ class Pieces:
     """A body that tells what it was given."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def expect(self, num_bytes):
-        self.told.append(("expect", num_bytes))
+        self.calls.append(("expect", num_bytes))
 
     def write(self, piece):
-        self.told.append(("write", len(piece)))
+        self.calls.append(("write", len(piece)))
 
     def finish(self, content_hash):
-        self.told.append(("finish", content_hash))
+        self.calls.append(("finish", content_hash))
 
     def abandon(self):
-        self.told.append(("abandon",))
+        self.calls.append(("abandon",))
 
 
 async def test_file_is_written_to_the_body_in_chunks(files, root):
@@ -166,7 +166,7 @@ async def test_file_is_written_to_the_body_in_chunks(files, root):
     limits = FetchLimits(max_bytes=3_000_000, timeout_s=5.0)
     assert await files.read(f"file://{root}/long", limits, open_body=lambda: body) == (content_hash(whole), None)
     mib = 1 << 20
-    assert body.told == [
+    assert body.calls == [
         ("expect", len(whole)),
         *(("write", nbytes) for nbytes in (mib, mib, len(whole) - 2 * mib)),
         ("finish", content_hash(whole)),
@@ -178,7 +178,7 @@ async def test_file_growing_after_the_open_is_limited(files, root, monkeypatch):
     body = Pieces()
     with pytest.raises(MediaTooLarge):
         await files.read(f"file://{root}/large", LIMITS, open_body=lambda: body)
-    assert body.told == [("expect", 5), ("abandon",)]
+    assert body.calls == [("expect", 5), ("abandon",)]
 
 
 @pytest.mark.parametrize("slow", ["open", "read"])
@@ -198,7 +198,6 @@ async def test_cancelled_read_leaves_no_descriptor_or_body(files, root, slow, mo
         monkeypatch.setattr(OpenFile, "read", waiting(OpenFile.read))
     with pytest.raises(MediaFetchTimeout):
         await files.read(f"file://{root}/sub/c.png", FetchLimits(100, 0.2), open_body=lambda: body)
-    assert body.told[-1] == ("abandon",)
+    assert body.calls[-1] == ("abandon",)
     gate.set()
-    while set(os.listdir("/proc/self/fd")) - before:  # noqa: ASYNC110 - a thread closes it, which has no event
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not set(os.listdir("/proc/self/fd")) - before, "a thread closes the file")

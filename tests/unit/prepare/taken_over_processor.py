@@ -125,14 +125,11 @@ ATTACKS = {
     # What must go on working.
     "thread": start_thread,
     "late import": import_late,
-    "clock": lambda: time.sleep(0.001),
+    "clock": lambda: time.sleep(0.001),  # time: the system call
 }
 
 
 class TakenOverProcessor(FakeProcessor):
-    def check_size(self, size, options):
-        """The options are not the fake's."""
-
     def process(self, media, options):
         wanted = json.loads(options)
         try:

@@ -1,13 +1,14 @@
 import asyncio
 
 import pytest
-from preparer_pools import children, eventually, make_pool
+from preparer_pools import children, make_pool
 
 from medialane.core.errors import StartupFailed
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.prepare.fake import build_processor
 from medialane.prepare.forkserver import load_factory
+from waiting import eventually
 
 
 def test_factory_is_found_by_module_and_function():

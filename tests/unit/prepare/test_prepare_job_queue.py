@@ -118,7 +118,7 @@ async def test_result_without_a_waiter_is_released(arena, encoded, make_job):
     lease = encoded.duplicate()
     job.settle(Outcome(lease=lease))
     await asyncio.sleep(0)
-    assert lease.released
+    assert lease._released
 
 
 async def test_result_after_a_failure_is_released(encoded, make_job):
@@ -126,6 +126,6 @@ async def test_result_after_a_failure_is_released(encoded, make_job):
     job.settle(Outcome(error=Unavailable("late")))
     lease = encoded.duplicate()
     job.settle(Outcome(lease=lease))
-    assert lease.released
+    assert lease._released
     with pytest.raises(Unavailable):
         await job.result

@@ -17,7 +17,6 @@ RANGE = ArenaRange("0" * 32, 4096, 128, 1)
         m.Setup(b"{}", m.PreparerSetup("0" * 32, "/dev/shm", MediaConfig(), 1)),
         m.Fork(3),
         m.Fork(3, True),
-        m.ForkSpare(),
     ],
 )
 def test_control_request_round_trips(message):
@@ -30,7 +29,6 @@ def test_control_request_round_trips(message):
         m.Ready(1.5, Sandbox(files=True), 1 << 47),
         m.Refused("no"),
         m.Forked(1, 2),
-        m.SpareForked(2),
         m.ForkFailed(1, "no"),
         m.Exited(1, -9),
     ],

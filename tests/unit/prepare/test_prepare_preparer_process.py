@@ -3,11 +3,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, Hello, NoRange, encode_frame
+from medialane.prepare.pidfd_process import PidfdProcess
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
 
@@ -18,20 +18,24 @@ def peer():
         yield mine, theirs
 
 
-def handle(peer, on_exit=lambda: None) -> PreparerProcess:
-    return PreparerProcess(1, peer[0], on_exit)
-
-
 @pytest.fixture
 def sleeper():
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen(["sleep", "60"])
     with process:
         yield process
         process.kill()
 
 
-async def test_report_is_read_however_it_is_fragmented(peer):
-    preparer = handle(peer)
+@pytest.fixture
+def handle(peer, sleeper):
+    def handle(on_exit=lambda: None) -> PreparerProcess:
+        return PreparerProcess(1, peer[0], PidfdProcess(sleeper.pid, os.pidfd_open(sleeper.pid)), on_exit)
+
+    return handle
+
+
+async def test_report_is_read_however_it_is_fragmented(peer, handle):
+    preparer = handle()
     reading = asyncio.create_task(preparer.receive())
     for byte in encode_frame(Done(7)):
         peer[1].send(bytes([byte]))
@@ -50,8 +54,8 @@ async def test_report_is_read_however_it_is_fragmented(peer):
         b"",
     ],
 )
-async def test_protocol_violation_kills_the_preparer(peer, data):
-    preparer = handle(peer)
+async def test_protocol_violation_kills_the_preparer(peer, handle, data):
+    preparer = handle()
     peer[1].send(data)
     peer[1].close()
     with pytest.raises(PreparerLost):
@@ -59,8 +63,8 @@ async def test_protocol_violation_kills_the_preparer(peer, data):
     await preparer.stop(0)
 
 
-async def test_first_message_must_be_hello(peer):
-    preparer = handle(peer)
+async def test_first_message_must_be_hello(peer, handle):
+    preparer = handle()
     peer[1].send(encode_frame(Done(1)) + encode_frame(Hello(1)))
     with pytest.raises(PreparerLost, match="Done"):
         await preparer.wait_ready()
@@ -68,28 +72,19 @@ async def test_first_message_must_be_hello(peer):
     await preparer.stop(0)
 
 
-async def test_request_to_a_closed_channel_kills_the_preparer(peer):
-    preparer = handle(peer)
+async def test_request_to_a_closed_channel_kills_the_preparer(peer, handle):
+    preparer = handle()
     peer[1].close()
     with pytest.raises(PreparerLost):
         await preparer.send(NoRange(1))
     await preparer.stop(0)
 
 
-async def test_stop_kills_after_the_grace_period_and_confirms_the_exit(peer, sleeper):
+async def test_stop_kills_after_the_grace_period_and_confirms_the_exit(handle, sleeper):
     exits = []
-    preparer = handle(peer, lambda: exits.append(preparer.gone))
-    preparer.attach(sleeper.pid, os.pidfd_open(sleeper.pid))
+    preparer = handle(lambda: exits.append(preparer.gone))
     assert not preparer.gone
     assert await preparer.stop(0.05)
     assert sleeper.wait() == -signal.SIGKILL
     assert exits == [True]
     assert await preparer.stop(0)
-
-
-async def test_process_forked_after_its_handle_stopped_is_killed(peer, sleeper):
-    preparer = handle(peer)
-    assert not await preparer.stop(0)
-    preparer.attach(sleeper.pid, os.pidfd_open(sleeper.pid))
-    async with asyncio.timeout(5):
-        await preparer.exited.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from preparer_pools import eventually, png, put, running
+from preparer_pools import png, put, running
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import PreparerCrashed
@@ -17,6 +17,7 @@ from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.prepare.process_memory import read_into
 from medialane.prepare.sandbox import Sandbox, memory_is_readable
+from waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,7 +17,7 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
 BLOCK = 16
-CARD = ModelCard("m", 4096, BLOCK, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
+CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
 
 
 def span(name, offset, length, **kwargs):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from medialane.core.compiled import compiled
-from medialane.routing.native_view import INTS, SCORE_ROWS, WORD_ROWS, WORDS, Ints, View, words
+from medialane.routing.native_view import INTS, SCORE_ROWS, WORD_ROWS, WORDS, Ints, View, line
 
 
 @compiled
 def total(view: Ints) -> int:
     found = 0
-    for word in words(view, 0):
+    for word in line(view, 0, np.uint64):
         found += word
     return found
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interned_sets import num_sets
 
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.pending_blocks import PendingBlocks
@@ -82,7 +83,7 @@ def test_clear_drops_one_slots_pending_prefixes_and_later_release_is_allowed():
     gone, stays = notes.note(0, blocks(range(20)), deadline=5), notes.note(1, blocks(range(20)), deadline=5)
     notes.clear(0)
     assert pending(notes, range(20))[:2] == [0, 20]
-    again = notes.note(0, blocks(range(20)), deadline=5)  # whoever has the slot's number next
+    again = notes.note(0, blocks(range(20)), deadline=5)  # the next worker with this slot number
     notes.forget(gone)
     assert pending(notes, range(20))[:2] == [20, 20]
     notes.forget(again)
@@ -132,7 +133,7 @@ def test_ended_pending_prefixes_leave_no_state(steps):
         assert pending(notes, chain(name, 9)) == pending(fresh, chain(name, 9))
     for note in list(alive):
         notes.forget(note)
-    assert (notes.num_counts, notes._holders.num_blocks, notes._holders.num_sets) == (0, 0, 0)
+    assert (notes._num_counts, notes._holders.num_blocks, num_sets(notes._holders)) == (0, 0, 0)
     assert not notes._counts[:, 1].any()
 
 
@@ -144,4 +145,4 @@ def test_pending_prefixes_of_many_requests_all_end():
     assert pending(notes, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
     for note in made:
         notes.forget(note)
-    assert (len(notes), notes.num_counts, notes._holders.num_blocks) == (0, 0, 0)
+    assert (len(notes), notes._num_counts, notes._holders.num_blocks) == (0, 0, 0)

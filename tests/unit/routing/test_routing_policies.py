@@ -80,7 +80,7 @@ def test_temperature_spreads_by_weight():
 
 def test_alternatives_are_the_next_best_in_order():
     choice = World("least-loaded", [4, 1, 3, 2, 0, 9]).choose()
-    assert (choice.slot, choice.score) == (4, 0.0)
+    assert (choice.slot, choice.rows[0][1]) == (4, 0.0)
     assert choice.alternatives == [(1, 1.0, 0), (3, 2.0, 0), (2, 3.0, 0)]
 
 

@@ -14,7 +14,7 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import SlotState
 from medialane.routing.slots import SlotTable
 
-CARD = ModelCard("m", 4096, 16, {}, {}, encoder_cache_tokens=1000)
+CARD = ModelCard("m", 4096, 16, {}, encoder_cache_tokens=1000)
 REQUEST = RoutingRequest(np.arange(6, dtype=np.uint64), 16, 100, (MediaSpan("a", 0, 40),))
 
 

@@ -16,7 +16,7 @@ from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Router, RoutingConfig, RoutingRequest
 
 BLOCK = 16
-CARD = ModelCard("m", 4096, BLOCK, {}, {}, encoder_cache_tokens=10_000, max_num_seqs=64)
+CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=64)
 
 
 class Clock:
@@ -132,7 +132,7 @@ def test_pending_blocks_stay_half_a_second_after_the_output(make, clock):
     for seconds, num_blocks in ((0.4, 6), (0.2, 0)):
         clock.now += seconds
         assert router.index.match(asked.block_ids, 1).blocks[0] == num_blocks
-    assert router.index.num_notes == 0
+    assert len(router.index._pending_blocks) == 0
 
 
 def test_removal_arriving_with_an_output_is_applied(make):
@@ -289,7 +289,18 @@ def test_session_returns_with_its_worker(make):
     assert begin(router, request(text(1, 10), session_id="t")).slot != 1
     router.join(endpoint("w1"))
     begin(router, request(text(2, 10), session_id="s"))
-    assert router.num_sessions == 2
+    assert len(router._sessions) == 2
+
+
+def test_session_is_forgotten_when_it_expires_or_there_are_too_many(make, clock):
+    router = make(2, session_ttl_s=10.0, max_sessions=2)
+    for name in ("a", "b", "a", "c"):
+        begin(router, request(text(1, 10), session_id=name)).release()
+    assert set(router._sessions) == {"a", "c"}, "the least recently used one is dropped"
+    clock.now += 9
+    begin(router, request(text(1, 10), session_id="c")).release()
+    clock.now += 2
+    assert set(router._sessions) == {"c"}
 
 
 def test_reported_load_sends_requests_elsewhere(make):
@@ -341,20 +352,22 @@ def test_worker_caching_as_predicted_is_not_reported(make, clock):
         clock.now += 11
     counts = router.predictions
     assert (counts.num_never_stored, counts.num_unexplained, counts.num_warnings) == (0, 0, 0)
-    assert counts.predicted_tokens == counts.reported_tokens > 0
+    found = [(record.decision.cached_tokens, record.reported_cached_tokens) for record in router.decisions()]
+    assert any(predicted for predicted, _ in found)
+    assert all(predicted == reported for predicted, reported in found)
 
 
 def test_pick_changes_no_router_state_before_begin(make):
     router = make(2)
     routed = router.pick(request(text(1), session_id="s"))
     assert (routed.worker_id, routed.rank, routed.num_ranks) == ("w0", 0, 1)
-    assert (router.decisions(), router.index.num_notes, router.num_sessions) == ([], 0, 0)
+    assert (router.decisions(), len(router.index._pending_blocks), len(router._sessions)) == ([], 0, 0)
     with pytest.raises(RuntimeError, match="not begun"):
         _ = routed.decision
     routed.begin()
     routed.begin()
     assert [record.decision for record in router.decisions()] == [routed.decision]
-    assert (router.index.num_notes, router.num_sessions) == (1, 1)
+    assert (len(router.index._pending_blocks), len(router._sessions)) == (1, 1)
     assert router._slots[0].num_in_flight == 1
 
 
@@ -364,7 +377,7 @@ def test_request_that_never_began_changes_no_state(make):
     routed.prefilled(0)
     routed.release()
     routed.begin()
-    assert (router.decisions(), router.index.num_notes, router.num_encoder_items) == ([], 0, 0)
+    assert (router.decisions(), len(router.index._pending_blocks), router.num_encoder_items) == ([], 0, 0)
     assert router._slots[0].num_in_flight == 0
 
 
@@ -377,7 +390,7 @@ def test_request_whose_worker_left_before_it_began_leaves_no_state(make):
     assert routed.decision.worker_id == "w0"
     routed.prefilled(0)
     routed.release()
-    assert (router.index.num_notes, router._slots[0].num_in_flight) == (0, 0)
+    assert (len(router.index._pending_blocks), router._slots[0].num_in_flight) == (0, 0)
 
 
 @pytest.mark.parametrize("ids", [np.arange(4, dtype=np.int64), np.arange(8, dtype=np.uint64)[::2]])
@@ -429,8 +442,8 @@ class Bookkeeping(RuleBasedStateMachine):
     def tell(self, seed, name, snapshot, gone):
         if name in self.joined:
             ids = request(text(seed, 400)).block_ids
-            told = change(removed=ids) if gone else change(stored=ids, snapshot=snapshot)
-            self.router.change(self.joined[name], told)
+            update = change(removed=ids) if gone else change(stored=ids, snapshot=snapshot)
+            self.router.change(self.joined[name], update)
 
     @rule(seconds=st.sampled_from([1, 20, 70]))
     def wait(self, seconds):
@@ -456,7 +469,7 @@ class Bookkeeping(RuleBasedStateMachine):
             assert not watched.by_last
             assert not watched.by_prefix
         self.router.index.expire(self.clock.now)
-        assert self.router.index.num_notes == 0
+        assert len(self.router.index._pending_blocks) == 0
         for name in list(self.joined):
             self.router.leave(self.joined.pop(name))
         assert self.router.num_encoder_items == 0

@@ -3,14 +3,13 @@ import pytest
 
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
+from medialane.routing.native_choice import BASE_COST, SEQUENCES
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
 
 def card(**kwargs):
-    return ModelCard(
-        **{"model": "m", "max_model_len": 4096, "block_size": 16, "mm_limits": {}, "processor": {}} | kwargs
-    )
+    return ModelCard(**{"model": "m", "max_model_len": 4096, "block_size": 16, "processor": {}} | kwargs)
 
 
 def endpoint(name="w", *, rank=0, load=None, **kwargs):
@@ -38,8 +37,8 @@ def test_arrays_grow_and_keep_their_contents():
     slots = table()
     for number in range(100):
         slots.join(endpoint(f"w{number}", load=WorkerLoad(num_running=number)))
-    assert slots.sequences[:100].tolist() == list(range(100))
-    assert np.isinf(slots.sequences[100:]).all()
+    assert slots.table[SEQUENCES][:100].tolist() == list(range(100))
+    assert np.isinf(slots.table[SEQUENCES][100:]).all()
     assert anyone(slots) == (1 << 100) - 1
 
 
@@ -60,7 +59,7 @@ def test_draining_or_unready_worker_gets_no_requests():
     not_ready = slots.join(Endpoint("b", "unix:/b", ready=False, load=WorkerLoad(), num_in_flight=0))
     slots.join(endpoint("c"))
     assert anyone(slots) == 0b100
-    assert np.isinf(slots.base_cost_ms[[draining.number, not_ready.number]]).all()
+    assert np.isinf(slots.table[BASE_COST][[draining.number, not_ready.number]]).all()
 
 
 def test_full_worker_gets_no_requests_until_one_ends():

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 
-from rpc_requests import DEADLINE_S
-
 from medialane.rpc.framing import FrameReader, append_frame
 from medialane.rpc.messages import decode_from_worker
+from waiting import DEADLINE_S
 
 
 class RawGateway:
@@ -37,7 +36,7 @@ class RawGateway:
                 elif isinstance(message := decode_from_worker(frame), kinds):
                     return message
 
-    async def hung_up(self) -> bool:
+    async def is_disconnected(self) -> bool:
         async with asyncio.timeout(DEADLINE_S):
             try:
                 while await self._reader.read(65536):

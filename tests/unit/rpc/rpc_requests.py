@@ -1,15 +1,13 @@
-"""Requests, and what tests wait for."""
+"""Requests, their outputs, and frames."""
 
 import asyncio
 import struct
-from collections.abc import Callable
 
 import msgspec
 
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.rpc import RemoteRequest
-
-DEADLINE_S = 10.0
+from waiting import DEADLINE_S
 
 
 def engine_request(request_id: str, num_tokens: int = 3) -> EngineRequest:
@@ -19,12 +17,6 @@ def engine_request(request_id: str, num_tokens: int = 3) -> EngineRequest:
 async def tokens_of(remote: RemoteRequest) -> list[int]:
     async with asyncio.timeout(DEADLINE_S):
         return [token async for delta in remote for token in delta.completions[0].token_ids]
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110 - what is waited for has no event, by design
-            await asyncio.sleep(0.005)
 
 
 def raw_frame(content: object) -> bytes:

@@ -148,17 +148,17 @@ def test_chunks_are_sent_as_messages():
 
 def test_changes_found_while_taking_a_snapshot_are_not_sent_twice():
     """The worker flushes queued changes before a snapshot, which already contains them."""
-    told = []
+    notified = []
 
     def held():
         feed.push(change([5]))
-        told.append(True)
+        notified.append(True)
         return {0: [5]}
 
     feed = BlockFeed(held, max_frame_bytes=FRAME)
     assert unpack(feed.next().stored) == [5]
     assert feed.next() is None
-    assert told == [True]
+    assert notified == [True]
 
 
 def test_gap_is_detected_requested_once_and_repaired_by_the_next_snapshot():

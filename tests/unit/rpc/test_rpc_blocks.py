@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
-from rpc_requests import engine_request, eventually, tokens_of
+from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import ProtocolViolation
 from medialane.core.kv_events import KvChange
@@ -13,6 +13,7 @@ from medialane.rpc import FakeHandler
 from medialane.rpc.block_feed import PIECE_BLOCKS
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.messages import KvBlocks, ResyncBlocks
+from waiting import eventually
 
 #: Made once, outside of any loop.
 MANY = dict.fromkeys(range(60 * PIECE_BLOCKS))
@@ -111,10 +112,10 @@ async def test_many_blocks_do_not_block_either_event_loop(net, handler):
 async def test_outputs_are_not_delayed_by_many_blocks(net, handler):
     handler.blocks = MANY
     client = await net.connect()
-    told = []
-    client.watch(on_blocks=told.append, on_loads=lambda _loads: None)
+    changes = []
+    client.watch(on_blocks=changes.append, on_loads=lambda _loads: None)
     assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
-    assert len(told) < 60
+    assert len(changes) < 60
     await client.close()
 
 
@@ -132,9 +133,10 @@ async def test_gap_is_repaired(net, handler, monkeypatch):
     view = View(client)
     await eventually(lambda: view.changes)
     receive = client._reports._blocks.receive
-    monkeypatch.setattr(client._reports._blocks, "receive", lambda change: True)  # lost
+    lost = []
+    monkeypatch.setattr(client._reports._blocks, "receive", lambda change: lost.append(change) or True)
     handler.change_blocks([1])
-    await asyncio.sleep(0.05)
+    await eventually(lambda: lost)
     monkeypatch.setattr(client._reports._blocks, "receive", receive)
     handler.change_blocks([2])
     await eventually(lambda: view.held == {1, 2})

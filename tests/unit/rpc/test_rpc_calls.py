@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from prometheus_client import Counter
-from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.admin import AddLora, IsSleeping, ResetPrefixCache, Sleep
 from medialane.core.errors import GenerationFailed, InvalidRequest, ProtocolViolation, Unavailable, WorkerLost
@@ -20,6 +20,7 @@ from medialane.rpc.messages import (
     decode_to_worker,
 )
 from medialane.rpc.session_calls import MAX_CALLS
+from waiting import eventually
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ async def test_unknown_call_closes_the_connection(call, net, handler, raw):
         decode_to_worker(memoryview(raw_frame(["Administer", 1, call])[4:]))
     gateway = await raw()
     gateway.write(raw_frame(["Administer", 1, call]))
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
     assert handler.calls == []
 
 
@@ -192,7 +193,7 @@ async def test_concurrent_metrics_requests_close_the_connection(net, handler, ra
     gateway = await raw()
     gateway.send(ReadMetrics())
     gateway.send(ReadMetrics())
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
 
 
 @pytest.mark.parametrize("answer", [AdminDone(1, True), MetricValues(MetricChanges())])

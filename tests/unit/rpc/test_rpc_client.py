@@ -5,7 +5,7 @@ import socket
 
 import msgspec
 import pytest
-from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.errors import (
     GenerationFailed,
@@ -21,6 +21,7 @@ from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Welcome
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.framing import append_frame
 from medialane.rpc.messages import LoadReport, Refused, Released
+from waiting import eventually
 
 HOUR_S = 3600.0
 HELLO = Hello(gateway_id="gateway")
@@ -36,18 +37,18 @@ def frames(*messages):
 
 
 @pytest.fixture
-async def worker_that_says(tmp_path):
+async def scripted_worker(tmp_path):
     """Make a worker that answers the first bytes it gets with `first`, later chunks with `later`, one each."""
     servers, writers = [], []
 
-    async def make(first: bytes, *later: bytes, hang_up: bool = False) -> str:
+    async def make(first: bytes, *later: bytes, disconnect: bool = False) -> str:
         async def talk(reader, writer):
             writers.append(writer)
             for answer in (first, *later):
                 if not await reader.read(65536):
                     break
                 writer.write(answer)
-            if hang_up:
+            if disconnect:
                 writer.close()
 
         path = f"{tmp_path}/raw.sock"
@@ -59,7 +60,7 @@ async def worker_that_says(tmp_path):
         server.close()
     for writer in writers:
         writer.close()
-    await asyncio.sleep(0.01)
+    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/w.sock", "tcp://127.0.0.1:1", "tcp://localhost:1"])
@@ -76,20 +77,24 @@ async def test_socket_of_a_dead_worker_means_no_worker(tmp_path):
 
 
 @pytest.mark.parametrize("size", [{"block_size": 0}, {"data_parallel_size": 1 << 40}, {"num_kv_blocks": -1}])
-async def test_card_with_impossible_sizes_closes_the_connection(worker_that_says, size):
+async def test_card_with_impossible_sizes_closes_the_connection(scripted_worker, size):
     card = msgspec.structs.replace(FAKE_CARD, **size)
-    address = await worker_that_says(frames(Welcome("w", 1, card, False)))
+    address = await scripted_worker(frames(Welcome("w", 1, card, False)))
     with pytest.raises(ProtocolViolation, match="sizes out of range"):
         await RpcClient.connect(address, HELLO, QUICK)
 
 
-async def test_loss_is_reported_in_the_same_loop_iteration(worker_that_says):
-    client = await RpcClient.connect(await worker_that_says(frames(WELCOME)), HELLO, QUICK)
-    told = []
-    client.watch(on_blocks=told.append, on_loads=told.append, on_lost=lambda: told.append(client.closed.is_set()))
-    client.closed.set = lambda real=client.closed.set: (told.append("closing"), real())
+async def test_loss_is_reported_in_the_same_loop_iteration(scripted_worker):
+    client = await RpcClient.connect(await scripted_worker(frames(WELCOME)), HELLO, QUICK)
+    notifications = []
+    client.watch(
+        on_blocks=notifications.append,
+        on_loads=notifications.append,
+        on_lost=lambda: notifications.append(client.closed.is_set()),
+    )
+    client.closed.set = lambda real=client.closed.set: (notifications.append("closing"), real())
     await client.close()
-    assert told == ["closing", True]
+    assert notifications == ["closing", True]
 
 
 async def test_unknown_host_means_lost_not_dead():
@@ -102,9 +107,9 @@ async def test_malformed_address_is_rejected():
         await RpcClient.connect("worker:1", HELLO, QUICK)
 
 
-async def test_silent_worker_is_lost_at_the_connect_timeout(worker_that_says):
+async def test_silent_worker_is_lost_at_the_connect_timeout(scripted_worker):
     with pytest.raises(WorkerLost, match="in time"):
-        await RpcClient.connect(await worker_that_says(b""), HELLO, QUICK)
+        await RpcClient.connect(await scripted_worker(b""), HELLO, QUICK)
 
 
 async def test_cancelled_connect_leaves_no_connection(net):
@@ -113,7 +118,7 @@ async def test_cancelled_connect_leaves_no_connection(net):
 
         async def register(self, hello):
             self.called.set()
-            await asyncio.sleep(HOUR_S)
+            await asyncio.Event().wait()
 
     handler = Slow()
     await net.serve(handler)
@@ -124,27 +129,27 @@ async def test_cancelled_connect_leaves_no_connection(net):
         await connecting
 
 
-async def test_worker_that_disconnects_immediately_is_lost(worker_that_says):
+async def test_worker_that_disconnects_immediately_is_lost(scripted_worker):
     with pytest.raises(WorkerLost):
-        await RpcClient.connect(await worker_that_says(b"", hang_up=True), HELLO, QUICK)
+        await RpcClient.connect(await scripted_worker(b"", disconnect=True), HELLO, QUICK)
 
 
 @pytest.mark.parametrize("noise", [b"HTTP/1.1 400 Bad Request\r\n\r\n", raw_frame(["Hello", 1]), frames(Released("r"))])
-async def test_foreign_listener_is_a_protocol_violation(worker_that_says, noise):
+async def test_foreign_listener_is_a_protocol_violation(scripted_worker, noise):
     with pytest.raises(ProtocolViolation):
-        await RpcClient.connect(await worker_that_says(noise), HELLO, QUICK)
+        await RpcClient.connect(await scripted_worker(noise), HELLO, QUICK)
 
 
-async def test_load_of_unknown_ranks_closes_the_connection(worker_that_says, caplog):
-    address = await worker_that_says(frames(WELCOME, LoadReport((WorkerLoad(), WorkerLoad()))))
+async def test_load_of_unknown_ranks_closes_the_connection(scripted_worker, caplog):
+    address = await scripted_worker(frames(WELCOME, LoadReport((WorkerLoad(), WorkerLoad()))))
     client = await RpcClient.connect(address, HELLO, QUICK)
     async with asyncio.timeout(5):
         await client.wait_closed()
     assert "the load of 2 ranks from a worker with 1" in caplog.text
 
 
-async def test_rejection_is_not_mistaken_for_a_dead_worker(worker_that_says):
-    address = await worker_that_says(frames(Refused(to_report(NoWorkerReady("still loading")))))
+async def test_rejection_is_not_mistaken_for_a_dead_worker(scripted_worker):
+    address = await scripted_worker(frames(Refused(to_report(NoWorkerReady("still loading")))))
     with pytest.raises(WorkerLost, match="still loading"):
         await RpcClient.connect(address, HELLO, QUICK)
 
@@ -159,12 +164,12 @@ async def test_heartbeats_keep_an_idle_connection_alive(net):
     quick = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2)
     await net.serve(FakeHandler([1]), quick)
     client = await net.connect(quick)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(0.6)  # time: three timeouts without a request
     assert await tokens_of(client.submit(engine_request("r"))) == [1]
 
 
-async def test_silent_worker_is_lost_at_the_heartbeat_timeout(worker_that_says):
-    client = await RpcClient.connect(await worker_that_says(frames(WELCOME), *[b""] * 100), HELLO, QUICK)
+async def test_silent_worker_is_lost_at_the_heartbeat_timeout(scripted_worker):
+    client = await RpcClient.connect(await scripted_worker(frames(WELCOME), *[b""] * 100), HELLO, QUICK)
     remote = client.submit(engine_request("r"))
     started = asyncio.get_running_loop().time()
     with pytest.raises(WorkerLost):
@@ -179,8 +184,8 @@ async def test_silent_worker_is_lost_at_the_heartbeat_timeout(worker_that_says):
     [frames(Released("unknown")), frames(WELCOME), b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1"],
     ids=["unknown id", "second welcome", "oversize", "garbage"],
 )
-async def test_violation_by_the_worker_closes_the_connection_and_its_requests(worker_that_says, answer):
-    client = await RpcClient.connect(await worker_that_says(frames(WELCOME), answer, b"", b""), HELLO, RpcConfig())
+async def test_violation_by_the_worker_closes_the_connection_and_its_requests(scripted_worker, answer):
+    client = await RpcClient.connect(await scripted_worker(frames(WELCOME), answer, b"", b""), HELLO, RpcConfig())
     remote = client.submit(engine_request("r"))
     with pytest.raises(WorkerLost):
         await tokens_of(remote)
@@ -245,8 +250,8 @@ async def test_request_larger_than_a_message_fails_and_the_others_go_on(net):
     assert await tokens_of(running) == [1]
 
 
-async def test_requests_to_a_worker_that_does_not_read_time_out(worker_that_says):
-    address = await worker_that_says(frames(WELCOME))
+async def test_requests_to_a_worker_that_does_not_read_time_out(scripted_worker):
+    address = await scripted_worker(frames(WELCOME))
     client = await RpcClient.connect(address, HELLO, RpcConfig(max_write_buffer_bytes=1_000_000))
     remotes = [client.submit(engine_request(f"r{i}", num_tokens=100_000)) for i in range(40)]
     refused = [remote for remote in remotes if remote._error is not None]

@@ -5,13 +5,13 @@ import socket
 import time
 
 import pytest
-from rpc_requests import DEADLINE_S, eventually
 
 from medialane.core.errors import ProtocolViolation, WorkerLost
 from medialane.rpc import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.framing import FrameReader
 from medialane.rpc.messages import Abort, Ping, decode_to_worker
+from waiting import DEADLINE_S, eventually, iterations
 
 
 class Recorder:
@@ -48,7 +48,7 @@ class End:
                     found.append(decode_to_worker(frame))
         return found
 
-    async def say(self, data):
+    async def send_raw(self, data):
         await asyncio.get_running_loop().sock_sendall(self.far, data)
 
 
@@ -107,7 +107,7 @@ class Wiretap:
 
 async def test_violation_closes_the_connection_after_earlier_frames(connect):
     end = await connect()
-    await end.say(b"\0\0\0\4fine" + b"\0\0\0\3bad" + b"\0\0\0\5never")
+    await end.send_raw(b"\0\0\0\4fine" + b"\0\0\0\3bad" + b"\0\0\0\5never")
     await end.connection.closed.wait()
     assert end.peer.frames == [b"fine"]
     assert [type(error) for error in end.peer.errors] == [ProtocolViolation]
@@ -116,7 +116,7 @@ async def test_violation_closes_the_connection_after_earlier_frames(connect):
 async def test_large_frames_are_accepted_after_the_handshake(connect):
     end = await connect(RpcConfig(max_frame_bytes=10_000), max_frame_bytes=10)
     end.connection.accept_large_frames()
-    await end.say((9000).to_bytes(4, "big") + bytes(9000))
+    await end.send_raw((9000).to_bytes(4, "big") + bytes(9000))
     await eventually(lambda: end.peer.frames == [bytes(9000)])
 
 
@@ -125,7 +125,7 @@ async def test_paused_connection_resumes_when_the_peer_reads(connect):
     while not end.connection.paused:
         end.connection.send(Abort("x" * 300_000))
     waiting = asyncio.create_task(end.connection.writable())
-    await asyncio.sleep(0.02)
+    await iterations(3)
     assert not waiting.done()
     async with asyncio.timeout(DEADLINE_S):
         while not waiting.done():
@@ -177,7 +177,7 @@ async def test_heartbeats_are_sent_until_the_connection_is_lost(connect):
     end.connection.end(WorkerLost("enough"))
     await end.connection.closed.wait()
     beats = end.peer.num_beats
-    await asyncio.sleep(0.08)
+    await asyncio.sleep(0.08)  # time: four intervals without a heartbeat
     assert end.peer.num_beats == beats
 
 
@@ -192,9 +192,8 @@ async def test_silent_peer_is_lost(connect):
 async def test_local_stall_is_not_mistaken_for_a_silent_peer(connect):
     end = await connect(RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1))
     end.connection.start_heartbeat()
-    await asyncio.sleep(0.04)
-    await end.say(b"\0\0\0\4fine")
-    time.sleep(0.3)  # noqa: ASYNC251 - the stall
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.04)  # time: less than an interval
+    await end.send_raw(b"\0\0\0\4fine")
+    time.sleep(0.3)  # noqa: ASYNC251 - time: the stall, longer than the timeout
+    await eventually(lambda: end.peer.frames == [b"fine"])
     assert not end.connection.closed.is_set()
-    assert end.peer.frames == [b"fine"]

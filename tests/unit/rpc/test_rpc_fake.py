@@ -1,10 +1,11 @@
 import asyncio
 
 import pytest
-from rpc_requests import engine_request, eventually
+from rpc_requests import engine_request
 
 from medialane.core.errors import GenerationFailed, StartupFailed
 from medialane.rpc import FakeHandler, Handler, Hello
+from waiting import eventually
 
 
 async def collect(handler):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rpc_requests import engine_request, eventually, tokens_of
+from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, ProtocolViolation
 from medialane.core.feature import MediaPayload
@@ -17,6 +17,7 @@ from medialane.rpc import FakeHandler, RpcConfig
 from medialane.rpc.framing import HEADER, FrameReader, append_raw_frame, raw_data
 from medialane.rpc.messages import Abort, DropPayload, Failed, Payload, Released, Submit, decode_to_worker
 from medialane.rpc.payload import PIECE_BYTES, PIECES_AT_ONCE, IncomingPayload, OutgoingRequest, join, split
+from waiting import eventually
 
 MIB = 1 << 20
 HOUR_S = 3600.0
@@ -303,7 +304,7 @@ async def test_payload_violating_the_protocol_closes_the_connection(net, raw, sa
     server = await net.serve(FakeHandler([1]))
     gateway = await raw()
     say(gateway)
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
     await eventually(lambda: server.num_in_flight == 0)
 
 

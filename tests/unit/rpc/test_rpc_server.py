@@ -4,7 +4,7 @@ import asyncio
 import os
 
 import pytest
-from rpc_requests import DEADLINE_S, engine_request, eventually, raw_frame, tokens_of
+from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.errors import (
     GenerationFailed,
@@ -12,8 +12,9 @@ from medialane.core.errors import (
     StartupFailed,
     WorkerLost,
 )
-from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, session_registry
+from medialane.rpc import FakeHandler, Hello, RpcConfig, Welcome, server
 from medialane.rpc.session import MAX_HELLO_BYTES
+from waiting import DEADLINE_S, eventually
 
 HOUR_S = 3600.0
 
@@ -94,7 +95,7 @@ async def test_registration_is_cancelled_when_its_gateway_disconnects(net):
     class Slow(FakeHandler):
         async def register(self, hello):
             try:
-                await asyncio.sleep(HOUR_S)
+                await asyncio.Event().wait()
             finally:
                 cancelled.set()
 
@@ -120,15 +121,15 @@ async def test_registration_is_cancelled_when_its_gateway_disconnects(net):
 async def test_unauthenticated_peer_is_disconnected_without_affecting_others(net, raw, noise):
     await net.serve(FakeHandler([1, 2], delay_s=0.05))
     running = (await net.connect()).submit(engine_request("r"))
-    stranger = await raw(hello=False)
-    stranger.write(noise)
-    assert await stranger.hung_up()
+    other = await raw(hello=False)
+    other.write(noise)
+    assert await other.is_disconnected()
     assert await tokens_of(running) == [1, 2]
 
 
 async def test_silent_unauthenticated_peer_is_disconnected(net, raw):
     await net.serve(FakeHandler(), RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2))
-    assert await (await raw(hello=False)).hung_up()
+    assert await (await raw(hello=False)).is_disconnected()
 
 
 async def test_connections_over_the_limit_are_rejected(net):
@@ -141,20 +142,20 @@ async def test_connections_over_the_limit_are_rejected(net):
 
 async def test_unauthenticated_connections_do_not_exclude_gateways(net, raw):
     await net.serve(FakeHandler(), RpcConfig(max_connections=2, token="secret"))
-    strangers = [await raw(hello=False) for _ in range(4)]
+    others = [await raw(hello=False) for _ in range(4)]
     for name in ("a", "b"):
         await net.connect(RpcConfig(token="secret"), gateway_id=name)
     with pytest.raises(WorkerLost, match="limit of gateways"):
         await net.connect(RpcConfig(token="secret"), gateway_id="c")
     assert await net.connect(RpcConfig(token="secret"), gateway_id="b")
-    assert len(strangers) == 4
+    assert len(others) == 4
 
 
 async def test_too_many_unauthenticated_connections_close_the_oldest(net, raw, monkeypatch):
-    monkeypatch.setattr(session_registry, "MAX_UNIDENTIFIED", 2)
+    monkeypatch.setattr(server, "MAX_UNIDENTIFIED", 2)
     await net.serve(FakeHandler())
     oldest, _, newest = [await raw(hello=False) for _ in range(3)]
-    assert await oldest.hung_up()
+    assert await oldest.is_disconnected()
     await net.connect()
     newest.send(Hello(gateway_id="late"))
     assert await newest.next(Welcome)

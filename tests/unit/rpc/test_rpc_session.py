@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from rpc_requests import engine_request, eventually, raw_frame, tokens_of
+from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.errors import (
     GenerationFailed,
@@ -13,8 +13,10 @@ from medialane.core.errors import (
 )
 from medialane.core.request import CompletionDelta, OutputDelta
 from medialane.rpc import FakeHandler, RpcConfig
+from medialane.rpc.connection import Connection
 from medialane.rpc.framing import append_frame
 from medialane.rpc.messages import Abort, Failed, Released, Submit
+from waiting import eventually, iterations
 
 HOUR_S = 3600.0
 
@@ -128,9 +130,27 @@ async def test_second_abort_does_not_interrupt_the_release(net, raw):
     gateway.send(Abort("r"))
     await eventually(lambda: handler.num_cancelled == 1)
     gateway.send(Abort("r"))
-    await asyncio.sleep(0.03)
-    assert handler.num_active == 1, "the second abort cut the release short"
+    gateway.send(Submit(engine_request("later")))
+    await eventually(lambda: len(handler.requests) == 2)
+    await iterations(3)
+    assert handler.num_active == 2, "the second abort cut the release short"
+    assert await gateway.next(Released) == Released("r")
+
+
+async def test_release_is_sent_in_the_same_write_as_the_final_output(net, raw, monkeypatch):
+    written = []
+    write = Connection._write
+
+    def recorded(connection):
+        written.append(bytes(connection._buffer))
+        write(connection)
+
+    monkeypatch.setattr(Connection, "_write", recorded)
+    await net.serve(FakeHandler([1]))
+    gateway = await raw()
+    gateway.send(Submit(engine_request("r")))
     await gateway.next(Released)
+    assert [b"Released" in data for data in written if b"Output" in data] == [True]
 
 
 async def test_abort_in_the_same_packet_as_its_submit_is_released(net, raw):
@@ -164,7 +184,7 @@ async def test_oversized_frame_closes_the_connection_and_its_requests(net, raw):
     gateway.send(Submit(engine_request("r")))
     await eventually(lambda: handler.num_active == 1)
     gateway.write((100_001).to_bytes(4, "big"))
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
     await eventually(lambda: handler.num_active == 0)
 
 
@@ -212,8 +232,8 @@ async def test_unread_output_pauses_the_generators(net, raw):
     gateway = await raw()
     gateway.send(Submit(engine_request("r", num_tokens=1000)))
     before = -1
-    while before != (before := handler.num_tokens):  # noqa: ASYNC110 - the absence of tokens has no event
-        await asyncio.sleep(0.3)
+    while before != (before := handler.num_tokens):  # noqa: ASYNC110
+        await asyncio.sleep(0.3)  # time: the absence of tokens has no event
     assert 0 < before < 100_000
     assert handler.num_active == 1
 
@@ -232,7 +252,7 @@ async def test_silent_gateway_is_dropped_with_its_requests(net, raw):
     gateway.send(Submit(engine_request("r")))
     await eventually(lambda: handler.num_active == 1)
     await eventually(lambda: handler.num_active == 0)
-    assert await gateway.hung_up()
+    assert await gateway.is_disconnected()
 
 
 async def test_load_is_reported_on_change_and_by_heartbeat(net):

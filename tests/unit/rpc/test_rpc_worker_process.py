@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rpc_requests import DEADLINE_S, engine_request, tokens_of
+from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import NoWorkerReady, WorkerLost
 from medialane.rpc import Hello, RpcClient, RpcConfig
+from waiting import DEADLINE_S
 
 WORKER = Path(__file__).with_name("rpc_worker.py")
 CONFIG = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.5, connect_timeout_s=0.5, release_timeout_s=0.3)
@@ -87,7 +88,7 @@ async def test_worker_stopped_for_less_than_the_timeout_loses_no_requests(worker
     client = await RpcClient.connect(worker.address, HELLO, RpcConfig())
     (remote,) = await streams(client, 1)
     worker.process.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(1.5)  # longer than the worker's own heartbeat timeout
+    await asyncio.sleep(1.5)  # time: more than the worker's own heartbeat timeout
     worker.process.send_signal(signal.SIGCONT)
     for _ in range(20):
         async with asyncio.timeout(DEADLINE_S):

@@ -15,6 +15,7 @@ from medialane.core.media import MediaRef
 from medialane.store import EncodedStore
 from medialane.store.encoded_store import STEPS
 from medialane.media import MediaConfig
+from waiting import iterations
 
 MIB = 1 << 20
 
@@ -139,9 +140,9 @@ def test_entries_are_separate_per_tenant(store):
 
 async def test_entry_is_probed_again_for_another_modality(arena, store):
     (await store.put(image(), content_hash(BMP), BMP)).release()
-    sound = MediaRef("audio", "p", url="http://host/")
+    audio = MediaRef("audio", "p", url="http://host/")
     with pytest.raises(UnsupportedMediaType):
-        store.lookup(sound, content_hash(BMP))
+        store.lookup(audio, content_hash(BMP))
     assert arena.stats().num_leases == 0
 
 
@@ -171,8 +172,7 @@ def test_any_chunks_and_content_length_give_the_bytes(sizes, promised):
 async def test_cancelled_copy_leaves_no_entry(arena, store):
     data = BMP + bytes(4 << 20)
     task = asyncio.create_task(store.put(image(), content_hash(data), data))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await iterations(2)
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()

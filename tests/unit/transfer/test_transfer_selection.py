@@ -1,7 +1,7 @@
 import pytest
 
 from medialane.core.stage import STAGES, Stage
-from medialane.transfer import TransferPath, selection, transfer_paths
+from medialane.transfer import TransferPath, transfer_paths, transport
 
 FEATURES, DECODED, URL = (
     [TransferPath(stage, t) for t in ("shm", "inline")] for stage in ("features", "decoded", "url")
@@ -45,7 +45,7 @@ def test_transfer_path_is_formatted_as_stage_and_transport():
 def test_new_stage_needs_only_a_table_row(monkeypatch):
     row = Stage("embeddings", "embedded", (), ("shm",), same_processor=True, instead="features", fallback="features")
     monkeypatch.setitem(STAGES, "embeddings", row)
-    monkeypatch.setattr(selection, "BEST_STAGE", "embeddings")
+    monkeypatch.setattr(transport, "BEST_STAGE", "embeddings")
     found = transfer_paths("auto", "auto", same_host=True, same_processor=True, prepared=True)
     assert list(found) == [TransferPath("embeddings", "shm"), *FEATURES, *URL]
     elsewhere = transfer_paths("auto", "auto", same_host=False, same_processor=False, prepared=True)

@@ -95,7 +95,7 @@ def ends(name, arena, receiver):
     if name == "shm":
         assert receiver.attach(arena.id, arena.nonce)
         return ShmTransport(), receiver
-    return InlineTransport(arena.view.tensor, max_bytes=1024), InlineReceiver()
+    return InlineTransport(arena.view.tensor), InlineReceiver()
 
 
 @pytest.mark.parametrize("name", ["shm", "inline"])
@@ -118,11 +118,6 @@ def test_receiver_rejects_tensors_of_the_other_transport(arena, receiver, tensor
 def test_shm_sends_descriptors_without_bytes(tensor):
     tensors = (tensor,)
     assert ShmTransport().publish(tensors) is tensors
-
-
-def test_tensors_too_large_for_inline_fail_the_hand_over(arena, tensor):
-    with pytest.raises(HandoverFailed, match="2000 bytes exceed the inline limit of 1999"):
-        InlineTransport(arena.view.tensor, max_bytes=1999).publish((tensor, tensor))
 
 
 def test_unmapped_arena_fails_the_hand_over(arena, receiver, tensor):

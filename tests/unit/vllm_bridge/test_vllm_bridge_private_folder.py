@@ -17,7 +17,7 @@ HOLDER = """
 import sys, time
 from medialane.vllm_bridge.private_folder import PrivateFolder
 print(PrivateFolder().path, flush=True)
-time.sleep(60)
+time.sleep(60)  # time: a leftover of a failed test ends by itself
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
-from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam
+from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam, _seams
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +56,7 @@ def table(monkeypatch):
     """Makes a table of these seams."""
 
     def put(*seams, processes=BOTH):
-        group = Group("test group", "", "", (), processes, "", "", (), seams)
+        group = Group("test group", purpose="", module="", without="", tests=(), seams=seams, processes=processes)
         monkeypatch.setattr(probe, "GROUPS", (group,))
 
     return put
@@ -64,6 +64,28 @@ def table(monkeypatch):
 
 def seam(name, kind="read", **more):
     return Seam(f"strange_library:{name}", kind, **more)
+
+
+def test_row_of_the_table_is_read_with_all_its_parts():
+    (found,) = _seams("""
+        replace library.engine:Engine._decode(self, data,
+            more) with limit, encoder in Engine.add as _decode_later
+    """)
+    assert found == Seam(
+        "library.engine:Engine._decode",
+        "replace",
+        ("self", "data", "more"),
+        attributes=("limit", "encoder"),
+        called_in="library.engine:Engine.add",
+        lookup="_decode_later",
+    )
+
+
+def test_malformed_row_of_the_table_is_an_error():
+    with pytest.raises(ValueError, match=r"library:Engine\.add"):
+        _seams("""
+            call library:Engine.add(self, request) width limit
+        """)
 
 
 SEAMS = [
@@ -166,10 +188,6 @@ def test_summary_counts_seams(table, monkeypatch):
     assert probe.summary([]) == "vLLM 0.32.0: 5 private seams, all found"
     broken = probe.Broken(probe.GROUPS[0], dataclasses.replace(SEAMS[0]), "is missing")
     assert "strange_library:Engine.add is missing" in probe.summary([broken])
-
-
-def test_documentation_contains_the_table():
-    assert probe.markdown() in (ROOT / "docs" / "upgrading-vllm.md").read_text()
 
 
 def test_tested_version_matches_the_installation_and_the_flag_table():

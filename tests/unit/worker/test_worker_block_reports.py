@@ -1,4 +1,3 @@
-import asyncio
 import logging
 
 import msgspec
@@ -7,8 +6,9 @@ import pytest
 
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
-from medialane.worker.block_reports import REPORT_PAUSE_S, BlockReports
+from medialane.worker.block_reports import BlockReports
 from medialane.worker.fake_engine import FAKE_CARD
+from waiting import eventually
 
 SIZE = FAKE_CARD.block_size
 
@@ -40,7 +40,7 @@ async def test_events_within_milliseconds_are_batched(reports):
     for number in range(5):
         reports.apply(batch(number, time_s=10.0 + number))
     assert heard == []
-    await asyncio.sleep(5 * REPORT_PAUSE_S)
+    await eventually(lambda: heard)
     (change,) = heard
     assert ids(change.stored) == {id_of(n) for n in range(5)}
     assert (change.rank, change.time_s, change.snapshot) == (0, 10.0, False)
@@ -63,8 +63,9 @@ async def test_snapshot_notifies_listeners_of_pending_changes_first(reports):
     held = reports.held()
     assert held == {0: [id_of(1)], 1: []}
     assert len(heard) == 1
-    await asyncio.sleep(3 * REPORT_PAUSE_S)
-    assert len(heard) == 1
+    reports.apply(batch(2))
+    await eventually(lambda: len(heard) == 2)
+    assert ids(heard[1].stored) == {id_of(2)}
 
 
 async def test_listeners_receive_changes_only_while_subscribed(reports):

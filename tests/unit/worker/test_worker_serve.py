@@ -10,6 +10,7 @@ from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.rpc import Hello, RpcClient, RpcConfig
 from medialane.worker import EXIT_ENGINE_LOST, FakeEngine, FakeParams, WorkerConfig, serve_worker
 from medialane.worker.fake_engine import FAKE_CARD
+from waiting import retried
 
 HELLO = Hello(gateway_id="g", processor=FAKE_CARD.processor)
 RPC = RpcConfig(release_timeout_s=2.0)
@@ -25,12 +26,7 @@ class Serving:
         self._address = address
 
     async def connect(self):
-        for _ in range(200):
-            try:
-                return await RpcClient.connect(self._address, HELLO, RPC)
-            except NoWorkerReady:
-                await asyncio.sleep(0.01)
-        raise TimeoutError
+        return await retried(lambda: RpcClient.connect(self._address, HELLO, RPC), NoWorkerReady)
 
 
 @pytest.fixture

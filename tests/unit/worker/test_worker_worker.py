@@ -26,6 +26,7 @@ from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.rpc import ArenaOffer, Hello
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
 from medialane.worker.fake_engine import FAKE_CARD
+from waiting import eventually, iterations
 
 SPEC = TensorSpec("uint8", (6,))
 PLACE = PlaceholderRange(offset=1, length=2)
@@ -70,12 +71,6 @@ def inline(data=b"abcdef"):
 def request(*features, **params):
     params = {"max_tokens": 3} | params
     return EngineRequest("r", ExpandedPrompt([1, 2, 3, 4], features), msgspec.json.encode(FakeParams(**params)))
-
-
-async def eventually(condition):
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - what it waits for happens in another task
-            await asyncio.sleep(0.005)
 
 
 def mapped():
@@ -199,8 +194,8 @@ async def test_one_missed_ping_is_tolerated_and_two_are_not(engine):
     worker = make(engine, ping_interval_s=0.05)
     engine.die(GenerationFailed("silent"))
     watching = asyncio.create_task(worker.watch())
-    while not engine.num_pings:  # noqa: ASYNC110 - a turn of the loop, or two
-        await asyncio.sleep(0)
+    await iterations(3)
+    assert engine.num_pings == 1
     engine.recover()
     await eventually(lambda: engine.num_pings >= 3)
     assert not watching.done()
@@ -212,7 +207,7 @@ async def test_one_missed_ping_is_tolerated_and_two_are_not(engine):
 async def test_failed_request_triggers_an_immediate_health_check(engine):
     worker = make(engine, ping_interval_s=60.0)
     watching = asyncio.create_task(worker.watch())
-    await asyncio.sleep(0.01)
+    await eventually(lambda: engine.num_pings == 1)
     engine.die()
     with pytest.raises(WorkerLost):
         await answer(worker, request())
@@ -298,7 +293,7 @@ async def test_cache_in_use_keeps_its_blocks(worker, engine, known):
 
 async def test_blocks_stored_after_the_reported_reset_stay(worker, engine, known):
     async def tells(_call):
-        engine.blocks.listener(KvEventBatch(0, [AllBlocksCleared()], 0.0))
+        engine.listener(KvEventBatch(0, [AllBlocksCleared()], 0.0))
         await answer(worker, request(max_tokens=1))
         long = EngineRequest("r2", ExpandedPrompt(list(range(100, 164))), msgspec.json.encode(FakeParams(max_tokens=1)))
         await answer(worker, long)

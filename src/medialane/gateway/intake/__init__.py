@@ -12,7 +12,7 @@ Theory of operation. Four steps, none of which reads a media payload byte by byt
    content of such a place is skipped, since the application behind us validates it. Values are views of the skeleton,
    so each has a position, and the position identifies the payload that was cut from it: no marker is needed that a
    client could forge.
-4. *Extract* (`url_place`, `base64_place`, `embeds_place`, `uuid_place`, `edits`). Each place becomes a `MediaRef`, and
+4. *Extract* (`place`, `edits`). Each place becomes a `MediaRef`, and
    its string in the body `medialane:<n>`, by slices of the original body: every other byte is forwarded unchanged,
    payloads cut from other strings included.
 

@@ -1,26 +1,178 @@
-"""The protocol of a place in a body that contains a media item."""
+"""The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid.
+
+`extract` of a place returns the reference to its item, and the edits that replace the item by reference `number` in the
+body. It raises a MedialaneError that names the place, `param`.
+
+vLLM's app does not pass embeddings, or items given only by their uuid, to its media connector but forwards their uuid:
+the reference is placed in the uuid.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from itertools import islice
 
-from medialane.core.media import MediaRef
-from medialane.gateway.intake.edits import Edit
-from medialane.gateway.intake.skeleton import Skeleton
-from medialane.media import MediaConfig
+import msgspec
+
+from medialane.core.errors import InvalidMediaUrl, MedialaneError
+from medialane.core.media import Alias, MediaRef, Modality
+from medialane.gateway.intake.edits import Edit, reference
+from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
+from medialane.gateway.intake.skeleton import NOT_TEXT, Located, Skeleton
+from medialane.gateway.item_options import ItemOptions, read_options
+from medialane.gateway.scope import REFERENCE_SCHEME
+from medialane.media import DataUrl, MediaConfig, decode_base64
+from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
+from medialane.media.embeds import MAX_FIELDS, read_embeds
 
 
-class Place(Protocol):
-    """Implemented by one module per notation of an item. `param` names the place in errors."""
+class UrlPlace(msgspec.Struct, frozen=True, gc=False):
+    """`string` is the URL, `options` are the members next to it."""
 
-    @property
-    def param(self) -> str: ...
+    modality: Modality
+    param: str
+    string: msgspec.Raw
+    options: ItemOptions | None = None
+    uuid: str | None = None
 
     def extract(
         self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
-        """Return the reference to the item, and the edits that replace it by reference `number` in the body.
+        io, options = read_options(self.options, self.modality, self.param, config)
+        alias = None if self.uuid is None else Alias(self.uuid, self.modality, io, options)
+        located = skeleton.locate(self.string)
+        url = data = media_type = None
+        try:
+            if (found := _data(located, self.modality, config.max_data_url_bytes)) is None:
+                url = _url(located)
+            else:
+                data, media_type = found.data, found.media_type
+        except MedialaneError as error:
+            raise error.at(self.param) from error
+        ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
+        return ref, [(located.start, located.end, reference(number))]
 
-        Raises a MedialaneError that names the field.
-        """
-        ...
+
+class Base64Place(msgspec.Struct, frozen=True, gc=False):
+    """`string` is base64 of media that the client declares as `media_type`."""
+
+    modality: Modality
+    param: str
+    string: msgspec.Raw
+    media_type: str
+    uuid: str | None = None
+
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        located = skeleton.locate(self.string)
+        try:
+            data = decode_base64(located.text(), config.max_data_url_bytes)
+        except MedialaneError as error:
+            raise error.at(self.param) from error
+        alias = None if self.uuid is None else Alias(self.uuid, self.modality)
+        ref = MediaRef(self.modality, self.param, data=data, media_type=self.media_type, salt=salt, alias=alias)
+        return ref, [(located.start, located.end, reference(number))]
+
+
+class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
+    """`value` is the part's embeddings: one unnamed field, or an object of `fields`.
+
+    `uuid_value` is the raw value of the part's uuid, `uuid` its string, None if it is not a string.
+    """
+
+    modality: Modality
+    param: str
+    value: msgspec.Raw
+    fields: dict[str, msgspec.Raw]
+    uuid_value: msgspec.Raw
+    uuid: str | None
+
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        try:
+            # One field above the limit suffices for the error: an object can have a hundred thousand.
+            fields = {name: _field(skeleton, value) for name, value in islice(self.fields.items(), MAX_FIELDS + 1)}
+        except MedialaneError as error:
+            raise error.at(self.param) from error
+        ref = MediaRef(
+            self.modality,
+            self.param,
+            data=read_embeds(fields, self.param, config.max_data_url_bytes),
+            salt=salt,
+            alias=None if self.uuid is None else Alias(self.uuid, f"{self.modality}_embeds"),
+            is_embeds=True,
+        )
+        return ref, self._edits(skeleton, reference(number))
+
+    def _edits(self, skeleton: Skeleton, reference: bytes) -> list[Edit]:
+        found = skeleton.locate(self.value)
+        if self.uuid_value is ABSENT:
+            return [(found.start, found.end, b'null,"uuid":' + reference)]
+        uuid = skeleton.locate(self.uuid_value)
+        return [(found.start, found.end, b"null"), (uuid.start, uuid.end, reference)]
+
+
+class UuidPlace(msgspec.Struct, frozen=True, gc=False):
+    """`uuid` is the string in `uuid_value`; `options` are the members of the object that has no URL."""
+
+    modality: Modality
+    param: str
+    uuid_value: msgspec.Raw
+    uuid: str
+    options: ItemOptions | None
+    is_embeds: bool
+
+    def extract(
+        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        io, options = read_options(self.options, self.modality, self.param, config)
+        kind = f"{self.modality}_embeds" if self.is_embeds else self.modality
+        ref = MediaRef(
+            self.modality,
+            self.param,
+            salt=salt,
+            io=io,
+            options=options,
+            alias=Alias(self.uuid, kind, io, options),
+            is_embeds=self.is_embeds,
+        )
+        located = skeleton.locate(self.uuid_value)
+        return ref, [(located.start, located.end, reference(number))]
+
+
+Place = UrlPlace | Base64Place | EmbedsPlace | UuidPlace
+
+
+def _data(located: Located, modality: Modality, max_bytes: int) -> DataUrl | None:
+    """Return the media in a data: URL; None for other URLs."""
+    head = located.head()
+    if bytes(head[:5]).lower() != b"data:":
+        return None
+    header, payload = _split(located, head)
+    media_type = parse_header(header)
+    if modality == "video" and media_type == "video/jpeg":
+        return DataUrl(media_type, read_jpeg_frames(payload, max_bytes))
+    return DataUrl(media_type, decode_base64(payload, max_bytes))
+
+
+def _split(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
+    """Return header and payload of a data: URL, without a copy if the payload was cut."""
+    if located.payload and bytes(head).find(b",") == len(head) - 1:
+        return bytes(head[:-1]), located.payload
+    return split_data_url(located.text())
+
+
+def _url(located: Located) -> str:
+    try:
+        url = str(located.text(), "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidMediaUrl(NOT_TEXT) from error
+    if url[: len(REFERENCE_SCHEME)].lower() == REFERENCE_SCHEME:
+        raise InvalidMediaUrl(f"{REFERENCE_SCHEME} URLs are reserved for the gateway")
+    return url
+
+
+def _field(skeleton: Skeleton, field: msgspec.Raw) -> bytes | memoryview | msgspec.Raw:
+    """Return the text of a string (base64); any other value unchanged."""
+    return skeleton.locate(field).text() if first_byte(field) == QUOTE else field

@@ -1,12 +1,69 @@
-"""Finds the places of media in a parsed body (conversations, messages, parts), in order."""
+"""Finds the places of media in a parsed body (conversations, messages, parts), in order, by the kinds of parts that
+contain media.
+
+A kind is identified by a member of the part. If vLLM also requires a certain `type`, so do we.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from medialane.gateway.intake.part_kinds import given_places, source_place, uuid_place
-from medialane.gateway.intake.place import Place
-from medialane.gateway.intake.request_body import ABSENT, Message, Part, RequestBody, parts_with_media, string_or_none
+import msgspec
+from msgspec.structs import astuple
+
+from medialane.core.embeds import UNNAMED
+from medialane.core.media import Modality
+from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlPlace, UuidPlace
+from medialane.gateway.intake.request_body import (
+    ABSENT,
+    BRACE,
+    EMPTY_STRING,
+    NULL,
+    QUOTE,
+    Message,
+    Part,
+    RequestBody,
+    decode_members,
+    decode_string,
+    first_byte,
+    is_filled,
+    parts_with_media,
+    string_or_none,
+)
+from medialane.gateway.item_options import ItemOptions
+
+
+class _UrlObject(ItemOptions):
+    url: msgspec.Raw = ABSENT
+
+
+class _AudioObject(msgspec.Struct):
+    data: msgspec.Raw = ABSENT
+    format: msgspec.Raw = ABSENT
+
+
+class _Source(msgspec.Struct):
+    """The source of an Anthropic image: a URL or base64 data."""
+
+    type: msgspec.Raw = ABSENT
+    url: msgspec.Raw = ABSENT
+    data: msgspec.Raw = ABSENT
+    media_type: msgspec.Raw = ABSENT
+
+
+_decode_url_object = msgspec.json.Decoder(_UrlObject).decode
+_decode_audio_object = msgspec.json.Decoder(_AudioObject).decode
+_decode_source = msgspec.json.Decoder(_Source).decode
+
+
+class _Kind(NamedTuple):
+    """Parts with a member `name`. `read` returns the place in its value, or None if it has no media."""
+
+    name: str
+    modality: Modality
+    read: Callable[[_Kind, str, Part, msgspec.Raw], Place | None]
+    is_embeds: bool = False
 
 
 def media_places(body: RequestBody) -> list[Place]:
@@ -26,12 +83,99 @@ def _in_messages(param: str, messages: object) -> Iterator[Place]:
 
 def _in_part(param: str, part: Part) -> list[Place]:
     """Return the places in a part; an item given only by its uuid counts if there are no others."""
-    found = given_places(param, part)
-    if part.source is not ABSENT and (source := source_place(param, part)) is not None:
+    found = _given_places(param, part)
+    if part.source is not ABSENT and (source := _source_place(param, part)) is not None:
         found.append(source)
     if isinstance(part.content, list) and string_or_none(part.type) == "tool_result":
         for j, inner in parts_with_media(part.content):
             found += _in_part(f"{param}.content[{j}]", inner)
-    if not found and part.uuid is not ABSENT and (named := uuid_place(param, part)) is not None:
+    if not found and part.uuid is not ABSENT and (named := _uuid_place(param, part)) is not None:
         found.append(named)
     return found
+
+
+def _given_places(param: str, part: Part) -> list[Place]:
+    """Return the part's places, by the members that identify kinds; more than one only if it has several of them."""
+    present = _present(part)
+    if len(present) == 1:
+        ((kind, value),) = present
+        place = kind.read(kind, f"{param}.{kind.name}", part, value)
+        return [] if place is None else [place]
+    found = (kind.read(kind, f"{param}.{kind.name}", part, value) for kind, value in present if not kind.is_embeds)
+    return [place for place in found if place is not None]
+
+
+def _source_place(param: str, part: Part) -> Place | None:
+    """Return the place of an Anthropic image. Like in vLLM: the source is base64 unless its type is `url`, and JPEG
+    unless it has a media type."""
+    if first_byte(part.source) != BRACE or string_or_none(part.type) != "image":
+        return None
+    source = _decode_source(part.source)
+    if string_or_none(source.type) == "url":
+        return UrlPlace("image", f"{param}.source", source.url) if is_filled(source.url) else None
+    media_type = string_or_none(source.media_type) or "image/jpeg"
+    return Base64Place("image", f"{param}.source", source.data, media_type) if is_filled(source.data) else None
+
+
+def _uuid_place(param: str, part: Part) -> Place | None:
+    """Return the place of an item given only by its uuid, if its kind is unambiguous."""
+    present = _present(part)
+    if len(present) != 1 or first_byte(part.uuid) != QUOTE:
+        return None
+    ((kind, value),) = present
+    options = None
+    if first_byte(value) == BRACE and kind.read is _read_url:
+        options = _decode_url_object(value)
+        value = options.url
+    elif first_byte(value) == BRACE and kind.read is _read_audio:
+        value = _decode_audio_object(value).data
+    if value not in (ABSENT, NULL, EMPTY_STRING):
+        return None
+    uuid = decode_string(part.uuid)
+    return UuidPlace(kind.modality, f"{param}.{kind.name}", part.uuid, uuid, options, is_embeds=kind.is_embeds)
+
+
+def _present(part: Part) -> list[tuple[_Kind, msgspec.Raw]]:
+    values = zip(_KINDS, astuple(part)[: len(_KINDS)], strict=True)
+    return [(kind, value) for kind, value in values if value is not ABSENT]
+
+
+def _read_url(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+    options = None
+    if first_byte(value) == BRACE:
+        options = _decode_url_object(value)
+        value = options.url
+    if not is_filled(value):
+        return None
+    return UrlPlace(kind.modality, param, value, options, string_or_none(part.uuid))
+
+
+def _read_audio(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+    if first_byte(value) != BRACE:
+        return None
+    audio = _decode_audio_object(value)
+    media_type = f"audio/{string_or_none(audio.format) or ''}"
+    if not is_filled(audio.data):
+        return None
+    return Base64Place(kind.modality, param, audio.data, media_type, string_or_none(part.uuid))
+
+
+def _read_embeds(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+    """Return the place of embeddings, if vLLM treats the part as such with and without a uuid."""
+    is_declared = string_or_none(part.type) in (None, kind.name) or first_byte(part.uuid) == QUOTE
+    if not is_declared or not (is_filled(value) or first_byte(value) == BRACE):
+        return None
+    fields = {UNNAMED: value} if first_byte(value) == QUOTE else decode_members(value)
+    return EmbedsPlace(kind.modality, param, value, fields, part.uuid, string_or_none(part.uuid))
+
+
+#: In the order of the members of Part, which is the order of places in a part that has several.
+_KINDS = (
+    _Kind("image_url", "image", _read_url),
+    _Kind("video_url", "video", _read_url),
+    _Kind("audio_url", "audio", _read_url),
+    _Kind("input_audio", "audio", _read_audio),
+    _Kind("image_embeds", "image", _read_embeds, is_embeds=True),
+    _Kind("audio_embeds", "audio", _read_embeds, is_embeds=True),
+    _Kind("video_embeds", "video", _read_embeds, is_embeds=True),
+)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fastapi import FastAPI
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import NoSignalServer, validate_api_server_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -29,16 +29,3 @@ def middleware_stack_not_built() -> Iterator[None]:
         yield
     finally:
         FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
-
-
-__all__ = [
-    "AuthenticationMiddleware",
-    "NoSignalServer",
-    "SSLCertRefresher",
-    "build_app",
-    "configure_logging_from_args",
-    "get_uvicorn_log_config",
-    "init_app_state",
-    "middleware_stack_not_built",
-    "validate_api_server_args",
-]

@@ -22,13 +22,9 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]  # vllm is not 
 
 def cores_of_ranks(config: VllmConfig) -> list[list[int]]:
     """Return the cores to which vLLM would bind each local rank's process; empty if binding is off."""
-    found: list[list[int]] = OMPProcessManager(config).cpu_lists
-    return found
+    return OMPProcessManager(config).cpu_lists
 
 
 def wait_by(condition: type[SpinCondition]) -> None:
     """Make shared-memory readers created from now on wait with `condition`, a subclass of SpinCondition."""
     shm_broadcast.SpinCondition = condition
-
-
-__all__ = ["OneProcessExecutor", "SpinCondition", "cores_of_ranks", "wait_by"]

@@ -21,8 +21,7 @@ class ItemEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
     """vLLM's encoder, with a public method for multimodal items, which subclasses override."""
 
     def encode_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
-        found: dict[str, Any] = super()._encode_mm_item(item)
-        return found
+        return super()._encode_mm_item(item)
 
     def _encode_mm_item(self, item: MultiModalKwargsItem) -> dict[str, Any]:
         return self.encode_item(item)
@@ -77,21 +76,3 @@ def stop_listening(llm: AsyncLLM) -> None:
 
 def encoder_cache_tokens(llm: AsyncLLM) -> int:
     return int(llm.input_processor.mm_encoder_cache_size)
-
-
-__all__ = [
-    "EngineCoreRequest",
-    "FrontEndInputs",
-    "ItemDecoder",
-    "ItemEncoder",
-    "MsgpackDecoder",
-    "MsgpackEncoder",
-    "RequestStateStats",
-    "SchedulerStats",
-    "call_every_engine",
-    "encode_with",
-    "encoder_cache_tokens",
-    "is_engine_dead",
-    "num_unfinished_by_rank",
-    "stop_listening",
-]

@@ -35,6 +35,3 @@ def change(
     core.EngineCore.preprocess_add_request = preprocess_add_request
     for name, utility in utilities.items():
         setattr(core.EngineCore, name, utility)
-
-
-__all__ = ["change"]

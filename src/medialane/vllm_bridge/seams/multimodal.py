@@ -28,6 +28,12 @@ def prepare_media_by(renderer: BaseRenderer, process: Callable[..., Any]) -> Non
     renderer._process_multimodal_async = process
 
 
+def submit_rendering_by(renderer: BaseRenderer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace `submit` of the executor of chat templates and tokenizer by `wrap(submit)`."""
+    executor = renderer._executor
+    executor.submit = wrap(executor.submit)
+
+
 # The multimodal processor
 
 
@@ -41,8 +47,7 @@ def fields_config(
     processor: BaseMultiModalProcessor, data: BatchFeature, options: Mapping[str, object]
 ) -> Mapping[str, Any]:
     """Return how each field of the results is split into items."""
-    found: Mapping[str, Any] = processor._get_mm_fields_config(data, options)
-    return found
+    return processor._get_mm_fields_config(data, options)
 
 
 def prompt_updates(
@@ -52,15 +57,13 @@ def prompt_updates(
     kwargs: MultiModalKwargsItems,
 ) -> Mapping[str, Sequence[Sequence[Any]]]:
     """Return the placeholder tokens of each item: by modality, then by item, the updates of which one applies."""
-    found: Mapping[str, Sequence[Sequence[Any]]] = processor._get_mm_prompt_updates(items, options, kwargs)
-    return found
+    return processor._get_mm_prompt_updates(items, options, kwargs)
 
 
 def find_placeholders(
     processor: BaseMultiModalProcessor, token_ids: list[int], updates: Any
 ) -> Mapping[str, Sequence[Any]]:
-    found: Mapping[str, Sequence[Any]] = processor._find_mm_placeholders(token_ids, updates)
-    return found
+    return processor._find_mm_placeholders(token_ids, updates)
 
 
 def processes_items_apart(processor: BaseMultiModalProcessor) -> bool:
@@ -120,14 +123,12 @@ def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_
 
 def has_own_reader(loader: type[VideoLoader]) -> bool:
     """Return whether the loader reads OpenCV's capture itself."""
-    own: bool = loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
-    return own
+    return loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
 
 
 def video_backend(model_config: Any) -> str | None:
     """Return the name of the loader that vLLM chooses for a model; None if it has no preference."""
-    found: str | None = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
-    return found
+    return get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
 
 
 def decodes_on_gpu(backend: str) -> bool:
@@ -138,26 +139,3 @@ def load_video(media_io: VideoMediaIO, data: bytes) -> tuple[Any, dict[str, Any]
     """Return frames and metadata of a file, read by the loader of `media_io` with its options."""
     frames, metadata = media_io.video_loader.load_bytes(data, num_frames=media_io.num_frames, **media_io.kwargs)
     return frames, metadata
-
-
-__all__ = [
-    "OpenCVError",
-    "VideoLoader",
-    "VideoSourceMetadata",
-    "VideoTargetMetadata",
-    "decodes_on_gpu",
-    "decoding_by",
-    "embeds_data",
-    "expand_prompt",
-    "fields_config",
-    "find_placeholders",
-    "has_own_reader",
-    "load_video",
-    "prepare_media_by",
-    "processes_items_apart",
-    "prompt_updates",
-    "run_hf_processor",
-    "source_for",
-    "video_backend",
-    "vllm_decode",
-]

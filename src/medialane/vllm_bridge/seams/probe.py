@@ -4,8 +4,7 @@ No engine is started and no vLLM function is called: modules are imported, signa
 takes some milliseconds once vLLM is imported. What no signature shows (that a value is still used as before) is
 covered by the tests of each group.
 
-`python -m medialane.vllm_bridge.seams.probe` prints broken seams; with `--table`, the table of
-`docs/upgrading-vllm.md`.
+`python -m medialane.vllm_bridge.seams.probe` prints broken seams.
 """
 
 from __future__ import annotations
@@ -173,20 +172,7 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def markdown() -> str:
-    """Return the table of seams for `docs/upgrading-vllm.md`."""
-    lines = ["| group, used for | in vLLM | by | without it | public replacement |", "|---|---|---|---|---|"]
-    for group in GROUPS:
-        seams = "<br>".join(f"`{seam.where}` ({seam.kind})" for seam in group.seams)
-        users = ", ".join(f"`{user}`" for user in group.users)
-        lines.append(f"| **{group.name}**: {group.purpose} | {seams} | {users} | {group.without} | {group.instead} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    if "--table" in sys.argv:
-        sys.stdout.write(markdown() + "\n")
-    else:
-        found = probe()
-        sys.stdout.write(summary(found) + "\n")
-        sys.exit(bool(found))
+    found = probe()
+    sys.stdout.write(summary(found) + "\n")
+    sys.exit(bool(found))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
+from msgspec import field
 
 from medialane.core.errors import StartupFailed
+from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,47 +17,40 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     15 GB of weights read per step. They are calculated, not measured.
     """
 
-    num_workers: Annotated[
-        int,
-        msgspec.Meta(description="workers in this process; with more than one, {} in --listen is the worker's number"),
-    ] = 1
-    speedup: Annotated[
-        float, msgspec.Meta(description="simulated seconds per second; below 1 is slower than real time")
-    ] = 1.0
-    block_size: Annotated[int, msgspec.Meta(description="tokens per KV-cache block")] = 16
-    num_kv_blocks: Annotated[
-        int, msgspec.Meta(description="blocks of the KV cache, including the unused null block")
-    ] = 8192
-    encoder_cache_tokens: Annotated[int, msgspec.Meta(description="size of the encoder cache, embeddings")] = 16384
-    max_model_len: Annotated[int, msgspec.Meta(description="most tokens of prompt and output")] = 32768
-    max_num_seqs: Annotated[int, msgspec.Meta(description="most concurrently running requests")] = 256
-    max_num_batched_tokens: Annotated[int, msgspec.Meta(description="most tokens computed in one step")] = 8192
-    max_items: Annotated[int, msgspec.Meta(description="most items of each modality in one prompt")] = 16
-    stream_interval: Annotated[int, msgspec.Meta(description="output tokens sent together, after the first")] = 1
-    step_ms: Annotated[float, msgspec.Meta(description="fixed time of a step, ms")] = 8.0
-    prefill_token_ms: Annotated[float, msgspec.Meta(description="time per prefilled token, ms")] = 0.04
-    prefill_pair_ns: Annotated[
-        float, msgspec.Meta(description="attention time per pair of a prefilled token and a preceding token, ns")
-    ] = 1.0
-    decode_token_ms: Annotated[float, msgspec.Meta(description="time per generated token, ms")] = 0.02
-    embedding_ms: Annotated[float, msgspec.Meta(description="time per encoder embedding, ms")] = 0.02
+    num_workers: PositiveInt = field(default=1, name="simulated-workers")
+    """workers in this process; with more than one, {} in --listen is the worker's number"""
+    speedup: PositiveFloat = field(default=1.0, name="speedup")
+    """simulated seconds per second; below 1 is slower than real time"""
+    block_size: PositiveInt = field(default=16, name="simulated-block-size")
+    """tokens per KV-cache block"""
+    num_kv_blocks: int = field(default=8192, name="simulated-kv-blocks")
+    """blocks of the KV cache, including the unused null block"""
+    encoder_cache_tokens: PositiveInt = field(default=16384, name="simulated-encoder-cache-tokens")
+    """size of the encoder cache, embeddings"""
+    max_model_len: PositiveInt = field(default=32768, name="simulated-max-model-len")
+    """most tokens of prompt and output"""
+    max_num_seqs: PositiveInt = field(default=256, name="simulated-max-num-seqs")
+    """most concurrently running requests"""
+    max_num_batched_tokens: PositiveInt = field(default=8192, name="simulated-max-num-batched-tokens")
+    """most tokens computed in one step"""
+    max_items: NonNegativeInt = field(default=16, name="simulated-max-items")
+    """most items of each modality in one prompt"""
+    stream_interval: PositiveInt = field(default=1, name="simulated-stream-interval")
+    """output tokens sent together, after the first"""
+    step_ms: NonNegativeFloat = field(default=8.0, name="simulated-step-ms")
+    """fixed time of a step, ms"""
+    prefill_token_ms: NonNegativeFloat = field(default=0.04, name="simulated-prefill-token-ms")
+    """time per prefilled token, ms"""
+    prefill_pair_ns: NonNegativeFloat = field(default=1.0, name="simulated-prefill-pair-ns")
+    """attention time per pair of a prefilled token and a preceding token, ns"""
+    decode_token_ms: NonNegativeFloat = field(default=0.02, name="simulated-decode-token-ms")
+    """time per generated token, ms"""
+    embedding_ms: NonNegativeFloat = field(default=0.02, name="simulated-embedding-ms")
+    """time per encoder embedding, ms"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
-        for name in (
-            "num_workers",
-            "block_size",
-            "encoder_cache_tokens",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "stream_interval",
-        ):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        _require(self.speedup > 0, "speedup must be positive")
-        _require(self.max_items >= 0, "max_items must not be negative")
-        for name in ("step_ms", "prefill_token_ms", "prefill_pair_ns", "decode_token_ms", "embedding_ms"):
-            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        check_bounds(self)
         # Like vLLM at start-up: otherwise a request of this length could never run.
         _require(
             (self.num_kv_blocks - 1) * self.block_size >= self.max_model_len,

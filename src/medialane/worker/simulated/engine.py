@@ -16,8 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import msgspec
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected, WorkerLost
-from medialane.core.feature import MediaPayload
+from medialane.core.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerLost
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
@@ -32,7 +31,7 @@ from medialane.worker.simulated.block_pool import BlockPool
 from medialane.worker.simulated.config import SimulatedConfig
 from medialane.worker.simulated.encoder_cache import EncoderCache
 from medialane.worker.simulated.scheduler import Scheduler, Step
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.worker.simulated.sequence import SimulatedSequence, sequence_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,6 @@ def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
         model=model,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
-        mm_limits=dict.fromkeys(("image", "video", "audio"), config.max_items),
         processor={},
         encoder_cache_tokens=config.encoder_cache_tokens,
         num_kv_blocks=config.num_kv_blocks,
@@ -146,7 +144,6 @@ class SimulatedEngine:
         self._listener: Callable[[KvEventBatch], None] | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._failed = self._closed = False
-        self.busy_s = 0.0
 
     def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler
@@ -223,9 +220,7 @@ class SimulatedEngine:
             for sequence in step.tokens:
                 if not sequence.scheduled_s:
                     sequence.scheduled_s = due
-            duration = step_s(self._config, step)
-            due += duration
-            self.busy_s += duration
+            due += step_s(self._config, step)
             await asyncio.sleep(max(0.0, due - self._now()) / self._config.speedup)
             self._complete(step, due)
 
@@ -264,33 +259,11 @@ class SimulatedEngine:
             raise PromptRejected(
                 f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
             )
-        sequence = SimulatedSequence(
-            request.request_id,
-            prompt.token_ids,
-            block_size=self.card.block_size,
-            max_tokens=min(num_free, params.max_tokens or num_free),
-            items=self._items(prompt),
-            lora=request.lora_name,
-            cache_salt=request.cache_salt,
-        )
+        max_tokens = min(num_free, params.max_tokens or num_free)
+        sequence = sequence_of(request, block_size=self.card.block_size, max_tokens=max_tokens)
+        if any(item.placeholder.num_embeds > self._config.encoder_cache_tokens for item in sequence.items):
+            raise PromptRejected("a media item has more tokens than the encoder cache holds")
         return sequence, params
-
-    def _items(self, prompt: ExpandedPrompt) -> list[Item]:
-        items = sorted((_item(media, len(prompt.token_ids)) for media in prompt.features), key=_offset)
-        for item in items:
-            if item.placeholder.num_embeds > self._config.encoder_cache_tokens:
-                raise PromptRejected("a media item has more tokens than the encoder cache holds")
-        return items
-
-
-def _offset(item: Item) -> int:
-    return item.placeholder.offset
-
-
-def _item(media: MediaPayload, num_tokens: int) -> Item:
-    if media.placeholder is None or media.placeholder.end > num_tokens:
-        raise InvalidFeature("a placeholder ends beyond the prompt")
-    return Item(media.mm_hash, media.placeholder, media.modality)
 
 
 def _params(request: EngineRequest) -> SimulatedParams:

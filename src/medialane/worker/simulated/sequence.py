@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids
+from medialane.core.errors import InvalidFeature
 from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.kv_events import BlockStored
+from medialane.core.request import EngineRequest
 from medialane.worker.simulated.block_pool import Block, BlockPool
 
 
@@ -23,6 +25,24 @@ class Item(NamedTuple):
         offset, is_embed = self.placeholder.offset, self.placeholder.is_embed
         first, last = max(0, start - offset), min(self.placeholder.length, end - offset)
         return first < last and (is_embed is None or 1 in is_embed[first:last])
+
+
+def sequence_of(request: EngineRequest, *, block_size: int, max_tokens: int) -> SimulatedSequence:
+    """Return the sequence of a request. Raises InvalidFeature for an item without a placeholder inside the prompt."""
+    token_ids, items = request.prompt.token_ids, []
+    for media in request.prompt.media:
+        if media.placeholder is None or media.placeholder.end > len(token_ids):
+            raise InvalidFeature("a placeholder ends beyond the prompt")
+        items.append(Item(media.mm_hash, media.placeholder, media.modality))
+    return SimulatedSequence(
+        request.request_id,
+        token_ids,
+        block_size=block_size,
+        max_tokens=max_tokens,
+        items=sorted(items, key=lambda item: item.placeholder.offset),
+        lora=request.lora_name,
+        cache_salt=request.cache_salt,
+    )
 
 
 class SimulatedSequence:

@@ -2,19 +2,19 @@
 
 import asyncio
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from medialane.cli.plain_vllm import plain_vllm
+from medialane.cli.server_process import plain_vllm
 from medialane.core.errors import StartupFailed
+from waiting import comes_true, eventually
 
 #: Answers /health and starts a child that ignores SIGTERM, as a stuck engine would.
 SERVER = """
 import http.server, subprocess, sys
-stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"  # time: then it ends by itself
 child = subprocess.Popen([sys.executable, "-c", stubborn])
 print("child", child.pid, sys.argv[1:], flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,10 +57,7 @@ def is_alive(process_id: int) -> bool:
 
 
 async def gone(process_id: int) -> bool:
-    deadline = time.monotonic() + 5
-    while is_alive(process_id) and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0.02)
-    return not is_alive(process_id)
+    return await comes_true(lambda: not is_alive(process_id))
 
 
 async def test_ready_server_is_yielded_and_leaves_no_process(serve):
@@ -78,11 +75,10 @@ async def test_ready_server_is_yielded_and_leaves_no_process(serve):
 async def test_cancellation_leaves_no_process(serve, tmp_path):
     async def use() -> None:
         async with serve(SERVER):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     task = asyncio.create_task(use())
-    while "child" not in log_of(tmp_path):  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0.02)
+    await eventually(lambda: "child" in log_of(tmp_path))
     child = child_of(tmp_path / "log")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -99,7 +95,7 @@ async def test_early_exit_reports_its_reason(serve):
 async def test_server_that_never_becomes_ready_times_out_and_is_killed(serve, tmp_path):
     source = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN)\n"
-        "print('child', os.getpid(), flush=True); time.sleep(60)"
+        "print('child', os.getpid(), flush=True); time.sleep(60)"  # time: a leftover of a failed test ends by itself
     )
     with pytest.raises(StartupFailed, match=r"not ready after 1\.5 s"):
         async with serve(source, start_s=1.5, stop_s=0.2):

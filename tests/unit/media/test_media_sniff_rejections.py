@@ -13,12 +13,12 @@ OF_ANOTHER_TYPE = {
     "PDF": ("image", b"%PDF-1.7\n"),
     "HEIC": ("image", b"\0\0\0\x18ftypheic\0\0\0\0"),
     "page": ("image", b"\xef\xbb\xbf\n <!doctype html>"),
-    "sound as an image": ("image", b"RIFF\x24\0\0\0WAVEfmt "),
+    "audio as an image": ("image", b"RIFF\x24\0\0\0WAVEfmt "),
     "video as an image": ("image", b"\x1a\x45\xdf\xa3"),
     "image as a video": ("video", b"\x89PNG\r\n\x1a\n"),
     "playlist": ("video", b"#EXTM3U\n"),
     "AVI": ("video", b"RIFF\0\0\0\0AVI LIST"),
-    "image as sound": ("audio", b"\xff\xd8\xff\xe0"),
+    "image as audio": ("audio", b"\xff\xd8\xff\xe0"),
     "AIFF": ("audio", b"FORM\0\0\0\0AIFF"),
 }
 

@@ -1,0 +1,131 @@
+"""An OpenAI server in a subprocess, for comparisons: medialane's own, or plain vLLM's API server.
+
+The server leads its own process group, so that all of its processes are killed with it, and the kernel stops it if this
+process is killed. It is polled, not watched by a loop's child watcher, because the object may be created in one event
+loop and used in another, as in a test session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from medialane.cluster import HttpAnswers
+from medialane.cluster.child_process import spawn_leader
+from medialane.core.errors import StartupFailed
+
+_POLL_S = 0.1
+_LOG_LINES = 30
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A ready server. `base_url` is that of an OpenAI client (it ends in /v1), `model` the model name in requests;
+    `process_id` is the leader of its process group. `log` has its output, unless that is shown on the terminal."""
+
+    base_url: str
+    model: str
+    process_id: int
+    log: Path | None
+
+
+@asynccontextmanager
+async def server_process(
+    name: str,
+    command: Sequence[str],
+    flags: Sequence[str],
+    *,
+    model: str,
+    environ: Mapping[str, str],
+    log: Path | None,
+    start_s: float = 300,
+    stop_s: float = 20,
+) -> AsyncIterator[ServerProcess]:
+    """Run Python with the arguments `command`, `--port` with a free port of the loopback interface, and `flags`.
+
+    `environ` is the whole environment of the server; its output goes to `log`, if given. Raises StartupFailed with the
+    end of the log if it exits early or is not ready after `start_s`. On exit, even if cancelled, all of its processes
+    are gone: it has `stop_s` to stop before it is killed.
+    """
+    port = _free_port()
+    argv = [sys.executable, *command, "--port", str(port), *flags]
+    if log is None:
+        process = spawn_leader(argv, environ)
+    else:
+        with log.open("wb") as output:
+            process = spawn_leader(argv, environ, output.fileno())
+    try:
+        await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
+        yield ServerProcess(f"http://127.0.0.1:{port}/v1", model, process.pid, log)
+    finally:
+        await _stop(process, stop_s)
+
+
+def plain_vllm(
+    model: str,
+    flags: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str],
+    log: Path,
+    start_s: float = 300,
+    stop_s: float = 20,
+) -> AbstractAsyncContextManager[ServerProcess]:
+    """Run `vllm serve`'s server, the reference for medialane's responses and times, without plugins."""
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
+    # Our plugin, if installed, would change its engine processes, too.
+    environ = {**environ, "VLLM_PLUGINS": ""}
+    return server_process(
+        "plain vLLM", command, flags, model=model, environ=environ, log=log, start_s=start_s, stop_s=stop_s
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _wait_ready(
+    process: subprocess.Popen[bytes], url: str, *, name: str, log: Path | None, start_s: float
+) -> None:
+    is_ready = HttpAnswers(url)
+    try:
+        async with asyncio.timeout(start_s):
+            while not await is_ready.passes():
+                if _has_ended(process):
+                    raise StartupFailed(f"{name} exited before it was ready{_tail(log)}")
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as error:
+        raise StartupFailed(f"{name} was not ready after {start_s:g} s{_tail(log)}") from error
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Check without reaping: until the leader is reaped, its group id cannot be reused."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
+    os.kill(process.pid, signal.SIGTERM)  # not terminate(), which reaps
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(stop_s):
+                while not _has_ended(process):  # noqa: ASYNC110 - no event is available in every loop
+                    await asyncio.sleep(_POLL_S)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()  # returns quickly after SIGKILL
+
+
+def _tail(log: Path | None) -> str:
+    if log is None:
+        return "; see its output above"
+    return "; its last lines:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

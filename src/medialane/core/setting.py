@@ -1,0 +1,44 @@
+"""How the packages' configurations define their settings.
+
+A setting is a field of a `msgspec.Struct`. Its `name` is the user-visible one: the flag is `--` and the name, the
+environment variable MEDIALANE_ and the name in capitals, the key in the TOML file the name itself. The docstring below
+it is its help text, as in vLLM's configurations; its bounds are those of its type.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+
+from medialane.core.errors import StartupFailed
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+
+
+def check_bounds(config: msgspec.Struct) -> None:
+    """Raise StartupFailed naming the first field whose value is outside the bounds of its type."""
+    for field in msgspec.structs.fields(config):
+        value = getattr(config, field.name)
+        for bound in getattr(field.type, "__metadata__", ()):
+            if bound.gt is not None and not value > bound.gt:
+                raise StartupFailed(f"{field.name} must be positive")
+            if bound.ge is not None and not value >= bound.ge:
+                raise StartupFailed(f"{field.name} must {f'be at least {bound.ge}' if bound.ge else 'not be negative'}")
+
+
+def descriptions(config: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the docstrings of the fields, each on one line."""
+    (definition,) = ast.parse(inspect.getsource(config)).body
+    found = {}
+    for field, below in pairwise(definition.body if isinstance(definition, ast.ClassDef) else ()):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found

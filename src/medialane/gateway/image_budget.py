@@ -1,0 +1,60 @@
+"""Rejects a request by the headers of its images, before they are decoded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from medialane.core.errors import PromptTooLong
+from medialane.core.hashing import merged_options
+from medialane.core.media import MediaRef
+from medialane.gateway.assembly import Assembly
+
+
+class _Image(NamedTuple):
+    """Bytes of an image's pixels, and the fewest of its tensors (0 if unknown)."""
+
+    decoded_bytes: int = 0
+    processed_bytes: int = 0
+
+
+class ImageBudget:
+    """The images of one request, by their fields, as far as their sizes are known yet."""
+
+    def __init__(self, assembly: Assembly, options: bytes) -> None:
+        """`options` are the request's; an item's own are added."""
+        self._assembly = assembly
+        self._options = options
+        self._num_tokens = 0
+        self._images: dict[str, _Image] = {}
+
+    def has_counted(self, ref: MediaRef) -> bool:
+        return ref.param in self._images
+
+    def decoded_bytes(self, ref: MediaRef) -> int:
+        """Return the bytes of the image's pixels; 0 if it has not been counted, as for `processed_bytes`."""
+        return self._images.get(ref.param, _Image()).decoded_bytes
+
+    def processed_bytes(self, ref: MediaRef) -> int:
+        """Return the fewest bytes of the image's tensors; 0 if unknown."""
+        return self._images.get(ref.param, _Image()).processed_bytes
+
+    async def add(self, ref: MediaRef, width: int, height: int) -> None:
+        """Count an image of this size, once.
+
+        Raises PromptTooLong, with vLLM's message, if the images counted so far exceed the maximum model length.
+        """
+        if self.has_counted(ref):
+            return
+        self._images[ref.param] = _Image(width * height * 3)
+        cost = await self._assembly.image_cost((width, height), merged_options(self._options, ref.options))
+        if cost is None:
+            return
+        self._images[ref.param] = _Image(width * height * 3, cost.num_bytes)
+        self._num_tokens += cost.num_tokens
+        if self._num_tokens > self._assembly.max_tokens:
+            raise PromptTooLong(
+                f"The decoder prompt (length at least {self._num_tokens}) is longer than the maximum model length of "
+                f"{self._assembly.max_tokens}. Make sure that `max_model_len` is no smaller than the number of text "
+                "tokens plus multimodal tokens. For image inputs, the number of image tokens depends on the number of "
+                "images, and possibly their aspect ratios as well."
+            )

@@ -1,0 +1,141 @@
+"""Worker processes over the simulated engine, supervised as by `serve`, killed under the parts of a gateway."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from gateway_parts import Parts, png, prompt
+
+from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
+from medialane.cluster.process_spec import SocketExists
+from medialane.core.errors import NoWorkerReady, WorkerLost
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.gateway import open_scope
+from waiting import eventually
+
+NAMES = ("worker 0", "worker 1")
+#: Tokens of an answer during which a worker is killed: two seconds of them, at 5 ms a step.
+NUM_TOKENS = 400
+
+
+class Recorder:
+    """What the supervisor reports: how processes ended."""
+
+    def __init__(self):
+        self.ends = []
+
+    def ended(self, part, how, restart_in_s):
+        self.ends.append((part, how))
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+class Cluster:
+    """Two supervised worker processes, and a gateway's parts in this one."""
+
+    def __init__(self, parts, supervisor, ends, sockets):
+        self.parts, self.supervisor, self.ends = parts, supervisor, ends
+        self._addresses = {name: f"unix:{path}" for name, path in sockets.items()}
+
+    def num_in_flight(self, name):
+        client = self.parts.links.links[self._addresses[name]].client
+        return client.num_in_flight if client is not None else 0
+
+    @property
+    def num_ready(self):
+        return self.parts.links.num_ready
+
+    def send(self, name, number):
+        """Send a signal. Returns the id of the process."""
+        pid = self.supervisor.pids[name]
+        os.kill(pid, number)
+        return pid
+
+    async def answer(self, seed, *, max_tokens=4):
+        """The output's tokens, for an image of its own for each seed."""
+        with open_scope():
+            prepared = await self.parts.gateway.prepare(prompt(png(seed=seed)))
+            params = msgspec.msgpack.encode({"max_tokens": max_tokens, "output_kind": 1})
+            wanted = EngineRequest(f"r{seed}", ExpandedPrompt(prepared.token_ids), params)
+            async with asyncio.timeout(20), aclosing(self.parts.gateway.generate(wanted, prepared)) as deltas:
+                return [token async for delta in deltas for token in delta.completions[0].token_ids]
+
+    async def long_answers(self, number):
+        """Start this many, on both workers."""
+        tasks = [asyncio.create_task(self.answer(seed, max_tokens=NUM_TOKENS)) for seed in range(number)]
+        await eventually(lambda: sum(map(self.num_in_flight, NAMES)) == number)
+        assert all(map(self.num_in_flight, NAMES))
+        return tasks
+
+    async def is_back(self, name, killed):
+        await eventually(lambda: self.num_ready == len(NAMES), f"{name} is back")
+        assert self.supervisor.pids[name] != killed
+        assert self.parts.num_held == 0
+
+
+@pytest.fixture
+async def cluster(arena, preparers):
+    recorder = Recorder()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        sockets = {name: Path(folder, f"{name[-1]}.sock") for name in NAMES}
+        specs = [
+            ProcessSpec(name, _command(path, arena), dict(os.environ), SocketExists(path))
+            for name, path in sockets.items()
+        ]
+        config = ClusterConfig(restart_initial_s=0.05)
+        supervisor = Supervisor(specs, config=config, logs=Path(folder), observer=recorder)
+        workers = [SimpleNamespace(address=f"unix:{path}") for path in sockets.values()]
+        async with running(supervisor), Parts(arena, preparers, workers) as parts:
+            yield Cluster(parts, supervisor, recorder.ends, sockets)
+
+
+def _command(path, arena):
+    own = ("--listen", f"unix:{path}", "--arena-directory", str(arena.path.parent))
+    return (
+        *(sys.executable, "-m", "medialane", "worker", "m", "--engine", "simulated"),
+        *(*own, "--simulated-step-ms", "5", "--simulated-prefill-token-ms", "0"),
+    )
+
+
+async def test_killed_worker_fails_its_requests_at_once_and_others_continue(cluster):
+    answers = await cluster.long_answers(4)
+    num_lost = cluster.num_in_flight("worker 0")
+    killed = cluster.send("worker 0", signal.SIGKILL)
+    await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+    assert cluster.num_ready == 1  # before the restart
+    assert len(await cluster.answer(10)) == 4
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    assert sum(isinstance(result, WorkerLost) for result in results) == num_lost
+    assert [len(result) for result in results if isinstance(result, list)] == [NUM_TOKENS] * (4 - num_lost)
+    await cluster.is_back("worker 0", killed)
+    assert ("worker 0", "killed by SIGKILL") in cluster.ends
+    assert await asyncio.gather(*map(cluster.answer, range(4))) == [await cluster.answer(10)] * 4
+
+
+async def test_without_any_worker_requests_are_refused_until_one_is_back(cluster):
+    answers = await cluster.long_answers(2)
+    killed = [cluster.send(name, signal.SIGKILL) for name in NAMES]
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    assert [type(result) for result in results] == [WorkerLost] * 2
+    with pytest.raises(NoWorkerReady) as refused:
+        await cluster.answer(0)
+    assert refused.value.retry_after_s
+    await asyncio.gather(*map(cluster.is_back, NAMES, killed))
+    assert len(await cluster.answer(0)) == 4
+
+
+async def test_worker_stopped_with_a_request_in_flight_exits_cleanly(cluster):
+    answers = await cluster.long_answers(2)
+    stopped = cluster.send("worker 0", signal.SIGTERM)
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    assert sum(isinstance(result, WorkerLost) for result in results) == 1
+    await cluster.is_back("worker 0", stopped)
+    assert ("worker 0", "exit status 0") in cluster.ends

@@ -1,0 +1,46 @@
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from medialane.prepare.forkserver_process import ForkserverProcess
+from medialane.prepare.messages import Forked, encode_control
+from medialane.prepare.pidfd_process import PidfdProcess
+
+
+@pytest.fixture
+def sleepers():
+    """Two processes: a fork server that does nothing, and what it is said to have forked."""
+    argv = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(argv) as forkserver, subprocess.Popen(argv) as forked:
+        yield forkserver, forked
+        forkserver.kill()
+        forked.kill()
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
+@pytest.mark.parametrize("is_forked_first", [False, True])
+async def test_process_whose_fork_was_cancelled_is_killed(sleepers, is_spare, is_forked_first):
+    owner, forked = sleepers
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.setblocking(False)
+    server = ForkserverProcess(PidfdProcess(owner.pid, os.pidfd_open(owner.pid)), mine, "0" * 32)
+    forking = asyncio.create_task(server.fork_spare() if is_spare else server.fork(lambda: None))
+    await asyncio.sleep(0)
+    report = encode_control(Forked(0 if is_spare else 1, forked.pid))
+    if is_forked_first:
+        socket.send_fds(theirs, [report], [os.pidfd_open(forked.pid)])
+        server.poll()  # the task is resumed only after it was cancelled
+    forking.cancel()
+    await asyncio.wait([forking])
+    assert forking.cancelled()
+    if not is_forked_first:
+        socket.send_fds(theirs, [report], [os.pidfd_open(forked.pid)])
+        server.poll()
+    assert await asyncio.to_thread(forked.wait, 5) == -signal.SIGKILL
+    theirs.close()
+    await server.close(grace_s=0)
