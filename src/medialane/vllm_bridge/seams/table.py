@@ -83,7 +83,7 @@ GROUPS: tuple[Group, ...] = (
         seams=(
             Seam(f"{_LAUNCHERS}.cli_args:make_arg_parser", "call", ("parser",)),
             Seam(f"{_LAUNCHERS}.cli_args:validate_parsed_serve_args", "call", ("args",)),
-            Seam("vllm.utils.argparse_utils:FlexibleArgumentParser", "read", attributes=("error", "_action_groups")),
+            Seam("vllm.utils.argparse_utils:FlexibleArgumentParser", "read", attributes=("error", "_actions")),
         ),
     ),
     Group(
