@@ -99,7 +99,7 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             call vllm.entrypoints.launchers.cli_args:make_arg_parser(parser)
             call vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args(args)
-            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _action_groups
+            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _actions
         """),
     ),
     Group(
