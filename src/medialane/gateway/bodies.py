@@ -1,8 +1,7 @@
 """Receiving request bodies: buffers, memory budget, minimum rate and timeout.
 
 A body is copied once, from the server's chunks into a buffer of its declared length. Buffers are anonymous mappings and
-are reused: memory that grows while a body arrives has to be moved, and each new page costs the event loop a page fault.
-A buffer that still has exported views is not reused.
+are reused: memory that grows while a body arrives has to be moved. A buffer that still has exported views is not reused.
 
 All bodies share one memory budget. A request is charged for the bytes that it has sent, and after intake, until it
 ends, for its remaining body and the media extracted from it.
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
+from medialane.core.huge_pages import HUGE_PAGE_BYTES, huge_page_memory
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.loop_fairness import LoopFairness
 from medialane.observability.logging import RateLimitedWarning
@@ -49,7 +49,7 @@ class Buffers:
             self._idle_bytes -= length
             return idle.pop()
         try:
-            return mmap.mmap(-1, length)
+            return huge_page_memory(length, small_bytes=HUGE_PAGE_BYTES)  # a client may send one byte
         except OSError as error:
             _warn("no memory for a request body of %d bytes: %s", size, error)
             raise BodyMemoryExhausted("out of memory for the request body") from error

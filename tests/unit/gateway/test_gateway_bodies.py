@@ -79,7 +79,7 @@ def test_out_of_memory_is_an_overload(monkeypatch):
     def fail(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("mmap.mmap", fail)
+    monkeypatch.setattr("medialane.core.huge_pages.mmap.mmap", fail)
     with pytest.raises(BodyMemoryExhausted):
         Buffers().take(1000)
 
