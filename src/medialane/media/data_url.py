@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pybase64
 
 from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
-from medialane.core.huge_pages import HUGE_PAGE_BYTES, huge_page_memory
+from medialane.core.memory import HUGE_PAGE_BYTES, copy_into, huge_page_memory
 
 #: Maximum length before the comma. Media types with parameters have tens of characters.
 _MAX_HEADER_CHARS = 1024
@@ -89,7 +89,7 @@ def decode_media(payload: bytes | bytearray | memoryview, max_bytes: int) -> byt
         if size * 4 < start * 3:
             raise InvalidBase64("the media is base64 with padding before its end")
         piece = decode_base64(text[start : start + _CHUNK_CHARS], max_bytes)
-        memory[size : size + len(piece)] = piece
+        copy_into(memory, [piece], at=size)
         size += len(piece)
     return memoryview(memory)[:size].toreadonly()
 

@@ -1,12 +1,15 @@
 """Request body buffers: reuse, byte budget, minimum data rate."""
 
 import asyncio
+import threading
 
 import pytest
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
+from medialane.core.memory import copy_into
 from medialane.gateway import GatewayConfig, LoopFairness
 from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers
+from medialane.gateway.loop_fairness import SMALL_BYTES
 
 CONFIG = GatewayConfig()
 
@@ -40,6 +43,42 @@ async def test_body_is_read_completely_whatever_its_content_length(fairness, dec
 
 async def test_client_disconnect_is_reported(fairness):
     assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), fairness)
+
+
+async def test_body_of_megabytes_is_not_copied_on_the_event_loop(fairness, monkeypatch):
+    threads = {}
+
+    def copy(buffer, parts, *, at=0):
+        threads.setdefault(threading.current_thread() is threading.main_thread(), []).append(at)
+        copy_into(buffer, parts, at=at)
+
+    monkeypatch.setattr("medialane.gateway.bodies.copy_into", copy)
+    pieces = [bytes([n]) * 100_000 for n in range(50)]
+    body = Body(Buffers(), 5_000_000)
+    assert await body.read(sender(*pieces), fairness)
+    assert body.buffer[: body.size] == b"".join(pieces)
+    assert list(threads) == [False]
+
+
+async def test_tiny_pieces_are_copied_in_batches_of_a_bounded_number(fairness):
+    body = Body(Buffers(), 10_000)
+    assert await body.read(sender(*[b"ab", b""] * 3000), fairness)
+    assert body.buffer[: body.size] == b"ab" * 3000
+
+
+async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(fairness):
+    """The server may read all connections in one iteration."""
+    ended = []
+
+    async def read():
+        await Body(Buffers(), 0).read(sender(b"x" * (SMALL_BYTES // 2)), fairness)
+        ended.append(ticks)
+
+    ticks, reading = 0, asyncio.gather(*(read() for _ in range(20)))
+    while not reading.done():
+        ticks += 1
+        await asyncio.sleep(0)
+    assert max(ended.count(tick) for tick in ended) <= 2
 
 
 async def test_body_of_declared_length_is_never_reallocated(fairness):
@@ -76,10 +115,10 @@ def test_idle_buffers_are_bounded():
 
 
 def test_out_of_memory_is_an_overload(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("medialane.core.huge_pages.mmap.mmap", fail)
+    monkeypatch.setattr("medialane.core.memory.mmap.mmap", fail)
     with pytest.raises(BodyMemoryExhausted):
         Buffers().take(1000)
 
