@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import socket
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -106,7 +105,7 @@ def run_gateway(
 ) -> None:
     """Main function of the gateway process, like `medialane gateway`."""
     enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
-    sys.setswitchinterval(gateway.SWITCH_INTERVAL_S)
+    gateway.tune_process()
     with gateway.bind("127.0.0.1", 0) as sock:
         pipe.send(sock.getsockname()[1])
         pipe.send(uvloop.run(_serve(config, model, worker=worker, sock=sock, flags=flags, alongside=alongside)))

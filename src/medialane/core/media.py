@@ -41,7 +41,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     modality: Modality
     param: str
     url: str | None = None
-    data: bytes | memoryview | None = None
+    data: bytes | None = None
     media_type: str | None = None
     salt: str = ""
     io: bytes = b"{}"

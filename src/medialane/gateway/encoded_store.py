@@ -52,7 +52,7 @@ class EncodedStore:
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
         return lease
 
-    async def put(self, ref: MediaRef, content: str, data: bytes | bytearray | memoryview) -> Lease[EncodedMedia]:
+    async def put(self, ref: MediaRef, content: str, data: bytes | bytearray) -> Lease[EncodedMedia]:
         """Copy `data`, whose hash is `content`, into the arena. The caller owns the lease. Raises ArenaFull and what
         `sniff` raises.
 

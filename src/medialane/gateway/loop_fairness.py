@@ -24,7 +24,7 @@ T = TypeVar("T")
 SMALL_BYTES = 128 * 1024
 
 #: Steps of at least this size run in the thread.
-LARGE_BYTES = 256 * 1024
+LARGE_BYTES = 1024 * 1024
 
 
 class LoopFairness:

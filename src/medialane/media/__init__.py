@@ -7,7 +7,7 @@ decoding. The fetcher is imported lazily: preparers and the command line need no
 from typing import TYPE_CHECKING
 
 from medialane.media.config import FetchLimits, MediaConfig
-from medialane.media.data_url import DataUrl, decode_base64, decode_media, parse_data_url
+from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
 from medialane.media.decode import decode, probe
 from medialane.media.model_choices import FrameSampler
 from medialane.media.sniff import needs_probe, sniff
@@ -24,7 +24,6 @@ __all__ = [
     "MediaConfig",
     "decode",
     "decode_base64",
-    "decode_media",
     "needs_probe",
     "parse_data_url",
     "probe",

@@ -10,17 +10,12 @@ from dataclasses import dataclass
 import pybase64
 
 from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
-from medialane.core.memory import HUGE_PAGE_BYTES, copy_into, huge_page_memory
 
 #: Maximum length before the comma. Media types with parameters have tens of characters.
 _MAX_HEADER_CHARS = 1024
 
 #: Like in vLLM, base64 must be the last parameter. It and the scheme are case-insensitive (RFC 2397, 2045).
 _HEADER = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64", re.ASCII | re.IGNORECASE)
-
-#: From this length on, base64 is decoded in chunks, which fit into the CPU's cache, into huge pages.
-_MIN_CHUNKED_CHARS = HUGE_PAGE_BYTES // 3 * 4
-_CHUNK_CHARS = 256 << 10
 
 _FRAMES_ALPHABET = string.ascii_letters.encode() + string.digits.encode() + b"+/=,"
 
@@ -30,7 +25,7 @@ class DataUrl:
     """The content of a data: URL. `media_type` is the sender's claim, None if it makes none."""
 
     media_type: str | None
-    data: bytes | memoryview
+    data: bytes
 
     def __repr__(self) -> str:
         return f"DataUrl({self.media_type}, {len(self.data)} bytes)"
@@ -77,21 +72,6 @@ def read_jpeg_frames(payload: bytes | bytearray | memoryview, max_bytes: int) ->
     if text.translate(None, _FRAMES_ALPHABET):
         raise InvalidBase64("the frames are not valid base64, joined by commas")
     return text
-
-
-def decode_media(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes | memoryview:
-    """Decode like `decode_base64`. A large result is a read-only view of huge pages."""
-    if len(payload) < _MIN_CHUNKED_CHARS:
-        return decode_base64(payload, max_bytes)
-    _check_length(payload, max_bytes)
-    text, memory, size = memoryview(payload), huge_page_memory(len(payload)), 0
-    for start in range(0, len(text), _CHUNK_CHARS):
-        if size * 4 < start * 3:
-            raise InvalidBase64("the media is base64 with padding before its end")
-        piece = decode_base64(text[start : start + _CHUNK_CHARS], max_bytes)
-        copy_into(memory, [piece], at=size)
-        size += len(piece)
-    return memoryview(memory)[:size].toreadonly()
 
 
 def decode_base64(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes:

@@ -28,7 +28,7 @@ class Fetched:
     """
 
     content_hash: str
-    data: bytes | bytearray | memoryview | None
+    data: bytes | bytearray | None
 
     def __repr__(self) -> str:
         return f"Fetched({self.content_hash[:12]}, {None if self.data is None else len(self.data)} bytes)"

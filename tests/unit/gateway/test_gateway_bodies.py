@@ -1,12 +1,10 @@
 """Request body buffers: reuse, byte budget, minimum data rate."""
 
 import asyncio
-import threading
 
 import pytest
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
-from medialane.core.memory import copy_into
 from medialane.gateway import GatewayConfig, LoopFairness
 from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers
 from medialane.gateway.loop_fairness import SMALL_BYTES
@@ -43,27 +41,6 @@ async def test_body_is_read_completely_whatever_its_content_length(fairness, dec
 
 async def test_client_disconnect_is_reported(fairness):
     assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), fairness)
-
-
-async def test_body_of_megabytes_is_not_copied_on_the_event_loop(fairness, monkeypatch):
-    threads = {}
-
-    def copy(buffer, parts, *, at=0):
-        threads.setdefault(threading.current_thread() is threading.main_thread(), []).append(at)
-        copy_into(buffer, parts, at=at)
-
-    monkeypatch.setattr("medialane.gateway.bodies.copy_into", copy)
-    pieces = [bytes([n]) * 100_000 for n in range(50)]
-    body = Body(Buffers(), 5_000_000)
-    assert await body.read(sender(*pieces), fairness)
-    assert body.buffer[: body.size] == b"".join(pieces)
-    assert list(threads) == [False]
-
-
-async def test_tiny_pieces_are_copied_in_batches_of_a_bounded_number(fairness):
-    body = Body(Buffers(), 10_000)
-    assert await body.read(sender(*[b"ab", b""] * 3000), fairness)
-    assert body.buffer[: body.size] == b"ab" * 3000
 
 
 async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(fairness):
@@ -118,7 +95,7 @@ def test_out_of_memory_is_an_overload(monkeypatch):
     def fail(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("medialane.core.memory.mmap.mmap", fail)
+    monkeypatch.setattr("mmap.mmap", fail)
     with pytest.raises(BodyMemoryExhausted):
         Buffers().take(1000)
 

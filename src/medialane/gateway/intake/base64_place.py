@@ -8,7 +8,7 @@ from medialane.core.errors import MedialaneError
 from medialane.core.media import Alias, MediaRef, Modality
 from medialane.gateway.intake.edits import Edit, reference
 from medialane.gateway.intake.skeleton import Skeleton
-from medialane.media import MediaConfig, decode_media
+from medialane.media import MediaConfig, decode_base64
 
 
 class Base64Place(msgspec.Struct, frozen=True, gc=False):
@@ -25,7 +25,7 @@ class Base64Place(msgspec.Struct, frozen=True, gc=False):
     ) -> tuple[MediaRef, list[Edit]]:
         located = skeleton.locate(self.string)
         try:
-            data = decode_media(located.text(), config.max_data_url_bytes)
+            data = decode_base64(located.text(), config.max_data_url_bytes)
         except MedialaneError as error:
             raise error.at(self.param) from error
         alias = None if self.uuid is None else Alias(self.uuid, self.modality)

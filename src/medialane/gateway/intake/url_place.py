@@ -10,7 +10,7 @@ from medialane.gateway.intake.edits import Edit, reference
 from medialane.gateway.intake.skeleton import NOT_TEXT, Located, Skeleton
 from medialane.gateway.item_options import ItemOptions, read_options
 from medialane.gateway.scope import REFERENCE_SCHEME
-from medialane.media import DataUrl, MediaConfig, decode_media
+from medialane.media import DataUrl, MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
 
 
@@ -50,7 +50,7 @@ def _data(located: Located, modality: Modality, max_bytes: int) -> DataUrl | Non
     media_type = parse_header(header)
     if modality == "video" and media_type == "video/jpeg":
         return DataUrl(media_type, read_jpeg_frames(payload, max_bytes))
-    return DataUrl(media_type, decode_media(payload, max_bytes))
+    return DataUrl(media_type, decode_base64(payload, max_bytes))
 
 
 def _split(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:

@@ -139,6 +139,24 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        name="validation in a thread",
+        purpose="vLLM's app validates large bodies in a thread",
+        adapter="api_server",
+        users=("app",),
+        processes=("gateway",),
+        without="a body with thousands of items blocks the event loop for 100 ms",
+        instead="none",
+        tests=("tests/contract/test_vllm_fail_fast.py",),
+        seams=(
+            Seam(
+                "fastapi.dependencies.utils:request_body_to_args",
+                "replace",
+                ("body_fields", "received_body", "embed_body_fields"),
+                called_in="fastapi.dependencies.utils:solve_dependencies",
+            ),
+        ),
+    ),
+    Group(
         name="request validation",
         purpose="vLLM's app rejects a body at the first invalid element of a list",
         adapter="",
