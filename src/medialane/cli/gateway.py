@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import platform
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +20,7 @@ from starlette.middleware import Middleware
 
 from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.tuning import tune_process
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
@@ -63,13 +61,6 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 #: Exit status of a gateway that cannot continue: EX_SOFTWARE of sysexits.h. It should be restarted.
 EXIT_FAILED = 70
 
-#: Longest time that a thread running Python code may keep the event loop waiting for the GIL; Python's default is 5 ms.
-SWITCH_INTERVAL_S = 0.0005
-
-#: Settings of glibc (mallopt(3)): freed media of up to 32 MiB stay in one heap, and memory returns to the kernel only
-#: when 512 MiB are free. By default each 7.5 MB item takes new pages and, when freed, 3 ms of the event loop.
-_MALLOC = {"M_ARENA_MAX": (-8, 1), "M_MMAP_THRESHOLD": (-3, 32 << 20), "M_TRIM_THRESHOLD": (-1, 512 << 20)}
-
 
 @dataclass(frozen=True)
 class _Components:
@@ -94,14 +85,6 @@ def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[
     tune_process()
     with bind(config.server.host, config.server.port) as sock:
         return uvloop.run(serve(config, model, vllm_args, workers=workers, sock=sock))
-
-
-def tune_process() -> None:
-    """Set what of CPython and glibc determines how long the event loop waits for other threads and for memory."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if platform.libc_ver()[0] == "glibc":
-        for parameter, value in _MALLOC.values():
-            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -55,6 +55,8 @@ class LoopFairness:
         """Context manager for work whose time is proportional to `num_bytes`, and that awaits nothing but further
         iterations of the event loop. Steps must not be nested: each waits for the end of the previous one.
 
+        Small work does not wait, as long as all of it in this iteration has less than `SMALL_BYTES`.
+
         May wait before the work, never after it: resources that the work has acquired cannot be lost to a cancellation.
         """
         if self._small_bytes + num_bytes < SMALL_BYTES:
