@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,6 +21,7 @@ from starlette.middleware import Middleware
 
 from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.tuning import tune_process
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
@@ -63,9 +63,6 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 #: Exit status of a gateway that cannot continue: EX_SOFTWARE of sysexits.h. It should be restarted.
 EXIT_FAILED = 70
 
-#: Longest time that a thread running Python code may keep the event loop waiting for the GIL; Python's default is 5 ms.
-SWITCH_INTERVAL_S = 0.0005
-
 
 @dataclass(frozen=True)
 class _Components:
@@ -87,7 +84,7 @@ def run(config: Config, model: str, vllm_args: Sequence[str], workers: Sequence[
 
     Raises StartupFailed.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tune_process()
     with bind(config.server.host, config.server.port) as sock:
         return uvloop.run(serve(config, model, vllm_args, workers=workers, sock=sock))
 

@@ -136,6 +136,18 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="validation in a thread",
+        purpose="vLLM's app validates large bodies in a thread",
+        module="seams.api_server",
+        processes=("gateway",),
+        without="a body with thousands of items blocks the event loop for 100 ms",
+        tests=("tests/contract/test_vllm_fail_fast.py",),
+        seams=_seams("""
+            replace fastapi.dependencies.utils:request_body_to_args(body_fields, received_body, embed_body_fields) in
+                solve_dependencies
+        """),
+    ),
+    Group(
         name="request validation",
         purpose="vLLM's app rejects a body at the first invalid element of a list",
         module="fail_fast",
