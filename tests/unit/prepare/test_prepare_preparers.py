@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from preparer_pools import eventually, is_running, make_pool, running
+from preparer_pools import is_running, make_pool, running
 
 from medialane.core.errors import (
     ArenaFull,
@@ -22,6 +22,7 @@ from medialane.prepare import job_run, pool, preparers
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.job_run import JobRunner
 from medialane.prepare.preparer_process import PreparerProcess
+from waiting import eventually
 
 FIRST, SECOND, THIRD = ("a" * 64, "b" * 64, "c" * 64)
 
