@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import socket
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ import msgspec
 import uvloop
 
 from medialane.cli import gateway, gateway_command
+from medialane.cli.tuning import tune_process
 from medialane.config import Config, enter_environ
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
@@ -106,7 +106,7 @@ def run_gateway(
 ) -> None:
     """Main function of the gateway process, like `medialane gateway`."""
     enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
-    sys.setswitchinterval(gateway.SWITCH_INTERVAL_S)
+    tune_process()
     with gateway.bind("127.0.0.1", 0) as sock:
         pipe.send(sock.getsockname()[1])
         pipe.send(uvloop.run(_serve(config, model, worker=worker, sock=sock, flags=flags, alongside=alongside)))

@@ -121,7 +121,7 @@ BRIDGE = SRC / "vllm_bridge"
 #: What `vllm_bridge` may import of vLLM anywhere: what vLLM documents for those who embed it, write plugins, loaders or
 #: models, with the types in its signatures. Everything else goes through `vllm_bridge.seams` and is in its table.
 PUBLIC = {
-    "vllm": {"envs"},
+    "vllm": {"config", "envs"},
     "vllm.config": {"KVEventsConfig", "ModelConfig", "VllmConfig"},
     "vllm.engine.arg_utils": {"AsyncEngineArgs"},
     "vllm.engine.protocol": {"EngineClient"},

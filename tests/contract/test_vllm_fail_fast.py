@@ -1,6 +1,7 @@
 """A malformed body blocks the event loop for milliseconds only, though vLLM's app would list each of its errors;
 what vLLM accepts is accepted."""
 
+import asyncio
 import json
 import time
 from copy import deepcopy
@@ -137,6 +138,47 @@ VALID = {
     "detokenize": ("/detokenize", {"tokens": [1, 2]}),
     "batch": (f"{CHAT}/batch", {"messages": [[USER], [USER]]}),
 }
+
+
+TYPED = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+#: At the limits of messages, parts and values.
+LARGE = {
+    "input: messages": (RESPONSES, {"input": [USER] * PARTS}),
+    "input: messages with parts": (RESPONSES, {"input": [TYPED] * (PARTS // 2)}),
+    "input: calls": (RESPONSES, {"input": [USER, *[CALLED] * (PARTS - 1)]}),
+    "input: reasoning": (RESPONSES, {"input": [USER, *[REASONING] * 1500]}),
+    "chat tools": (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": FUNCTION}] * 1900}),
+    "messages": (CHAT, {"messages": [USER] * PARTS}),
+    "parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * PARTS}]}),
+}
+#: CPU time of the event loop's thread in an iteration. On the loop, validation alone would take 120 ms for the first.
+MAX_ITERATION_S = 0.03
+#: After validation, vLLM's handler processes reasoning items on the loop.
+MAX_REASONING_S = 0.07
+
+
+async def longest_iteration_s(server, path, body):
+    loop, longest, last = asyncio.get_running_loop(), 0.0, time.thread_time()
+
+    def tick():
+        nonlocal longest, last, handle
+        now = time.thread_time()
+        last, longest = now, max(longest, now - last)
+        handle = loop.call_soon(tick)
+
+    content = json.dumps({"model": server.model, "max_tokens" if path == CHAT else "max_output_tokens": 8, **body})
+    handle = loop.call_soon(tick)
+    response = await server.client.post(path, content=content, headers={"content-type": "application/json"})
+    handle.cancel()
+    assert "JSON values" not in response.text
+    return longest
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_large_valid_body_does_not_block_the_event_loop(server, name):
+    longest_s = await longest_iteration_s(server, *LARGE[name])
+    assert longest_s < (MAX_REASONING_S if name == "input: reasoning" else MAX_ITERATION_S)
 
 
 @pytest.fixture(scope="session")

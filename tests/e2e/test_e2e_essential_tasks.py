@@ -9,9 +9,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from medialane_process import STOP_S, free_port, launch, until
+from medialane_process import STOP_S, free_port, launch
+from process_tree import arenas_of, descendants
 
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -50,10 +52,13 @@ async def test_gateway_exits_when_an_essential_task_ends(tiny_model, vllm_enviro
         start([*medialane, "--simulated-workers", "1", "--listen", worker], tmp_path / "worker.log")
         gateways = start([sys.executable, str(program), json.dumps(commands)], tmp_path / "statuses")
         for ending, port in ports.items():
-            await until(lambda port=port: is_ready(port), f"{ending} is ready", 300, more=logs[ending].read_text)
+            await eventually(lambda port=port: is_ready(port), f"{ending} is ready", 300, more=logs[ending].read_text)
+        arenas = {path for pid in descendants(gateways.pid) for path in arenas_of(pid)}
         os.kill(gateways.pid, signal.SIGUSR1)
-        await until(lambda: gateways.poll() is not None, "both have exited", STOP_S)
+        await eventually(lambda: gateways.poll() is not None, "both have exited", STOP_S)
     assert json.loads((tmp_path / "statuses").read_text().splitlines()[-1]) == [70, 70]
+    assert len(arenas) == len(ENDINGS)
+    assert not [path for path in arenas if path.exists()]
     for ending, name in ENDINGS.items():
         log = logs[ending].read_text()
         assert f"{name} exited unexpectedly: this process stops" in log

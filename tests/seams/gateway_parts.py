@@ -11,7 +11,7 @@ from typing import Self
 
 import msgspec
 import numpy as np
-from host_store import RPC, HostStore, StoreClientTask, eventually, store_address
+from host_store import RPC, HostStore, StoreClientTask, store_address
 from PIL import Image as PILImage
 from prometheus_client import CollectorRegistry
 
@@ -168,6 +168,7 @@ class Parts:
             self.fetcher.bodies = EncodedStore(arena, MEDIA)
         self.store = HostStore(arena, preparers, self.fetcher, media=MEDIA)
         self._workers = workers
+        self._max_tokens = max_tokens
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -190,7 +191,7 @@ class Parts:
                 transports=[ShmTransport(), inline],
                 max_inline_bytes=transfer.max_inline_bytes,
             ),
-            assembler=FakeAssembler(max_tokens),
+            assembler=FakeAssembler(self._max_tokens),
             workers=self.links,
             router=Router(),
             metrics=self.metrics,

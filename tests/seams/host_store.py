@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Self
 
 from medialane.arena import Arena
@@ -80,14 +78,7 @@ class HostStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
-        assert not Path(self.address.removeprefix("unix:")).exists()
 
     def _status(self) -> StoreStatus:
         preparers = self._preparers.stats() if self._preparers is not None else NO_PREPARERS
         return StoreStatus(StoreStats(self.arena.stats(), preparers))
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what it waits for happens at the other end of a socket
-            await asyncio.sleep(0.005)

@@ -14,12 +14,11 @@ from gateway_parts import FakeWorker, request
 
 from medialane.arena import describe
 from medialane.core.errors import WorkerLost
-from medialane.core.feature import MediaPayload
+from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
 from medialane.rpc import Hello, RpcClient, RpcConfig
 from medialane.transfer import InlineTransport
-from waiting import eventually
 
 MIB = 1 << 20
 NUM_BYTES = 19 * MIB
@@ -130,7 +129,7 @@ async def test_expanded_and_source_prompts_with_inline_features_give_equal_outpu
     async with connected(arena) as (worker, client):
         (handed,) = InlineTransport(arena.view.tensor).publish((stored,))
         wanted = request("r", [1, 2], max_tokens=1)
-        item = MediaPayload("image", "h", b"", (handed,))
+        item = MediaPayload("image", "h", b"", (handed,), placeholder=PlaceholderRange(1, 1))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)
         one = [delta async for delta in client.submit(sent)]
         other = type(wanted)("s", SourcePrompt([1, 2], (item,)), wanted.sampling_params)

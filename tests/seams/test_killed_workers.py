@@ -21,8 +21,8 @@ from medialane.gateway import open_scope
 from waiting import eventually
 
 NAMES = ("worker 0", "worker 1")
-#: Tokens of an answer during which a worker is killed: two seconds of them, at 5 ms a step.
-NUM_TOKENS = 400
+#: Tokens of an answer during which a worker is killed: three seconds of them, at 5 ms a step.
+NUM_TOKENS = 600
 
 
 class Recorder:
@@ -70,6 +70,8 @@ class Cluster:
 
     async def long_answers(self, number):
         """Start this many, on both workers."""
+        with open_scope():  # so that all of them start at once
+            await asyncio.gather(*(self.parts.gateway.prepare(prompt(png(seed=seed))) for seed in range(number)))
         tasks = [asyncio.create_task(self.answer(seed, max_tokens=NUM_TOKENS)) for seed in range(number)]
         await eventually(lambda: sum(map(self.num_in_flight, NAMES)) == number)
         assert all(map(self.num_in_flight, NAMES))
@@ -78,7 +80,7 @@ class Cluster:
     async def is_back(self, name, killed):
         await eventually(lambda: self.num_ready == len(NAMES), f"{name} is back")
         assert self.supervisor.pids[name] != killed
-        assert self.parts.num_held == 0
+        await eventually(lambda: self.parts.num_held == 0, "no lease is held")
 
 
 @pytest.fixture

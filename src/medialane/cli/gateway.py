@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import uvloop
 from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
-from medialane.cli.store import SWITCH_INTERVAL_S
+from medialane.cli.tuning import tune_process
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
@@ -81,7 +80,7 @@ def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers) -> i
 
     Raises StartupFailed.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tune_process()
     with bind(config.server.host, config.server.port) as sock:
         return uvloop.run(serve(config, model, vllm_args, peers=peers, sock=sock))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +13,7 @@ import uvloop
 
 from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import unless_set
+from medialane.cli.tuning import tune_process
 from medialane.config import Config
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
@@ -29,13 +29,10 @@ logger = logging.getLogger(__name__)
 #: workers will decode.
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
-#: Longest time that a thread running Python code may keep the event loop waiting for the GIL; Python's default is 5 ms.
-SWITCH_INTERVAL_S = 0.0005
-
 
 def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     """Serve until SIGINT or SIGTERM. Raises StartupFailed."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tune_process()
     return uvloop.run(_serve(config, model, vllm_args, address))
 
 

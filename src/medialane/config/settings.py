@@ -32,8 +32,8 @@ from medialane.worker.config import WorkerConfig
 from medialane.worker.simulated.config import SimulatedConfig
 
 SectionName = Literal[
-    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker", "simulated",
-    "logging",
+    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",
+    "simulated", "logging",
 ]  # fmt: skip
 
 PREFIX: Final = "MEDIALANE_"

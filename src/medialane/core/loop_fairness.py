@@ -19,9 +19,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Fewer bytes are not a step: at most 50 us, less than the cost of waiting for an iteration.
+#: The first bytes of an iteration, at most this many, are not a step: at most 50 us, less than the cost of waiting for
+#: an iteration.
 SMALL_BYTES = 128 * 1024
-
 
 #: Steps of at least this size run in the thread.
 LARGE_BYTES = 1024 * 1024
@@ -32,6 +32,8 @@ class LoopFairness:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        #: Bytes processed in this iteration of the event loop without being a step.
+        self._small_bytes = 0
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-bytes")
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
@@ -53,9 +55,14 @@ class LoopFairness:
         """Context manager for work whose time is proportional to `num_bytes`, and that awaits nothing but further
         iterations of the event loop. Steps must not be nested: each waits for the end of the previous one.
 
+        Small work does not wait, as long as all of it in this iteration has less than `SMALL_BYTES`.
+
         May wait before the work, never after it: resources that the work has acquired cannot be lost to a cancellation.
         """
-        if num_bytes < SMALL_BYTES:
+        if self._small_bytes + num_bytes < SMALL_BYTES:
+            if not self._small_bytes:
+                asyncio.get_running_loop().call_soon(self._next_iteration)
+            self._small_bytes += num_bytes
             yield
             return
         is_next_iteration = self._lock.locked()  # then we resume one iteration after the previous step
@@ -63,3 +70,6 @@ class LoopFairness:
             if not is_next_iteration:
                 await asyncio.sleep(0)
             yield
+
+    def _next_iteration(self) -> None:
+        self._small_bytes = 0

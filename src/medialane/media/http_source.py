@@ -86,12 +86,11 @@ class HttpSource:
                     return await self._attempt(request)
                 except _RetryableFailure as failure:
                     if failure.delay_s > MAX_RETRY_AFTER_S:
-                        raise failure.error from failure
+                        raise
                     await asyncio.sleep(failure.delay_s)
-                try:
-                    return await self._attempt(request)
-                except _RetryableFailure as failure:
-                    raise failure.error from failure
+                return await self._attempt(request)
+        except _RetryableFailure as failure:
+            raise failure.error from failure
         except TimeoutError as error:
             raise MediaFetchTimeout("timeout while fetching the media") from error
 

@@ -10,7 +10,7 @@ another type, recognised by their magic bytes. Everything else that no decoder h
 
 from __future__ import annotations
 
-from medialane.core.errors import InvalidAudio, InvalidImage, InvalidRequest, InvalidVideo, UnsupportedMediaType
+from medialane.core.errors import INVALID_MEDIA, UnsupportedMediaType
 from medialane.core.media import Modality
 from medialane.media.config import MediaConfig
 from medialane.media.container_type import sniff_audio, sniff_video
@@ -18,8 +18,6 @@ from medialane.media.image_header import sniff_image
 from medialane.media.kinds import check_modality, check_type
 
 Bytes = bytes | bytearray | memoryview
-
-_INVALID: dict[Modality, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
 
 #: How many of a file's first bytes the magic bytes below need.
 _HEAD_BYTES = 64
@@ -58,7 +56,7 @@ def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
     except UnsupportedMediaType as error:
         if _is_other_file_type(bytes(data[:_HEAD_BYTES]), modality):
             raise
-        raise _INVALID[modality](f"{error.message}, or it is damaged") from error
+        raise INVALID_MEDIA[modality](f"{error.message}, or it is damaged") from error
     check_type(modality, media_type)
     return media_type
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from medialane.core.errors import MedialaneError, PreparersBusy
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
 from medialane.observability.timeline import StageTimeline
+
+_JOB_IDS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,8 @@ class Job:
 
     Owns a pin on the encoded bytes (`source`) and, once the preparer has reported the sizes, a range of the arena
     (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published. `timeout_s`
-    limits its time in a preparer; `deadline` is set when that begins. `result` is a lease for the caller, or None for
-    a probe; a caller that stops waiting for it calls `disown`.
+    limits its time in a preparer, from `begin` to `ends_at`; `deadline` enforces that. `result` is a lease for the
+    caller, or None for a probe; a caller that stops waiting for it calls `disown`.
     """
 
     def __init__(
@@ -51,6 +55,10 @@ class Job:
         self.timeline = timeline
         self.is_probe = is_probe
         self.reservation: Reservation | None = None
+        self.job_id = next(_JOB_IDS)
+        self.is_sent = False
+        self.is_retried = False
+        self.ends_at = math.inf
         self.deadline: asyncio.Timeout | None = None
         self.result: asyncio.Future[Lease[Feature] | None] = asyncio.get_running_loop().create_future()
         self.is_disowned = False
@@ -71,6 +79,18 @@ class Job:
         else:
             self.result.set_result(outcome.lease)
 
+    def begin(self) -> None:
+        """Start its time limit."""
+        self.ends_at = min(self.ends_at, asyncio.get_running_loop().time() + self.timeout_s)
+
+    def reset(self) -> None:
+        """Prepare it for another preparer, once the previous one has exited."""
+        self.is_sent, self.is_retried = False, True
+        self.ends_at, self.deadline = math.inf, None
+        if self.reservation is not None:
+            self.reservation.abandon()
+            self.reservation = None
+
     def close(self) -> None:
         """Release pin and range, once no process reads or writes for this job any more. Idempotent."""
         if self._closed:
@@ -83,9 +103,9 @@ class Job:
     def disown(self, grace_s: float) -> None:
         """Give up the result: release it when available, and limit the job to another `grace_s` seconds."""
         self.is_disowned = True
+        self.ends_at = min(self.ends_at, asyncio.get_running_loop().time() + grace_s)
         if self.deadline is not None and not self.result.done() and not self.deadline.expired():
-            at = asyncio.get_running_loop().time() + grace_s
-            self.deadline.reschedule(min(at, self.deadline.when() or at))
+            self.deadline.reschedule(self.ends_at)
         self.result.add_done_callback(_release_result)
 
 
@@ -113,8 +133,19 @@ class JobQueue:
         if len(self._jobs) >= self._limit + self._num_takers:
             raise PreparersBusy("the queue of media items is full")
         self._jobs.append(job)
-        self._timers[job] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, job)
-        self._changed.set()
+        self._note_queued(job)
+
+    def put_back(self, job: Job) -> None:
+        """Queue a job again, ahead of the others, whose preparer was lost while it had two jobs.
+
+        It is closed instead if its caller has given up.
+        """
+        if job.is_disowned:
+            job.close()
+            return
+        job.reset()
+        self._jobs.appendleft(job)
+        self._note_queued(job)
 
     async def take(self, until: Callable[[], bool]) -> Job | None:
         """Return the next job, or None as soon as `until()` is true (`wake` makes takers check again)."""
@@ -122,14 +153,19 @@ class JobQueue:
         try:
             while not until():
                 if self._jobs:
-                    job = self._jobs.popleft()
-                    self._timers.pop(job).cancel()
-                    return job
+                    return self._pop()
                 self._changed.clear()
                 await self._changed.wait()
         finally:
             self._num_takers -= 1
         return None
+
+    def take_second(self) -> Job | None:
+        """Return the next job for a preparer that holds another job's tensors; None if there is none.
+
+        A retried job never shares a preparer: if that is lost, too, this job is the cause.
+        """
+        return self._pop() if self._jobs and not self._jobs[0].is_retried else None
 
     def wake(self) -> None:
         self._changed.set()
@@ -149,6 +185,15 @@ class JobQueue:
         for job in list(self._jobs):
             self.withdraw(job)
             job.settle(Outcome(error=error))
+
+    def _note_queued(self, job: Job) -> None:
+        self._timers[job] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, job)
+        self._changed.set()
+
+    def _pop(self) -> Job:
+        job = self._jobs.popleft()
+        self._timers.pop(job).cancel()
+        return job
 
     def _expire(self, job: Job) -> None:
         if self.withdraw(job):

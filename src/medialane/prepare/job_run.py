@@ -1,6 +1,6 @@
 """One job in one preparer, from its first message to its outcome:
 
-    send -> NeedRange -> reserve in the arena -> copy -> publish -> Outcome
+    send -> NeedRange -> send the next job -> reserve in the arena -> copy -> publish -> Outcome
 
 No job can stop the pool: every exception becomes an outcome. A MedialaneError fails only the job; any other exception
 also marks the preparer as unusable.
@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 #: spends copying, for any number of preparers.
 COPIED_AT_ONCE_BYTES = 12 * 1024 * 1024
 
+#: Up to this size, tensors are copied while the preparer runs the next job: it needs that much more memory then.
+OVERLAPPED_BYTES = 32 * 1024 * 1024
+
 
 class JobRunner:
     """Runs jobs on up to `num_preparers` preparers concurrently. Owns the copy threads until `close`."""
@@ -56,13 +59,23 @@ class JobRunner:
         self._arena = arena
         self._copied_at_once_bytes = COPIED_AT_ONCE_BYTES // num_preparers
         self._copiers = ThreadPoolExecutor(num_preparers, "medialane-copy")
-        self._num_jobs = 0
 
-    async def run(self, job: Job, preparer: PreparerProcess, forkserver_is_lost: Callable[[], bool]) -> Outcome:
-        """Run one job within its deadline. Raises nothing; if cancelled, the preparer's state is unknown."""
+    async def run(
+        self,
+        job: Job,
+        preparer: PreparerProcess,
+        forkserver_is_lost: Callable[[], bool],
+        send_next: Callable[[], Awaitable[None]],
+    ) -> Outcome:
+        """Run one job within its deadline. Raises nothing; if cancelled, the preparer's state is unknown.
+
+        `send_next` is called once the preparer has processed the item, to start another job during the copy.
+        """
+        if not job.is_sent:
+            job.begin()
         try:
-            async with asyncio.timeout(job.timeout_s) as job.deadline:
-                return Outcome(lease=await self._exchange_messages(job, preparer))
+            async with asyncio.timeout_at(job.ends_at) as job.deadline:
+                return Outcome(lease=await self._exchange_messages(job, preparer, send_next))
         except MedialaneError as error:  # the arena is full, or reported by the preparer, which stays usable
             return Outcome(error=error)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not affect others; it is logged
@@ -72,22 +85,25 @@ class JobRunner:
         """Shut down the copy threads; a copy in progress runs to completion."""
         self._copiers.shutdown(wait=False)
 
-    async def _exchange_messages(self, job: Job, preparer: PreparerProcess) -> Lease[Feature] | None:
+    async def _exchange_messages(
+        self, job: Job, preparer: PreparerProcess, send_next: Callable[[], Awaitable[None]]
+    ) -> Lease[Feature] | None:
         """Exchange one job's messages. Raises PreparerLost, or MedialaneError if only the job failed."""
-        self._num_jobs += 1
-        job_id = self._num_jobs
-        encoded = job.source.value
+        job_id = job.job_id
+        if not job.is_sent:
+            await send(job, preparer)
         if job.is_probe:
-            await preparer.send(ProbeItem(job_id, encoded))
             _expect(Done, await preparer.receive(), job_id)
             return None
-        await preparer.send(ProcessItem(job_id, encoded, job.io, job.options))
         need = _expect(NeedRange, await preparer.receive(), job_id)
         if job.timeline is not None:
             job.timeline.add("decode", need.decode_s)
             job.timeline.add("process", need.process_s)
+        _, nbytes = layout(need.specs)
+        if nbytes <= OVERLAPPED_BYTES and not preparer.writes_arena:
+            await send_next()
         try:
-            reservation = self._reserve(job, need)
+            reservation = self._reserve(job, nbytes)
         except MedialaneError:
             await preparer.send(NoRange(job_id))
             raise
@@ -98,15 +114,14 @@ class JobRunner:
         else:
             await self._copy(preparer, need, tensors)
             await preparer.send(Copied(job_id))
-        feature = Feature(encoded.modality, job.mm_hash, need.header, tensors, need.size)
+        feature = Feature(job.source.value.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
 
-    def _reserve(self, job: Job, need: NeedRange) -> Reservation:
+    def _reserve(self, job: Job, nbytes: int) -> Reservation:
         """Reserve the item's range.
 
         Raises ArenaFull, or MediaTooLarge if it can never fit in the arena together with its encoded bytes.
         """
-        _, nbytes = layout(need.specs)
         if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
             raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server can store")
         job.reservation = self._arena.reserve(nbytes, "decoded" if job.options is None else "processed")
@@ -124,6 +139,14 @@ class JobRunner:
             else:
                 loop = asyncio.get_running_loop()
                 await to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
+
+
+async def send(job: Job, preparer: PreparerProcess) -> None:
+    """Send a job to its preparer. Raises PreparerLost, or MedialaneError if only the job failed."""
+    encoded = job.source.value
+    probe = ProbeItem(job.job_id, encoded)
+    await preparer.send(probe if job.is_probe else ProcessItem(job.job_id, encoded, job.io, job.options))
+    job.is_sent = True
 
 
 _Report = TypeVar("_Report", NeedRange, Done)

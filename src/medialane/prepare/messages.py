@@ -15,7 +15,8 @@ channel.
     Fork (of SPARE) + control socket -> forks another fork server, with this control channel
           <---------------------- Forked + pidfd | ForkFailed
 
-*Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. One job at a time.
+*Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. A preparer keeps a
+job's tensors until Copied or NoRange; the gateway may send the next job before that.
 
     gateway                       preparer
           <---------------------- Hello, once: it has mapped the arena and confined itself

@@ -4,7 +4,8 @@ A job reads encoded bytes from the arena, decodes them, runs the engine's proces
 tensors in this process's memory, from which the gateway copies them into the arena. A decoder compromised by a hostile
 file cannot use the network, write files, start or signal processes, or change the arena (`sandbox`); it can read the
 arena and falsify its own results. If the kernel does not let the gateway read this process's memory, the arena is
-mapped writable, and tensors are copied into a range assigned by the gateway.
+mapped writable, and tensors are copied into a range assigned by the gateway. Tensors are kept until the gateway reports
+that it has copied them; the next job may run before.
 A MedialaneError fails only the job; so does an unexpected exception, which is logged here. If the process dies, the
 pool fails the job and forks another one. The protocol is in `messages`.
 """
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from medialane.arena import ArenaView, describe
-from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, ProtocolViolation, to_report
+from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import EncodedMedia
 from medialane.core.tensor import ArenaRange
@@ -26,14 +27,12 @@ from medialane.media import decode, probe
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
     LENGTH,
-    Copied,
     Done,
     Hello,
     JobFailed,
     JobReport,
     JobRequest,
     NeedRange,
-    NoRange,
     PreparerSetup,
     ProbeItem,
     ProcessItem,
@@ -65,6 +64,7 @@ class Preparer:
         self._jobs = jobs
         self._processor = processor
         self._media = setup.media
+        self._items: dict[int, ProcessedItem] = {}
         confinement.drop_sockets(keep={jobs.fileno()})
         self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=writes_arena)
         allow_reader(reader_pid)
@@ -78,36 +78,45 @@ class Preparer:
         try:
             self._send(Hello(os.getpid()))
             while (request := self._receive()) is not None:
-                if not isinstance(request, ProcessItem | ProbeItem):
-                    raise ValueError(f"unexpected {type(request).__name__} between jobs")
-                report = self._run_job(request)
-                if report is not None:
-                    self._send(report)
+                self._answer(request)
         except (BrokenPipeError, ConnectionResetError):
             return  # the gateway closed the channel during a job and does not expect a result
 
-    def _run_job(self, job: ProcessItem | ProbeItem) -> JobReport | None:
-        """Run one job and return its last report; None if the gateway has already ended the job."""
+    def _answer(self, request: JobRequest) -> None:
+        if isinstance(request, ProcessItem | ProbeItem):
+            error = self._run_job(request)
+            if error is not None:
+                self._send(JobFailed(request.job_id, to_report(error)))
+            return
+        item = self._items.pop(request.job_id, None)
+        if item is None:
+            raise ValueError(f"unexpected {type(request).__name__}")
+        if isinstance(request, Range):
+            self._write(item, request.range)
+            self._send(Done(request.job_id))
+
+    def _run_job(self, job: ProcessItem | ProbeItem) -> MedialaneError | None:
+        """Run one job and report its result, or return its error."""
         try:
-            return self._process(job) if isinstance(job, ProcessItem) else self._probe(job)
+            self._send(self._process(job) if isinstance(job, ProcessItem) else self._probe(job))
         except MedialaneError as error:
-            return JobFailed(job.job_id, to_report(error))
+            return error
         except (BrokenPipeError, ConnectionResetError):
             raise
         except MemoryError:
             logger.warning("a job ran out of memory (memory_limit_bytes)")
-            excess = PreparationFailed("preparing this item exceeds the memory limit")
-            return JobFailed(job.job_id, to_report(excess))
+            return PreparationFailed("preparing this item exceeds the memory limit")
         except Exception:  # supervises the jobs: a bug in one must not affect the next
             logger.exception("a job failed unexpectedly")
-            return JobFailed(job.job_id, to_report(PreparationFailed("preparing this item failed")))
+            return PreparationFailed("preparing this item failed")
+        return None
 
     def _probe(self, job: ProbeItem) -> Done:
         encoded = job.encoded
         probe(self._encoded(encoded), encoded.modality, encoded.media_type, self._media)
         return Done(job.job_id)
 
-    def _process(self, job: ProcessItem) -> Done | None:
+    def _process(self, job: ProcessItem) -> NeedRange:
         started = time.perf_counter()
         encoded = job.encoded
         media = decode(
@@ -125,16 +134,10 @@ class Preparer:
         processed = time.perf_counter()
         _check_header(item)
         addresses = tuple(map(address_of, item.buffers))
-        self._send(
-            NeedRange(job.job_id, item.specs, addresses, item.header, item.size, decoded - started, processed - decoded)
+        self._items[job.job_id] = item
+        return NeedRange(
+            job.job_id, item.specs, addresses, item.header, item.size, decoded - started, processed - decoded
         )
-        reply = self._receive()
-        if reply is None or isinstance(reply, Copied | NoRange):
-            return None
-        if not isinstance(reply, Range) or reply.job_id != job.job_id:
-            raise ProtocolViolation(f"unexpected {type(reply).__name__} inside a job")
-        self._write(item, reply.range)
-        return Done(job.job_id)
 
     def _scaling(self, job: ProcessItem) -> _SizeChooser | None:
         """Return None in stage `decoded`, which needs full size: the worker's use of the pixels is not known here."""

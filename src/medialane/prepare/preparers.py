@@ -1,11 +1,13 @@
 """The preparers of one pool.
 
-One task per preparer (a *slot*) forks it, feeds it jobs from the shared queue, one at a time, and replaces it when it
-has died, hung or reached max_jobs_per_preparer.
+One task per preparer (a *slot*) forks it, feeds it jobs from the shared queue, and replaces it when it has died, hung
+or reached max_jobs_per_preparer. A preparer decodes one item at a time: it receives the next job when it has processed
+the item, so that it runs while the gateway copies the tensors.
 
 A job's caller gets its outcome first. If the preparer must not be used again, it is then killed, its exit is confirmed
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
-process may still write. Preparers that die before they have run a job are replaced with exponential backoff.
+process may still write. If the preparer is lost while it has two jobs, either may be the cause: each is run again, in a
+preparer of its own. Preparers that die before they have run a job are replaced with exponential backoff.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from medialane.arena import Arena
 from medialane.core.backoff import Backoff
-from medialane.core.errors import Unavailable
+from medialane.core.errors import MedialaneError, PreparerCrashed, Unavailable
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 from medialane.prepare.job_queue import Job, JobQueue, Outcome
-from medialane.prepare.job_run import JobRunner, to_the_end
+from medialane.prepare.job_run import JobRunner, send, to_the_end
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,16 @@ MAX_BACKOFF_S = 10.0
 
 #: How long an idle preparer may take to exit after its channel is closed; then it is killed.
 GRACE_S = 1.0
+
+
+@dataclass
+class _Slot:
+    """One preparer: how many jobs it was given, and the next one if it was sent while the current one is copied."""
+
+    preparer: PreparerProcess
+    forkserver: ForkserverProcess
+    num_jobs: int = 0
+    next: Job | None = None
 
 
 class Preparers:
@@ -68,7 +82,7 @@ class Preparers:
             else:
                 self.alive.add(preparer)
                 on_ready()
-                num_jobs = await self._serve(preparer, forkserver)
+                num_jobs = await self._serve(_Slot(preparer, forkserver))
             if num_jobs:
                 backoff.reset()
             else:
@@ -78,44 +92,65 @@ class Preparers:
         """Shut down the copy threads. Call it once no slot is running."""
         self._runner.close()
 
-    async def _serve(self, preparer: PreparerProcess, forkserver: ForkserverProcess) -> int:
+    async def _serve(self, slot: _Slot) -> int:
         """Run jobs on a preparer until it is lost or has reached its maximum; return their number."""
-        num_jobs = 0
-        is_used_up = False
+        preparer, is_used_up = slot.preparer, False
         try:
-            while not is_used_up and (job := await self._queue.take(lambda: preparer.gone)) is not None:
-                num_jobs += 1
-                if not await self._run(job, preparer, forkserver):
+            while not is_used_up and (job := slot.next or await self._queue.take(lambda: preparer.gone)) is not None:
+                slot.next = None
+                slot.num_jobs += 1
+                if not await self._run(job, slot):
                     break
-                is_used_up = num_jobs == self._max_jobs
+                is_used_up = slot.num_jobs == self._max_jobs
         finally:
             self.alive.discard(preparer)
             await to_the_end(preparer.stop(GRACE_S))
         self.num_restarts += not is_used_up
-        return num_jobs
+        return slot.num_jobs
 
-    async def _run(self, job: Job, preparer: PreparerProcess, forkserver: ForkserverProcess) -> bool:
+    async def _run(self, job: Job, slot: _Slot) -> bool:
         """Run one job to its outcome. Returns False if its preparer must not be used again; then it is stopped."""
         outcome = Outcome(error=Unavailable("media preparation has ended"), is_preparer_usable=False)  # if cancelled
         self.num_busy += 1
         try:
-            outcome = await self._runner.run(job, preparer, forkserver.has_ended)
+            send_next = partial(self._send_next, job, slot)
+            outcome = await self._runner.run(job, slot.preparer, slot.forkserver.has_ended, send_next)
         finally:
-            job.settle(outcome)
+            jobs = [job] if slot.next is None else [slot.next, job]
+            if outcome.is_preparer_usable or slot.next is None or not isinstance(outcome.error, PreparerCrashed):
+                job.settle(outcome)
+                self.num_done += outcome.error is None
+                self.num_failed += outcome.error is not None
             if outcome.is_preparer_usable:
                 job.close()
             else:
-                await to_the_end(_kill_and_close(job, preparer))
+                await to_the_end(self._kill(slot.preparer, jobs))
             self.num_busy -= 1
-            self.num_done += outcome.error is None
-            self.num_failed += outcome.error is not None
         return outcome.is_preparer_usable
 
+    async def _send_next(self, job: Job, slot: _Slot) -> None:
+        """Send the next job, if one is queued, to the preparer that has processed `job`."""
+        if job.is_retried or slot.num_jobs == self._max_jobs:
+            return
+        slot.next = self._queue.take_second()
+        if slot.next is not None:
+            slot.next.begin()
+            with contextlib.suppress(MedialaneError, PreparerLost):  # `run` sends it again, and reports its error
+                await send(slot.next, slot.preparer)
 
-async def _kill_and_close(job: Job, preparer: PreparerProcess) -> None:
-    """Kill the preparer, then release its job's range and pin; if it does not exit, they stay held forever."""
-    if await preparer.stop(0):
-        job.close()
+    async def _kill(self, preparer: PreparerProcess, jobs: Sequence[Job]) -> None:
+        """Kill the preparer, then close its jobs, or queue them again if they have no outcome.
+
+        If it does not exit, they fail, and their ranges and pins stay held forever.
+        """
+        is_gone = await preparer.stop(0)
+        for job in jobs:
+            if not is_gone:
+                job.settle(Outcome(error=Unavailable("the decoder process cannot be stopped")))
+            elif job.result.done():
+                job.close()
+            else:
+                self._queue.put_back(job)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -11,7 +11,8 @@ from cachetools import TTLCache
 from medialane.core.request import RoutingDecision
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput
-from medialane.routing.decisions import Decisions, explain
+from medialane.routing.decisions import Decisions
+from medialane.routing.explanation import explain
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
 from medialane.routing.slots import Slot, WorkerRank

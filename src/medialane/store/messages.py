@@ -165,20 +165,10 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | StorePing
-FromStore = (
-    StoreWelcome
-    | StoreRefused
-    | SendData
-    | ImageSize
-    | ItemFound
-    | AliasResolved
-    | EntriesHeld
-    | CallFailed
-    | StoreStatus
-)
 Question = SendData | ImageSize
 Call = FindItem | ResolveAlias | HoldEntries
 Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
+FromStore = StoreWelcome | StoreRefused | Question | Reply | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
 _FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)

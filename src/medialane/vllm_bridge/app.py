@@ -25,7 +25,7 @@ from medialane.vllm_bridge import inline_rendering, renderer_hook
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.fail_fast import failing_fast
+from medialane.vllm_bridge.fail_fast import VALIDATION, failing_fast, is_large
 from medialane.vllm_bridge.http_server import ServerFactory, check_http, serve_http
 from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.media_options import check_model_io
@@ -37,6 +37,7 @@ from medialane.vllm_bridge.seams.api_server import (
     init_app_state,
     middleware_stack_not_built,
     validate_api_server_args,
+    validate_in_thread,
 )
 from medialane.vllm_bridge.settings import settings_of
 
@@ -116,6 +117,7 @@ class Frontend:
         client = RoutedEngineClient(self.config, self.renderer, backend, TASKS)
         with middleware_stack_not_built(), failing_fast():
             app = build_app(self.args, TASKS, self.config.model_config)
+        validate_in_thread(is_large, VALIDATION)
         app.user_middleware.extend(inner)
 
         async def record_error(_request: Request, error: MedialaneError) -> Response:

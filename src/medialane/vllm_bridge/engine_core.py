@@ -23,9 +23,9 @@ def install() -> None:
         ArenaDecoder,
         before_add=_refuse_unreadable,
         utilities={
-            "medialane_attach": _attach,
-            "medialane_detach": _detach,
-            "medialane_refused": _refused,
+            "medialane_attach": lambda _engine, arena, directory, nonce: RESOLVER.attach(arena, directory, nonce),
+            "medialane_detach": lambda _engine, arena: RESOLVER.detach(arena),
+            "medialane_refused": lambda _engine, request_id: RESOLVER.has_refused(request_id),
             "medialane_die_with": _die_with,
         },
     )
@@ -35,18 +35,6 @@ def _refuse_unreadable(request: EngineCoreRequest) -> None:
     if isinstance(request.mm_features, Unreadable):
         RESOLVER.refuse(request.external_req_id or request.request_id)
         raise InvalidFeature("the features could not be read from the arena")
-
-
-def _attach(_engine: Any, arena: str, directory: str, nonce: str) -> bool:
-    return RESOLVER.attach(arena, directory, nonce)
-
-
-def _detach(_engine: Any, arena: str) -> None:
-    RESOLVER.detach(arena)
-
-
-def _refused(_engine: Any, request_id: str) -> bool:
-    return RESOLVER.has_refused(request_id)
 
 
 def _die_with(_engine: Any, pid: int) -> bool:

@@ -13,16 +13,17 @@ import json
 import sys
 from argparse import Action, ArgumentTypeError
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
 from vllm import config
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.version import __version__
 
-from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, parser_groups
+from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, parser_actions
 
 Kind = str | list[str]
 
@@ -30,12 +31,11 @@ Kind = str | list[str]
 def flag_table() -> dict[str, Any]:
     """Return the installed vLLM's version, flags and parsers."""
     flags: dict[str, Kind] = {}
-    for title, actions in parser_groups(make_arg_parser(FlexibleArgumentParser())):
-        for action in actions:
-            kind = _kind(action)
-            if isinstance(kind, str):
-                kind = " ".join([kind, *_bounds(title, action.dest)])
-            flags |= dict.fromkeys(action.option_strings, kind)
+    for action in parser_actions(make_arg_parser(FlexibleArgumentParser())):
+        kind = _kind(action)
+        if isinstance(kind, str):
+            kind = " ".join([kind, *_bounds(action)])
+        flags |= dict.fromkeys(action.option_strings, kind)
     parsers = {
         "--tool-call-parser": sorted(ToolParserManager.list_registered()),
         "--reasoning-parser": sorted(ReasoningParserManager.list_registered()),
@@ -62,13 +62,19 @@ def _kind(action: Action) -> Kind:
     return f"{kind}?" if _accepts(action, "None") else kind
 
 
-def _bounds(title: str, name: str) -> Iterator[str]:
+def _bounds(action: Any) -> Iterator[str]:
     """Yield operators and limits of the number that a flag sets. vLLM names a group of flags after their configuration
     class, which may have the field in a member."""
-    fields = getattr(config, title, config.VllmConfig).__pydantic_fields__
-    members: list[Any] = [found.annotation for found in fields.values() if is_dataclass(found.annotation)]
-    for found in (fields, *(member.__pydantic_fields__ for member in members)):
-        for bound in found[name].metadata if name in found else ():
+    direct = fields(getattr(config, action.container.title, config.VllmConfig))
+    members = [
+        found
+        for member in direct
+        if isinstance(member.type, type) and is_dataclass(member.type)
+        for found in fields(member.type)
+    ]
+    for found in (*direct, *members):
+        metadata = found.default.metadata if isinstance(found.default, FieldInfo) else ()
+        for bound in metadata if found.name == action.dest else ():
             match bound:
                 case Gt(limit):
                     yield from (">", str(limit))

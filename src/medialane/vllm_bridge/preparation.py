@@ -23,13 +23,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import (
-    InvalidAudio,
-    InvalidImage,
-    InvalidRequest,
-    InvalidVideo,
-    UnsupportedMediaType,
-)
+from medialane.core.errors import INVALID_MEDIA, InvalidImage, InvalidRequest, UnsupportedMediaType
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.media.model_choices import FrameSampler
@@ -66,9 +60,6 @@ _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
 
 #: An image side of up to this many pixels could be mistaken for the channel dimension.
 _MAX_CHANNELS = 4
-
-#: Errors for media and options that a processor does not support (e.g. an image's aspect ratio over 200).
-_REFUSALS: dict[Modality, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
 
 
 class VllmProcessor:
@@ -162,8 +153,9 @@ class VllmProcessor:
 
 
 def _refusal(media: Decoded) -> InvalidRequest:
+    """Return the error for media and options that a processor rejects (e.g. an image's aspect ratio over 200)."""
     modality = modality_of(media)
-    return _REFUSALS[modality](f"the model's processor rejected this {modality} or its options")
+    return INVALID_MEDIA[modality](f"the model's processor rejected this {modality} or its options")
 
 
 def modality_of(media: Decoded) -> Modality:

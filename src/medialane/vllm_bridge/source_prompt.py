@@ -22,15 +22,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from vllm.renderers import BaseRenderer
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
-from medialane.core.errors import (
-    InvalidAudio,
-    InvalidEmbeds,
-    InvalidFeature,
-    InvalidImage,
-    InvalidRequest,
-    InvalidVideo,
-    PromptRejected,
-)
+from medialane.core.errors import INVALID_MEDIA, InvalidEmbeds, InvalidFeature, PromptRejected
 from medialane.core.feature import MediaPayload
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
@@ -46,12 +38,6 @@ from medialane.vllm_bridge.validation import FeatureChecker
 
 #: Decoder threads. vLLM's processor, the next step, has one thread: more decoders would only wait for it.
 NUM_DECODERS = 2
-
-_UNDECODABLE: dict[Modality, type[InvalidRequest]] = {
-    "image": InvalidImage,
-    "video": InvalidVideo,
-    "audio": InvalidAudio,
-}
 
 _LOADERS: dict[Modality, Callable[..., Any]] = {
     "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
@@ -162,7 +148,7 @@ class SourceRenderer:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: load(bytes(data)))
         except Exception as error:  # decoders raise anything for untrusted bytes: AttributeError, RuntimeError, ...
-            raise _UNDECODABLE[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
+            raise INVALID_MEDIA[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
 
     def _loader(self, item: MediaPayload) -> Callable[[bytes], Any]:
         """Return vLLM's own loader, with the options merged by the gateway."""

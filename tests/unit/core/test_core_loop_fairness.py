@@ -53,7 +53,7 @@ async def test_large_steps_are_served_fifo():
     assert order == list("abcabcabc")
 
 
-async def test_small_steps_never_wait(loop_turns):
+async def test_a_few_small_steps_do_not_wait(loop_turns):
     fairness = LoopFairness()
 
     async def large():
@@ -64,11 +64,22 @@ async def test_small_steps_never_wait(loop_turns):
     waiting = asyncio.create_task(large())
     before = loop_turns.number
     for _ in range(50):
-        async with fairness.step(SMALL_BYTES - 1):
+        async with fairness.step(SMALL_BYTES // 100):
             steps.append("small")
     assert loop_turns.number == before
     await waiting
     assert steps == ["small"] * 50 + ["large"]
+
+
+async def test_small_steps_of_one_iteration_are_bounded_together(loop_turns):
+    fairness, steps = LoopFairness(), []
+
+    async def request():
+        async with fairness.step(SMALL_BYTES // 4):
+            steps.append(loop_turns.number)
+
+    await asyncio.gather(*(request() for _ in range(30)))
+    assert max(steps.count(number) for number in set(steps)) <= 5
 
 
 async def test_no_await_follows_a_step_so_its_result_survives_cancellation():

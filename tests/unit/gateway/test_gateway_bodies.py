@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from medialane.gateway.loop_fairness import SMALL_BYTES
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
 from medialane.gateway import GatewayConfig, LoopFairness
@@ -42,6 +43,21 @@ async def test_client_disconnect_is_reported(fairness):
     assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), fairness)
 
 
+async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(fairness):
+    """The server may read all connections in one iteration."""
+    ended = []
+
+    async def read():
+        await Body(Buffers(), 0).read(sender(b"x" * (SMALL_BYTES // 2)), fairness)
+        ended.append(ticks)
+
+    ticks, reading = 0, asyncio.gather(*(read() for _ in range(20)))
+    while not reading.done():
+        ticks += 1
+        await asyncio.sleep(0)
+    assert max(ended.count(tick) for tick in ended) <= 2
+
+
 async def test_body_of_declared_length_is_never_reallocated(fairness):
     buffers = Buffers()
     body = Body(buffers, 1_000_000)
@@ -76,7 +92,7 @@ def test_idle_buffers_are_bounded():
 
 
 def test_out_of_memory_is_an_overload(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("mmap.mmap", fail)

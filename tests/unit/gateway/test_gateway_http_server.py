@@ -17,6 +17,7 @@ from medialane.gateway import GatewayConfig, http_server
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.observability.logging import RateLimitedWarning
+from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 MAX_OPEN = 6  # of `serving`
@@ -117,9 +118,7 @@ def num_sockets():
 
 
 async def until_num_sockets(number):
-    async with asyncio.timeout(5):
-        while num_sockets() > number:  # noqa: ASYNC110 - the kernel has no event for it
-            await asyncio.sleep(0.005)
+    await eventually(lambda: num_sockets() <= number)
 
 
 #: Of a TLS 1.3 ClientHello, the record's header and too few bytes.

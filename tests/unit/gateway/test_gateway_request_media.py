@@ -1,6 +1,7 @@
 """A request's media by stage: each found once, all leases owned by the scope."""
 
 import pytest
+from medialane.gateway.features import Found
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import InvalidImage
@@ -9,7 +10,6 @@ from medialane.core.media import EncodedMedia, MediaRef, MediaSize
 from medialane.core.stage import STAGES
 from medialane.gateway import open_scope
 from medialane.gateway.assembly import Assembly
-from medialane.gateway.features import Found
 from medialane.gateway.request_media import FINDERS, RequestMedia
 from medialane.prepare.fake import FakeAssembler
 

@@ -15,7 +15,7 @@ from medialane.prepare.pidfd_process import PidfdProcess
 @pytest.fixture
 def sleepers():
     """Two processes: a fork server that does nothing, and what it is said to have forked."""
-    argv = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    argv = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]  # time: runs until it is killed
     with subprocess.Popen(argv) as forkserver, subprocess.Popen(argv) as forked:
         yield forkserver, forked
         forkserver.kill()

@@ -104,6 +104,30 @@ async def test_only_a_queued_job_can_be_withdrawn(make_job):
     assert not queue.withdraw(second)
 
 
+async def test_job_put_back_is_taken_first_and_shares_no_preparer(arena, make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    retried, waiting = make_job(), make_job()
+    queue.put(retried)
+    queue.put(waiting)
+    assert queue.take_second() is retried
+    retried.begin()
+    retried.reservation = arena.reserve(100)
+    queue.put_back(retried)
+    assert arena.stats().num_reservations == 0
+    assert queue.take_second() is None
+    assert [await queue.take(never), queue.take_second()] == [retried, waiting]
+
+
+async def test_job_without_a_caller_is_not_put_back(arena, make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    job = make_job()
+    before = arena.stats().num_leases
+    job.disown(0.25)
+    queue.put_back(job)
+    assert len(queue) == 0
+    assert arena.stats().num_leases == before - 1
+
+
 async def test_closed_job_releases_its_range_once(arena, make_job):
     job = make_job()
     job.reservation = arena.reserve(100)

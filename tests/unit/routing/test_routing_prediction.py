@@ -53,9 +53,18 @@ def world(caplog):
     return World()
 
 
+def test_tokens_are_counted_as_predicted_and_as_reported(world):
+    world.serve(held=2)
+    world.serve(held=2, reported=BLOCK)
+    world.serve(held=0, reported=3 * BLOCK)
+    counts = world.counts
+    assert (counts.num_reported, counts.predicted_tokens, counts.reported_tokens) == (3, 4 * BLOCK, 6 * BLOCK)
+    assert (counts.num_fewer, counts.num_more) == (1, 1)
+
+
 def test_arriving_blocks_confirm_the_prediction(world):
     world.serve()
-    assert world.counts.num_never_stored == 0
+    assert (world.counts.num_stored, world.counts.num_never_stored) == (1, 0)
 
 
 def test_missing_blocks_are_counted_after_the_grace_period(world):

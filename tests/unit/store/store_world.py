@@ -18,6 +18,7 @@ from medialane.rpc import RpcConfig
 from medialane.store import StoreLink, StoreServer
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
+from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=5.0)
 IDLE = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
@@ -140,9 +141,7 @@ class World:
         """The connection ends, while the process lives; it connects again."""
         old = client.link._client
         await old.close()
-        async with asyncio.timeout(5):
-            while client.link._client in (old, None):  # noqa: ASYNC110 - at the other end of a socket
-                await asyncio.sleep(0.001)
+        await eventually(lambda: client.link._client not in (old, None))
         client.exits += self._exits
         self._exits.clear()
 
@@ -172,9 +171,3 @@ def _poison_freed(monkeypatch: pytest.MonkeyPatch) -> None:
             memory[entry.offset + 64 : entry.offset + entry.nbytes] = b"\xdb" * (entry.nbytes - 64)
 
     monkeypatch.setattr(module, "clear", poison)
-
-
-async def eventually(condition, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what it waits for happens at the other end of a socket
-            await asyncio.sleep(0.002)

@@ -12,6 +12,7 @@ from store_world import ITEM_BYTES, World, pattern
 
 from medialane.core.errors import HandoverFailed
 from medialane.store.holds import StoreEntries
+from waiting import eventually
 
 CONTENTS = st.sampled_from("abcdefgh")
 MAX_CLIENTS = 4
@@ -113,8 +114,8 @@ class Holding(RuleBasedStateMachine):
         self.patches.undo()
 
     async def _nothing_is_held(self) -> None:
-        while self.world.arena.stats().num_leases or self.world.arena.stats().num_reservations:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        stats = self.world.arena.stats
+        await eventually(lambda: not stats().num_leases and not stats().num_reservations)
 
 
 Holding.TestCase.settings = settings(

@@ -12,9 +12,9 @@ from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import ArenaFull, InvalidImage, MediaTooLarge, UnsupportedMediaType
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
+from medialane.media import MediaConfig
 from medialane.store import EncodedStore
 from medialane.store.encoded_store import STEPS
-from medialane.media import MediaConfig
 from waiting import iterations
 
 MIB = 1 << 20

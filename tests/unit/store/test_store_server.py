@@ -7,12 +7,13 @@ import os
 import stat
 
 import pytest
-from store_world import ITEM_BYTES, Client, World, eventually, pattern, reference
+from store_world import ITEM_BYTES, Client, World, pattern, reference
 
 from medialane.core.errors import HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, ItemFound, Release, StoreHello
+from waiting import eventually
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ async def test_killed_client_loses_its_holds_when_its_process_is_gone(world):
     worker = await world.client()
     _, entry = worker.holds[await worker.find("a")]
     await worker.disconnect()
-    await asyncio.sleep(0.05)  # time is the subject: it must not be released before the process exits
+    await asyncio.sleep(0.05)  # time: it must not be released before the process exits
     world.arena.clear()
     assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
     world.kill(worker)
@@ -107,9 +108,9 @@ async def test_cancelled_call_leaves_no_hold(world):
     world.items.gate = asyncio.Event()
     for delay_s in (0.0, 0.002, 0.005):  # before, while and after the reply is under way
         finding = asyncio.create_task(client.find("a"))
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)  # time: the call reaches the store
         world.items.gate.set()
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delay_s)  # time: at different points of the call
         finding.cancel()
         await asyncio.wait([finding])
         if not finding.cancelled():
@@ -159,7 +160,7 @@ async def test_range_of_a_killed_writer_is_freed_when_its_process_is_gone(world)
     task = asyncio.create_task(upload(client, write))
     await writing.wait()
     await client.disconnect()
-    await asyncio.sleep(0.05)  # time is the subject: a living process may still be writing
+    await asyncio.sleep(0.05)  # time: a living process may still be writing
     assert world.arena.stats().num_reservations == 1
     world.kill(client)
     await eventually(lambda: world.arena.stats().num_reservations == 0)
@@ -174,7 +175,7 @@ async def test_calls_wait_for_a_store_that_restarts_and_fail_after_the_deadline(
     again = World(monkeypatch)
     again.address = world.address
     finding = asyncio.create_task(client.find("b"))
-    await asyncio.sleep(0.1)  # time is the subject: the store is away
+    await asyncio.sleep(0.1)  # time: the store is away
     assert not finding.done()
     await again.start()
     hold_id = await finding

@@ -1,9 +1,12 @@
+import sys
+import threading
+import time
 from typing import Annotated
 
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from medialane.vllm_bridge.fail_fast import failing_fast
+from medialane.vllm_bridge.fail_fast import failing_fast, is_large
 
 
 class Point(BaseModel):
@@ -91,3 +94,49 @@ def test_adapters_created_later_list_every_error():
     with failing_fast():
         pass
     assert len(errors_of(TypeAdapter(list[int]), ["no"] * 3)) == 3
+
+
+@pytest.fixture
+def _short_switch_interval():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_short_switch_interval")
+def test_other_threads_run_while_a_list_is_validated(adapter):
+    value = {"type": [{"x": 1}] * 200_000}
+    done, last, longest = threading.Event(), time.perf_counter(), 0.0
+
+    def validate():
+        adapter.validate_python(value)
+        done.set()
+
+    thread = threading.Thread(target=validate)
+    started = last
+    thread.start()
+    while not done.is_set():
+        now = time.perf_counter()
+        last, longest = now, max(longest, now - last)
+    took = time.perf_counter() - started
+    thread.join()
+    assert longest < took / 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": [{}] * 200},
+        {"input": "x", "tools": [{"type": "function"}] * 100},
+        {"messages": [{"content": [{"type": "text", "text": "x"}] * 100}]},
+        {"logit_bias": {str(i): 1 for i in range(200)}},
+    ],
+)
+def test_body_of_many_values_is_large(body):
+    assert is_large(body)
+
+
+@pytest.mark.parametrize("body", [None, b"x" * 1000, [], {}, {"messages": [{"content": "x" * 100_000}] * 10}])
+def test_body_of_few_values_is_not_large(body):
+    assert not is_large(body)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.dependencies import utils
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
@@ -29,3 +33,28 @@ def middleware_stack_not_built() -> Iterator[None]:
         yield
     finally:
         FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
+
+
+#: Validates one of FastAPI's bodies: fields, the parsed body, whether fields are embedded.
+_Validate = Callable[[Any, Any, bool], Coroutine[Any, Any, Any]]
+
+
+def validate_in_thread(is_large: Callable[[object], bool], executor: ThreadPoolExecutor) -> None:
+    """Make FastAPI validate large parsed JSON bodies in `executor` from now on, instead of on the event loop."""
+    validate: _Validate = getattr(utils.request_body_to_args, "__wrapped__", utils.request_body_to_args)
+
+    def validated(fields: Any, body: Any, embed: bool) -> Any:
+        try:
+            validate(fields, body, embed).send(None)
+        except StopIteration as ended:
+            return ended.value
+        raise RuntimeError("FastAPI awaited something while it validated a JSON body")
+
+    def in_thread(body_fields: Any, received_body: Any, embed_body_fields: bool) -> Awaitable[Any]:
+        if not is_large(received_body):
+            return validate(body_fields, received_body, embed_body_fields)
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(executor, validated, body_fields, received_body, embed_body_fields)
+
+    in_thread.__wrapped__ = validate  # type: ignore[attr-defined]
+    utils.request_body_to_args = in_thread  # type: ignore[assignment]

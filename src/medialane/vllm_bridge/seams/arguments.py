@@ -8,6 +8,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
-def parser_groups(parser: FlexibleArgumentParser) -> list[tuple[str, list[Action]]]:
-    """Return the titles and actions of a parser's groups; argparse has no public interface for that."""
-    return [(group.title, group._group_actions) for group in parser._action_groups]
+def parser_actions(parser: FlexibleArgumentParser) -> list[Action]:
+    """Return all actions of a parser; argparse has no public interface for that."""
+    found: list[Action] = parser._actions
+    return found

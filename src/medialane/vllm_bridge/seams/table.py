@@ -99,7 +99,7 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             call vllm.entrypoints.launchers.cli_args:make_arg_parser(parser)
             call vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args(args)
-            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _action_groups
+            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _actions
         """),
     ),
     Group(
@@ -133,6 +133,18 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             replace fastapi:FastAPI.build_middleware_stack(self) in
                 model_hosting_container_standards.common.fastapi.middleware.core:load_middlewares
+        """),
+    ),
+    Group(
+        name="validation in a thread",
+        purpose="vLLM's app validates large bodies in a thread",
+        module="seams.api_server",
+        processes=("gateway",),
+        without="a body with thousands of items blocks the event loop for 100 ms",
+        tests=("tests/contract/test_vllm_fail_fast.py",),
+        seams=_seams("""
+            replace fastapi.dependencies.utils:request_body_to_args(body_fields, received_body, embed_body_fields) in
+                solve_dependencies
         """),
     ),
     Group(

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, check_bounds
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +33,6 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """most concurrently running requests"""
     max_num_batched_tokens: PositiveInt = field(default=8192, name="simulated-max-num-batched-tokens")
     """most tokens computed in one step"""
-    max_items: NonNegativeInt = field(default=16, name="simulated-max-items")
-    """most items of each modality in one prompt"""
     stream_interval: PositiveInt = field(default=1, name="simulated-stream-interval")
     """output tokens sent together, after the first"""
     step_ms: NonNegativeFloat = field(default=8.0, name="simulated-step-ms")
