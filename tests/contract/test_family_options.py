@@ -11,7 +11,6 @@ from functools import cache
 
 import pytest
 import torch
-from medialane.prepare.decoded import decoded_item
 from test_family_preparation import FIRST, Halves
 from tiny_families import FAMILIES
 from vllm.config import set_current_vllm_config
@@ -30,6 +29,7 @@ from medialane.core.errors import InvalidFeature, InvalidRequest, MedialaneError
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.prepare.processor import decoded_item
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.item_shape import UNFIT

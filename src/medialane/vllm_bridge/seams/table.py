@@ -194,8 +194,7 @@ GROUPS: tuple[Group, ...] = (
         instead="none; an `Executor` as an argument of the renderer would suffice",
         tests=("tests/contract/test_renderer_hook.py",),
         seams=_seams("""
-            replace vllm.renderers.base:_SwappableExecutor.submit(self, fn, args, kwargs) in BaseRenderer.__init__ as
-                _executor
+            read vllm.renderers.base:_SwappableExecutor with submit in BaseRenderer.__init__ as _executor
         """),
     ),
     Group(
