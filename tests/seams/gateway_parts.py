@@ -65,7 +65,7 @@ def request(request_id: str, token_ids: list[int], **params: object) -> EngineRe
 
 
 class Uncounted:
-    """Replaces `ImageBudget`: no image's cost is predicted."""
+    """Replaces `ImageBudget`: every image is admitted."""
 
     def has_counted(self, ref: MediaRef) -> bool:
         return True
@@ -74,6 +74,9 @@ class Uncounted:
         return 0
 
     decoded_bytes = processed_bytes
+
+    async def add(self, ref: MediaRef, width: int, height: int) -> None:
+        """Count nothing."""
 
 
 UNCOUNTED = Uncounted()
@@ -87,6 +90,7 @@ class FakeWorker:
         self._arena = arena
         self._engine_settings = {**engine, **({} if card is None else {"card": card})}
         self.engine = FakeEngine(**self._engine_settings)
+        self.attaches = self.engine.attaches
         self._server: RpcServer | None = None
 
     async def start(self) -> None:
@@ -206,7 +210,7 @@ class Parts:
             running = asyncio.create_task(self.links.run())
             stack.push_async_callback(_cancelled, running)
             await eventually(lambda: self.links.num_ready == len(self.links.links))
-            mapping = {w.address for w in self._workers if w.engine.attaches}
+            mapping = {w.address for w in self._workers if w.attaches}
             await eventually(lambda: all(self.links.links[address].same_host for address in mapping))
             self._stack = stack.pop_all()
         return self

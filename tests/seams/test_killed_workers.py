@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from gateway_parts import Parts, png, prompt
+from host_store import store_address
 
 from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
 from medialane.cluster.process_spec import SocketExists
@@ -94,13 +95,13 @@ async def cluster(arena, preparers):
         ]
         config = ClusterConfig(restart_initial_s=0.05)
         supervisor = Supervisor(specs, config=config, logs=Path(folder), observer=recorder)
-        workers = [SimpleNamespace(address=f"unix:{path}") for path in sockets.values()]
+        workers = [SimpleNamespace(address=f"unix:{path}", attaches=True) for path in sockets.values()]
         async with running(supervisor), Parts(arena, preparers, workers) as parts:
             yield Cluster(parts, supervisor, recorder.ends, sockets)
 
 
 def _command(path, arena):
-    own = ("--listen", f"unix:{path}", "--arena-directory", str(arena.path.parent))
+    own = ("--listen", f"unix:{path}", "--store", store_address(arena), "--arena-directory", str(arena.path.parent))
     return (
         *(sys.executable, "-m", "medialane", "worker", "m", "--engine", "simulated"),
         *(*own, "--simulated-step-ms", "5", "--simulated-prefill-token-ms", "0"),
