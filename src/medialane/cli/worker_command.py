@@ -73,6 +73,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
         args.vllm_args,
         arena_directory=arena_directory,
         release_timeout_s=config.worker.release_timeout_s,
+        max_sampled_frames=config.media.max_sampled_frames,
     )
     # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
     gc.collect()
