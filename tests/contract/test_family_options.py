@@ -21,7 +21,10 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.model_loader import get_model
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.inputs import PlaceholderRange as EnginePlaceholder
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from medialane.config import vllm_defaults
@@ -83,6 +86,8 @@ HOSTILE = [
     {"image_mean": [0.5], "image_std": [0]},
     {"do_sample_frames": True, "fps": 0.1},
     {"fps": 0},
+    {"fps": 1e-9},
+    {"videos_kwargs": {"fps": 1e-9}},
     {"sampling_rate": 8000},
     {"feature_size": 10},
     {"hop_length": 10},
@@ -199,6 +204,28 @@ class Model(Halves):
             (embeddings,) = self._model.embed_multimodal(**batch)
         return len(embeddings)
 
+    def last_position(self, modality, item, options):
+        """The highest rotary position of a prompt with this item and no text around it."""
+        made = self.processor.process(FIRST[modality], canonical_options(options))
+        feature = Feature(modality, "h", made.header, (), made.size)
+        assembled = self.assembler.assemble(self.token_ids((modality,)), (feature,), canonical_options(options))
+        (place,) = assembled.placeholders
+        spec = MultiModalFeatureSpec(
+            data=item,
+            modality=modality,
+            identifier="h",
+            mm_position=EnginePlaceholder(place.offset, place.length),
+            mm_hash="h",
+        )
+        positions, _ = self._model.get_mrope_input_positions(assembled.token_ids, [spec])
+        return int(positions.max())
+
+    @property
+    def num_rotary_rows(self):
+        """Rows of the model's table of rotary embeddings."""
+        tables = [m.cos_sin_cache for m in self._model.modules() if isinstance(m, MRotaryEmbedding)]
+        return min(table.shape[0] for table in tables)
+
 
 @pytest.fixture(scope="module")
 def models(family_renderer):
@@ -287,3 +314,19 @@ def test_unsupported_options_are_rejected_as_invalid_in_every_stage(models, opti
     accepted = model.handed if stage == "features" else model.rendered
     with pytest.raises(InvalidFeature):
         accepted("image", canonical_options(options))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_omni"])
+def test_rotary_positions_of_accepted_videos_are_in_the_models_table(models, name):
+    model = models(name)
+    num_accepted = 0
+    for fps in (1e-9, 1e-6, 1e-4, 1e-3, 0.01, 0.5, 2, 30):
+        try:
+            item, _ = model.handed("video", canonical_options({"fps": fps}))
+        except (InvalidFeature, InvalidRequest):
+            assert fps < 0.5, "an ordinary video"
+            continue
+        num_accepted += 1
+        assert model.last_position("video", item, {"fps": fps}) < model.num_rotary_rows
+    assert num_accepted
+    assert (num_accepted < 8) == (name == "qwen2_5_omni"), "the other ignores it for frames that are sampled already"

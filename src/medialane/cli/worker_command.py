@@ -84,6 +84,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
         args.vllm_args,
         arena_directory=config.arena.directory,
         release_timeout_s=config.worker.release_timeout_s,
+        max_sampled_frames=config.media.max_sampled_frames,
     )
     directory = config.arena.directory
 

@@ -55,6 +55,7 @@ from medialane.vllm_bridge.seams.engine import (
     num_unfinished_by_rank,
     stop_listening,
 )
+from medialane.vllm_bridge.seams.multimodal import limit_sampled_frames
 from medialane.vllm_bridge.settings import settings_of
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,13 @@ def build_engine(
     *,
     arena_directory: str = "/dev/shm",  # noqa: S108 - where ArenaConfig puts arenas
     release_timeout_s: float = 60.0,
+    max_sampled_frames: int = 768,
 ) -> VllmEngine:
     """Start vLLM in this process and its children. Blocks for tens of seconds; call it before serving.
 
     `vllm_args` are vLLM's own flags. `release_timeout_s` limits the wait until EngineCore has released an aborted
-    request. Raises StartupFailed. The caller owns the engine and closes it.
+    request, `max_sampled_frames` the frames of a video that is decoded here. Raises StartupFailed. The caller owns the
+    engine and closes it.
     """
     folder = PrivateFolder()
     try:
@@ -89,6 +92,7 @@ def build_engine(
         events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config)
         install()
+        limit_sampled_frames(max_sampled_frames)
         recorder = LoadRecorder()
         llm = AsyncLLM.from_engine_args(
             args, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[recorder.factory]

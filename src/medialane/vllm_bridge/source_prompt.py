@@ -22,7 +22,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from vllm.renderers import BaseRenderer
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
-from medialane.core.errors import INVALID_MEDIA, InvalidEmbeds, InvalidFeature, PromptRejected
+from medialane.core.errors import INVALID_MEDIA, InvalidEmbeds, InvalidFeature, MedialaneError, PromptRejected
 from medialane.core.feature import MediaPayload
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.core.request import EngineRequest, SourcePrompt
@@ -147,6 +147,8 @@ class SourceRenderer:
         load = self._loader(item)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: load(bytes(data)))
+        except MedialaneError as error:
+            raise error.at(item.param or "") from error
         except Exception as error:  # decoders raise anything for untrusted bytes: AttributeError, RuntimeError, ...
             raise INVALID_MEDIA[item.modality](f"the {item.modality} cannot be decoded", param=item.param) from error
 

@@ -22,6 +22,7 @@ The methods of vLLM's processor used here are private; `tests/contract/test_vllm
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,9 @@ from medialane.vllm_bridge.seams.multimodal import fields_config, find_placehold
 #: mm_hash is opaque to us, but it is a key of several caches.
 MAX_HASH_CHARS = 256
 
+#: Seconds between two rows of a video's grid, in Qwen2.5-VL and Qwen-Omni.
+_FRAME_TIMES = ("second_per_grid_ts", "video_second_per_grid")
+
 #: The options of a request that has none.
 NO_OPTIONS = b"{}"
 
@@ -64,6 +68,7 @@ class FeatureChecker:
         self._shapes = learn(processor)
         self._merge = merge_size(processor)
         self._max_pixels = max_pixels_of(processor)
+        self._max_video_s = max_video_s(processor.info.get_hf_config())
         self._layouts = PlaceholderLayouts(processor)
 
     def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
@@ -77,6 +82,7 @@ class FeatureChecker:
         if not all(0 < len(feature.mm_hash) <= MAX_HASH_CHARS for feature in features):
             raise InvalidFeature("a feature has no usable mm_hash")
         self._check_placeholders(prompt, self._layout_of(prompt, items))
+        self._check_durations(items)
 
     def _check_counts(self, features: Sequence[MediaPayload]) -> None:
         for modality, count in Counter(f.modality for f in features).items():
@@ -103,6 +109,13 @@ class FeatureChecker:
         except UNFIT as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these features") from error
 
+    def _check_durations(self, items: Iterable[MultiModalKwargsItem]) -> None:
+        """Raise InvalidFeature if the prompt's videos last too long by the time between their frames, which a request's
+        `fps` can set: EngineCore computes rotary positions from it, and those outside the model's table end it."""
+        durations = list(map(_duration_s, items))
+        if not (all(duration >= 0 for duration in durations) and sum(durations) <= self._max_video_s):
+            raise InvalidFeature(f"the prompt's videos last {sum(durations):g} s, more than {self._max_video_s:g} s")
+
     def check_options(self, options: bytes, modalities: Iterable[Modality]) -> None:
         """Raise InvalidRequest naming an option with which this process may not process such items."""
         check_worker_options(decode_options(options), self._max_pixels, modalities)
@@ -122,6 +135,7 @@ class FeatureChecker:
                 raise InvalidFeature(f"{modality}: {len(items)} items and {len(places[modality])} placeholders")
             for item in items:
                 self._check_item(modality, item, options)
+        self._check_durations(item for items in kwargs.values() for item in items)
         if options != NO_OPTIONS:
             self._check_rendered_embeds(kwargs, places, media)
 
@@ -229,6 +243,15 @@ def check_order(modalities: Sequence[Modality], ranges: Sequence[PlaceholderRang
         ends[modality] = found.offset
 
 
+def _duration_s(item: MultiModalKwargsItem) -> float:
+    """Return how long a video lasts by the time between its frames; 0 if its positions do not depend on that."""
+    grid = item.get("video_grid_thw")
+    times = [item[name].data for name in _FRAME_TIMES if name in item]
+    if grid is None or not times:
+        return 0.0
+    return float(torch.as_tensor(times[0], dtype=torch.float64).view(-1)[0]) * int(grid.data.view(-1)[0])
+
+
 def _check_grid(name: str, grid: torch.Tensor, merge: int) -> None:
     """Raise InvalidFeature unless `grid` is (frames, rows, columns) of patches that form whole squares, which the Qwen
     family's encoder merges."""
@@ -241,6 +264,16 @@ def merge_size(processor: BaseMultiModalProcessor) -> int:
     """Return the `spatial_merge_size` of the vision encoder; 1 if the family has none."""
     vision = getattr(processor.info.get_hf_config(), "vision_config", None)
     return int(getattr(vision, "spatial_merge_size", 1))
+
+
+def max_video_s(config: Any) -> float:
+    """Return how long a video may be by its rotary positions. vLLM's table has four times `max_position_embeddings`
+    (`MRotaryEmbedding`), of which a prompt's other tokens take one at most."""
+    config = getattr(config, "thinker_config", config)
+    per_second = getattr(getattr(config, "vision_config", None), "tokens_per_second", None)
+    per_second = per_second or getattr(config, "position_id_per_seconds", None) or 1.0
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return math.inf if positions is None else 3 * positions / per_second
 
 
 _GRID_NUMBERS = 3

@@ -20,6 +20,8 @@ from vllm.renderers import BaseRenderer
 from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
 from vllm.transformers_utils.processor import get_video_processor_cls_name
 
+from medialane.core.errors import TooManyFrames
+
 # The renderer
 
 
@@ -109,11 +111,34 @@ Decode = Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]]
 @contextmanager
 def decoding_by(decode: Decode) -> Iterator[None]:
     """Make vLLM's video loaders decode with `decode` within this context."""
+    before = opencv.decode_opencv
     opencv.decode_opencv = decode
     try:
         yield
     finally:
-        opencv.decode_opencv = vllm_decode
+        opencv.decode_opencv = before
+
+
+def limit_sampled_frames(max_frames: int) -> None:
+    """Make vLLM's video loaders, in every thread of this process, raise TooManyFrames before they decode more frames.
+
+    The number depends on a request's options and on the file.
+    """
+
+    def decode(loader: type[VideoLoader], *args: Any, **kwargs: Any) -> Any:
+        class Limited(loader):  # type: ignore[misc]  # vllm is not typed
+            @classmethod
+            def compute_frames_index_to_sample(cls, *args: Any, **kwargs: Any) -> Any:
+                indices = super().compute_frames_index_to_sample(*args, **kwargs)
+                if len(set(indices)) > max_frames:
+                    raise TooManyFrames(
+                        f"{len(set(indices))} frames of the video were requested, more than {max_frames}"
+                    )
+                return indices
+
+        return vllm_decode(Limited, *args, **kwargs)
+
+    opencv.decode_opencv = decode
 
 
 def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_s: float) -> VideoSourceMetadata:
