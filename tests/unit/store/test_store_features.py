@@ -22,7 +22,6 @@ from medialane.observability.timeline import StageTimeline, TimelineReport
 from medialane.store import StoreFeatures
 from medialane.store.client import ConnectionLost
 from medialane.store.messages import AliasResolved, ImageSize, ItemFound, ResolveAlias, SendData
-from waiting import eventually
 
 PARAM = "messages[0].content[0].image_url"
 ENTRY = ArenaRange("a" * 32, 0, 4096, 1)
@@ -53,6 +52,7 @@ class Link:
         self.max_payload_bytes = 1 << 20
         self.memory = bytearray(8 << 20)
         self.num_pieces, self.lost_after = 0, sys.maxsize
+        self.writing = asyncio.Event()
 
     async def call(self, make, answer=None):
         self.calls.append(make(7))
@@ -63,6 +63,7 @@ class Link:
     def payload(self, entry):
         assert entry == ENTRY
         self.num_pieces += 1
+        self.writing.set()
         if self.num_pieces > self.lost_after:
             raise ConnectionLost("the store is lost")
         return memoryview(self.memory)
@@ -193,7 +194,7 @@ async def test_missing_bytes_are_written_into_the_entry(link, features):
 async def test_other_tasks_run_while_large_bytes_are_written(link, features):
     link.questions = [SendData(7, ENTRY)]
     finding = asyncio.create_task(find(features, "processed", sent(DATA + bytes(4 << 20))))
-    await eventually(lambda: link.num_pieces == 1)
+    await link.writing.wait()
     num_iterations = 0
     while not finding.done():
         num_iterations += 1
@@ -207,7 +208,7 @@ async def test_cancelled_write_stops_between_two_pieces(link, features):
     link.questions = [SendData(7, ENTRY)]
     data = b"\1" * (8 << 20)
     finding = asyncio.create_task(find(features, "processed", sent(data)))
-    await eventually(lambda: link.num_pieces)
+    await link.writing.wait()
     finding.cancel()
     await asyncio.wait([finding])
     written = link.memory.count(1)
@@ -329,9 +330,9 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
     await client.link._client.close()
     item = await asyncio.wait_for(finding, 5)
     assert num_writes > before
-    entry = world.arena.lookup(content_hash(data)).range
-    start = entry.offset + 64
-    assert bytes(world.arena.view.memory[start : start + len(data)]) == data
+    with world.arena.lookup(content_hash(data)) as lease:
+        start = lease.range.offset + 64
+        assert bytes(world.arena.view.memory[start : start + len(data)]) == data
     item.hold.release()
     await client.die()
     await world.close()

@@ -128,8 +128,8 @@ async def upload(client: Client, write) -> ItemFound:
 async def test_bytes_of_a_request_are_written_straight_into_the_arena(world):
     client = await world.client()
 
-    async def write(entry):
-        client.link.payload(entry)[:] = pattern("u") * ITEM_BYTES
+    async def write(question):
+        client.link.payload(question.range)[:] = pattern("u") * ITEM_BYTES
 
     found = await upload(client, write)
     assert world.bytes_of(found.range) == pattern("u") * ITEM_BYTES
@@ -139,7 +139,7 @@ async def test_bytes_of_a_request_are_written_straight_into_the_arena(world):
 async def test_cancelled_upload_frees_its_range(world):
     client, writing = await world.client(), asyncio.Event()
 
-    async def write(entry):
+    async def write(_question):
         writing.set()
         await asyncio.Event().wait()
 
@@ -153,7 +153,7 @@ async def test_cancelled_upload_frees_its_range(world):
 async def test_range_of_a_killed_writer_is_freed_when_its_process_is_gone(world):
     client, writing = await world.client(), asyncio.Event()
 
-    async def write(entry):
+    async def write(_question):
         writing.set()
         await asyncio.Event().wait()
 
