@@ -46,6 +46,9 @@ class FakeBackend:
         return b'{"decisions":[]}'
 
     def resolve(self, url):
+        return current_scope().resolve(url)
+
+    async def by_uuid(self, url):
         ref = current_scope().resolve(url)
         if not ref.is_alias:
             return ref

@@ -1,9 +1,14 @@
 """Processor settings: equal where features mean the same, different where they do not."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 
+from medialane.core.errors import StartupFailed
+from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.settings import processor_settings
+from medialane.vllm_bridge.settings import settings_of as settings_in
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +19,7 @@ def settings_of(tiny_model):
         config = create_frontend_config(parse_vllm_args(str(tiny_model), flags))
         renderer = renderer_from_config(config)
         try:
-            return processor_settings(config.model_config, renderer)
+            return settings_in(config.model_config, renderer)
         finally:
             renderer.shutdown()
 
@@ -30,6 +35,28 @@ def settings(settings_of):
 @pytest.mark.asyncio(loop_scope="session")
 async def test_gateway_without_weights_and_worker_with_them_agree(vllm_engine, settings):
     assert vllm_engine.card.processor == settings
+
+
+@pytest.mark.parametrize("flags", [(), ("--dtype=float32", "--max-model-len=1234")], ids=repr)
+def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags, monkeypatch):
+    """A gateway refuses a store that processes media otherwise."""
+    from huggingface_hub import constants
+
+    from medialane.vllm_bridge.preparation import build_processor
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which `build_processor` changes
+    processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
+    assert processor.settings == settings_of(*flags)
+
+
+def test_store_with_other_settings_is_refused_by_name(settings):
+    from medialane.cli.gateway import _check_store
+
+    gateway = SimpleNamespace(processor_settings=settings)
+    for agreeing in (settings, {}):  # in stage `url` a store processes nothing
+        _check_store(gateway, agreeing)
+    with pytest.raises(StartupFailed, match="setting dtype is other in the media store"):
+        _check_store(gateway, settings | {"dtype": "other"})
 
 
 @pytest.mark.parametrize(

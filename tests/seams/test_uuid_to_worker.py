@@ -59,7 +59,7 @@ async def ask(parts, *content, salt=None, stage_options=b"{}"):
     body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(extract(json.dumps(body).encode(), MediaConfig()).refs)
-        items = tuple(parts.gateway.resolve(f"medialane:{n}") for n in range(len(scope.extracted.refs)))
+        items = tuple([await parts.gateway.by_uuid(f"medialane:{n}") for n in range(len(scope.extracted.refs))])
         token_ids = [1] + [token for _ in items for token in (2, PLACEHOLDER_TOKEN)]
         tokens = await parts.answer(MediaPrompt(token_ids, items, stage_options))
         return tokens, scope.timeline.cache

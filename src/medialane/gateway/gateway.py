@@ -31,7 +31,6 @@ from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.feature_source import FeatureSource
-from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.handover import Handover
 from medialane.gateway.report import Sent
 from medialane.gateway.request_media import RequestMedia
@@ -100,6 +99,9 @@ class Gateway:
     def resolve(self, url: str) -> MediaRef:
         return current_scope().resolve(url)
 
+    async def by_uuid(self, url: str) -> MediaRef:
+        return await self._features.resolve(current_scope().resolve(url))
+
     @property
     def ready(self) -> bool:
         return any(link.client is not None for link in self._workers.links.values())
@@ -116,7 +118,7 @@ class Gateway:
         scope = current_scope()
         self._admission.enter()
         scope.defer(self._admission.leave)
-        prompt = _with_common_options(await self._resolved(prompt))
+        prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
@@ -184,13 +186,6 @@ class Gateway:
                 self._metrics.count_fallback(str(transfer_path), error.code)
             else:
                 return
-
-    async def _resolved(self, prompt: MediaPrompt) -> MediaPrompt:
-        """Replace items of which only the alias was sent. Raises UnknownMediaUuid."""
-        if not any(ref.is_alias for ref in prompt.items):
-            return prompt
-        items = await gather_or_cancel([self._features.resolve(ref) for ref in prompt.items])
-        return msgspec.structs.replace(prompt, items=tuple(items))
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         return RAW_STAGE if prompt.has_embeds else self._config.stage

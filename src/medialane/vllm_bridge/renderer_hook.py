@@ -133,7 +133,7 @@ class RendererHook:
             check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
             check_processor_options(mm_processor_kwargs)
             options = canonical_options(mm_processor_kwargs or {})
-            items = self._references(mm_data, mm_uuids or {}, media_io_kwargs)
+            items = await self._references(mm_data, mm_uuids or {}, media_io_kwargs)
             try:
                 return engine_input(await self.backend.prepare(MediaPrompt(list(prompt), items, options)))
             except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
@@ -150,7 +150,7 @@ class RendererHook:
         options = item_options(ref.options, self._max_pixels_of.get(modality), ref.param)
         return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
 
-    def _references(
+    async def _references(
         self, mm_data: Mapping[str, Any], mm_uuids: Mapping[str, Any], request_io: Mapping[str, Any] | None
     ) -> tuple[MediaRef, ...]:
         """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
@@ -158,24 +158,26 @@ class RendererHook:
         for modality, items in mm_data.items():
             items = items if isinstance(items, list | tuple) else [items]
             uuids = mm_uuids.get(modality) or [None] * len(items)
-            found += [self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)]
+            found += [
+                await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)
+            ]
         return tuple(found)
 
-    def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
+    async def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
         if isinstance(item, MediaRef):
             return item
         if item is not None:
             raise InvalidRequest(f"{modality} given as a raw object is not supported by this gateway")
         if not uuid:
             raise EmptyMedia(f"{modality} given without URL, data or uuid")
-        ref = self._by_uuid(modality, uuid)
+        ref = await self._by_uuid(modality, uuid)
         return ref if ref.is_embeds else self._completed(ref, ref.modality, request_io)
 
-    def _by_uuid(self, modality: str, uuid: str | None) -> MediaRef:
-        """Return the reference by which intake replaced the uuid."""
+    async def _by_uuid(self, modality: str, uuid: str) -> MediaRef:
+        """Return the reference by which intake replaced the uuid, with its content."""
         unknown = UnknownMediaUuid(f"{modality} given by an unknown uuid: send its URL or data")
         try:
-            ref = self.backend.resolve(uuid or "")
+            ref = await self.backend.by_uuid(uuid)
         except InvalidMediaUrl as error:
             raise unknown from error
         if ref.modality != modality or not (ref.is_embeds or ref.content):

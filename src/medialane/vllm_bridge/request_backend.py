@@ -29,10 +29,12 @@ class RequestBackend(Protocol):
         ...
 
     def resolve(self, url: str) -> MediaRef:
-        """Return the reference by which intake replaced a media URL or uuid of the current request.
+        """Return the reference by which intake replaced a media URL of the current request. Raises InvalidMediaUrl."""
+        ...
 
-        Raises InvalidMediaUrl, and UnknownMediaUuid for an item given only by a uuid that is unknown.
-        """
+    async def by_uuid(self, url: str) -> MediaRef:
+        """Return the reference by which intake replaced a uuid of the current request, with the content and options to
+        which the uuid is bound. Raises InvalidMediaUrl, UnknownMediaUuid, StoreUnavailable."""
         ...
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:

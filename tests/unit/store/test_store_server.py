@@ -7,7 +7,7 @@ import os
 import stat
 
 import pytest
-from store_world import ITEM_BYTES, Client, World, pattern, reference
+from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.core.errors import HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
 from medialane.store.client import StoreClient
@@ -103,6 +103,30 @@ async def test_lost_connection_keeps_what_the_living_client_still_holds(world):
     await eventually(lambda: world.arena.stats().num_leases == 0)
 
 
+async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
+    """The store has not noticed that the first is lost."""
+
+    async def connect(*holds):
+        hello = StoreHello(client_id="one", arena=world.arena.id, holds=list(holds))
+        return await StoreClient.connect(world.address, hello, RPC, set(holds))
+
+    async def find(client, content):
+        return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
+
+    first = await connect()
+    kept, _dropped = await find(first, "a"), await find(first, "b")
+    second = await connect(kept.hold_id)
+    await asyncio.wait_for(first.closed.wait(), 5)
+    await eventually(lambda: world.arena.stats().num_leases == 1)
+    world.arena.clear()
+    assert world.bytes_of(kept.range) == pattern("a") * ITEM_BYTES
+    second.release(kept.hold_id)
+    await eventually(lambda: world.arena.stats().num_leases == 0)
+    await second.close()
+    for end in world._exits:
+        os.close(end)
+
+
 async def test_cancelled_call_leaves_no_hold(world):
     client = await world.client()
     world.items.gate = asyncio.Event()
@@ -128,8 +152,8 @@ async def upload(client: Client, write) -> ItemFound:
 async def test_bytes_of_a_request_are_written_straight_into_the_arena(world):
     client = await world.client()
 
-    async def write(entry):
-        client.link.payload(entry)[:] = pattern("u") * ITEM_BYTES
+    async def write(question):
+        client.link.payload(question.range)[:] = pattern("u") * ITEM_BYTES
 
     found = await upload(client, write)
     assert world.bytes_of(found.range) == pattern("u") * ITEM_BYTES
@@ -139,7 +163,7 @@ async def test_bytes_of_a_request_are_written_straight_into_the_arena(world):
 async def test_cancelled_upload_frees_its_range(world):
     client, writing = await world.client(), asyncio.Event()
 
-    async def write(entry):
+    async def write(_question):
         writing.set()
         await asyncio.Event().wait()
 
@@ -153,7 +177,7 @@ async def test_cancelled_upload_frees_its_range(world):
 async def test_range_of_a_killed_writer_is_freed_when_its_process_is_gone(world):
     client, writing = await world.client(), asyncio.Event()
 
-    async def write(entry):
+    async def write(_question):
         writing.set()
         await asyncio.Event().wait()
 
@@ -192,8 +216,6 @@ async def test_calls_wait_for_a_store_that_restarts_and_fail_after_the_deadline(
 async def test_socket_is_private_and_a_client_of_another_release_is_refused(world):
     path = world.address.removeprefix("unix:")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    from store_world import RPC
-
     with pytest.raises(StartupFailed, match="same release"):
         await StoreClient.connect(world.address, StoreHello(version=0, client_id="x"), RPC, set())
 

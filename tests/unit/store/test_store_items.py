@@ -1,0 +1,350 @@
+"""Finding and making items, over a real arena and scripted fetches and preparers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import msgspec
+import pytest
+from PIL import Image as PILImage
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.errors import (
+    ArenaFull,
+    InvalidImage,
+    MediaFetchFailed,
+    MediaTooLarge,
+    PromptTooLong,
+    UnknownMediaUuid,
+)
+from medialane.core.feature import Feature
+from medialane.core.hashing import content_hash
+from medialane.core.media import Alias, MediaRef, MediaSize
+from medialane.media import Fetched, MediaConfig
+from medialane.observability.timeline import StageTimeline
+from medialane.store import Aliases, Items
+from medialane.store.items import SCALED_IO, Processing
+from waiting import eventually, iterations
+
+PARAM = "messages[0].content[0].image_url"
+PLAIN = Processing("digest", b"{}")
+URL = "http://host/a"
+
+
+def picture(width=60, height=40):
+    file = io.BytesIO()
+    PILImage.new("RGB", (width, height), (1, 2, 3)).save(file, "BMP")
+    return file.getvalue()
+
+
+DATA = picture()
+
+
+def by_url(**fields):
+    return MediaRef("image", PARAM, url=URL, **fields)
+
+
+def sent(data=DATA, **fields):
+    return MediaRef("image", PARAM, content=content_hash(data), **fields)
+
+
+class Fetcher:
+    """Fetches `data`. With `is_fresh` the content of the URL is known without a download."""
+
+    def __init__(self):
+        self.data, self.is_fresh, self.keeps = DATA, False, True
+        self.num_fetches = 0
+        self.store = None
+
+    async def fetch(self, ref, *, need_data=False):
+        found = content_hash(self.data)
+        if self.is_fresh and not need_data:
+            return Fetched(found, None)
+        self.num_fetches += 1
+        if self.keeps:
+            with self.store.reserve(len(self.data)) as reservation:
+                reservation.buffer[:] = self.data
+                self.store.publish(reservation, ref, found).release()
+        return Fetched(found, None)
+
+
+class Pool:
+    """Preparers: features of ten bytes. `gate` delays them, `error` fails them."""
+
+    def __init__(self, arena):
+        self._arena = arena
+        self.gate, self.error = None, None
+        self.prepared, self.num_probes = [], 0
+
+    async def prepare_item(self, encoded, options, mm_hash, timeline, *, io):
+        self.prepared.append((bytes(io), options))
+        await self._work()
+        feature = Feature("image", mm_hash, b"", (), MediaSize(60, 40))
+        kind = "decoded" if options is None else "processed"
+        return self._arena.publish(self._arena.reserve(10, kind), mm_hash, feature)
+
+    async def probe_item(self, encoded):
+        self.num_probes += 1
+        await self._work()
+
+    async def _work(self):
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class World:
+    def __init__(self, arena, **media):
+        self.arena, self.fetcher, self.pool = arena, Fetcher(), Pool(arena)
+        aliases = Aliases(max_aliases=8, ttl_s=60)
+        self.items = Items(
+            arena=arena, pool=self.pool, fetcher=self.fetcher, media=MediaConfig(**media), aliases=aliases
+        )
+        self.fetcher.store = self.items._store
+        self.uploads, self.admitted = 0, []
+
+    def uploading(self, ref, data=DATA):
+        async def upload(store):
+            self.uploads += 1
+            with store.reserve(len(data)) as reservation:
+                reservation.buffer[:] = data
+                return store.publish(reservation, ref, content_hash(data))
+
+        return upload
+
+    async def admit(self, width, height):
+        self.admitted.append((width, height))
+
+    async def find(self, ref, form="processed", processing=PLAIN, **given):
+        """Find an item and release it; return whether it was cached, its value and the timeline."""
+        timeline = StageTimeline()
+        found = await self.items.find(ref, form, processing, timeline=timeline, **given)
+        value = found.lease.value
+        found.lease.release()
+        return found.is_hit, value, timeline
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    yield arena
+    stats = arena.stats()
+    arena.close()
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+
+
+@pytest.fixture
+def world(arena):
+    return World(arena)
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded", "processed"])
+async def test_sent_bytes_are_received_once(world, form):
+    for _ in range(2):
+        await world.find(sent(), form, upload=world.uploading(sent()))
+    assert (world.uploads, world.fetcher.num_fetches) == (1, 0)
+    assert len(world.pool.prepared) == (form != "encoded")
+
+
+@pytest.mark.parametrize("form", ["decoded", "processed"])
+async def test_found_item_says_whether_it_was_cached(world, form):
+    is_hit, value, timeline = await world.find(by_url(), form)
+    assert (is_hit, timeline.num_hits, timeline.num_misses) == (False, 0, 1)
+    again, same, timeline = await world.find(by_url(), form)
+    assert (again, timeline.num_hits, timeline.num_misses) == (True, 1, 0)
+    assert value.mm_hash == same.mm_hash
+
+
+async def test_forms_and_options_are_distinct_items_of_one_download(world):
+    world.fetcher.is_fresh = True
+    keys = set()
+    for ref, form, processing in (
+        (by_url(), "processed", PLAIN),
+        (by_url(), "processed", Processing("other settings", b"{}")),
+        (by_url(), "processed", Processing("digest", b'{"scale":2}')),
+        (by_url(io=b'{"image_mode":"L"}'), "processed", PLAIN),
+        (by_url(), "decoded", PLAIN),
+    ):
+        keys.add((await world.find(ref, form, processing))[1].mm_hash)
+    assert (len(keys), world.fetcher.num_fetches) == (5, 1)
+    assert world.pool.prepared[-1] == (b"{}", None), "decoding takes no processor options"
+
+
+async def test_tenants_share_no_item(world):
+    await world.find(by_url(salt="one"))
+    assert not (await world.find(by_url(salt="two")))[0]
+    assert len(world.pool.prepared) == 2
+
+
+async def test_concurrent_requests_share_one_preparation(world):
+    world.pool.gate = asyncio.Event()
+    finding = [asyncio.create_task(world.find(by_url())) for _ in range(4)]
+    await eventually(lambda: world.pool.prepared)
+    finding[0].cancel()
+    await iterations(3)
+    world.pool.gate.set()
+    results = await asyncio.gather(*finding, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert len({value.mm_hash for _, value, _ in results[1:]}) == 1
+    assert len(world.pool.prepared) == 1
+
+
+async def test_content_that_is_neither_cached_nor_sent_is_unknown(world):
+    for form in ("encoded", "decoded", "processed"):
+        with pytest.raises(UnknownMediaUuid) as raised:
+            await world.find(sent(), form)
+        assert raised.value.param == PARAM
+
+
+async def test_changed_content_is_the_one_that_is_returned(world):
+    world.fetcher.is_fresh = True
+    first = (await world.find(by_url()))[1]
+    world.arena.clear()  # the bytes, too
+    fetch = world.fetcher.fetch
+
+    async def changing(ref, *, need_data=False):
+        if need_data:
+            world.fetcher.data = picture(width=61)
+        return await fetch(ref, need_data=need_data)
+
+    world.fetcher.fetch = changing
+    assert (await world.find(by_url()))[1].mm_hash != first.mm_hash
+
+
+@pytest.mark.parametrize("form", ["encoded", "processed"])
+async def test_bytes_that_are_evicted_at_once_are_fetched_a_few_times_only(world, form):
+    world.fetcher.keeps = False
+    with pytest.raises(ArenaFull):
+        await world.find(by_url(), form)
+    assert 2 <= world.fetcher.num_fetches <= 4
+
+
+async def test_feature_that_can_never_fit_is_prepared_once(world):
+    world.pool.error = MediaTooLarge("larger than the arena")
+    for _ in range(3):
+        with pytest.raises(MediaTooLarge, match="larger than the arena") as raised:
+            await world.find(by_url())
+        assert raised.value.param == PARAM
+    assert len(world.pool.prepared) == 1
+    world.pool.error = None
+    await world.find(by_url(), processing=Processing("digest", b'{"scale":0.1}'))
+
+
+async def test_failed_fetch_names_the_field(world):
+    async def failing(ref, *, need_data=False):
+        raise MediaFetchFailed("404")
+
+    world.fetcher.fetch = failing
+    with pytest.raises(MediaFetchFailed) as raised:
+        await world.find(by_url())
+    assert raised.value.param == PARAM
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded", "processed"])
+async def test_size_of_a_fetched_image_is_asked_for_before_it_is_decoded(world, form):
+    async def refuse(width, height):
+        world.admitted.append((width, height))
+        raise PromptTooLong("too many tokens")
+
+    with pytest.raises(PromptTooLong):
+        await world.find(by_url(), form, admit=refuse)
+    assert (world.admitted, world.pool.prepared, world.pool.num_probes) == ([(60, 40)], [], 0)
+    await world.find(by_url(), form, admit=world.admit)
+    assert world.admitted == [(60, 40)] * 2
+
+
+async def test_cancelled_question_leaves_no_hold(world):
+    asked = asyncio.Event()
+
+    async def never(width, height):
+        asked.set()
+        await asyncio.Event().wait()
+
+    finding = asyncio.create_task(world.find(by_url(), "encoded", admit=never))
+    await asked.wait()
+    assert world.arena.stats().num_leases == 1
+    finding.cancel()
+    await asyncio.wait([finding])
+    assert world.arena.stats().num_leases == 0
+
+
+async def test_size_is_not_asked_for_where_the_client_knows_it(world):
+    await world.find(sent(), upload=world.uploading(sent()), admit=world.admit)
+    await world.find(by_url(), admit=world.admit)  # a hit: its size comes with it
+    assert world.admitted == []
+
+
+async def test_unknown_alias_names_the_field(world):
+    ref = MediaRef("image", PARAM, alias=Alias("u", "image"))
+    with pytest.raises(UnknownMediaUuid) as raised:
+        world.items.resolve(ref)
+    assert raised.value.param == PARAM
+
+
+@pytest.mark.parametrize("form", ["encoded", "processed"])
+async def test_alias_stands_for_the_content_and_options_it_was_last_sent_with(world, form):
+    alias = Alias("u", "image", io=b'{"image_mode":"L"}', options=b'{"scale":2}')
+    await world.find(sent(alias=alias), form, upload=world.uploading(sent()))
+    alone = MediaRef("image", PARAM, alias=Alias("u", "image"))
+    found = world.items.resolve(alone)
+    assert (found.content, found.io, found.options) == (content_hash(DATA), alias.io, alias.options)
+    world.fetcher.data = picture(width=61)
+    await world.find(by_url(alias=alias), form)
+    assert world.items.resolve(alone).content == content_hash(world.fetcher.data)
+    with pytest.raises(UnknownMediaUuid):
+        world.items.resolve(msgspec.structs.replace(alone, salt="tenant"))
+
+
+async def test_unusable_content_gets_no_alias(world):
+    world.pool.error = InvalidImage("broken")
+    alias = Alias("u", "image")
+    with pytest.raises(InvalidImage):
+        await world.find(by_url(alias=alias))
+    with pytest.raises(UnknownMediaUuid):
+        world.items.resolve(MediaRef("image", PARAM, alias=alias))
+
+
+async def test_alias_alone_does_not_rebind_itself(world):
+    alias, data = Alias("u", "image"), picture(width=61)
+    await world.find(sent(alias=alias), upload=world.uploading(sent()))
+    named = world.items.resolve(MediaRef("image", PARAM, alias=alias))
+    await world.find(sent(data, alias=alias), upload=world.uploading(sent(data), data))
+    await world.find(named)  # a request that had been resolved before
+    assert world.items.resolve(MediaRef("image", PARAM, alias=alias)).content == content_hash(data)
+
+
+@pytest.fixture
+def _probed(monkeypatch):
+    """As if the header of an image said little: a preparer must open it before a worker decodes it."""
+    monkeypatch.setattr("medialane.store.items.needs_probe", lambda media_type: True)
+
+
+@pytest.mark.usefixtures("_probed")
+async def test_bytes_for_a_worker_are_opened_once_by_a_preparer_and_after_decoding_never(world):
+    for _ in range(2):
+        await world.find(by_url(), "encoded")
+    assert world.pool.num_probes == 1
+    decoded = World(world.arena)
+    await decoded.find(by_url(), "decoded")
+    await decoded.find(by_url(), "encoded")
+    assert decoded.pool.num_probes == 0
+
+
+@pytest.mark.usefixtures("_probed")
+async def test_bytes_that_a_preparer_rejects_are_dropped(world):
+    world.pool.error = InvalidImage("broken")
+    with pytest.raises(InvalidImage):
+        await world.find(by_url(), "encoded")
+    assert world.arena.stats().num_entries == 0
+    world.pool.error = None
+    await world.find(by_url(), "encoded")
+    assert world.pool.num_probes == 2, "a rejection is not remembered for later content"
+
+
+async def test_images_that_may_be_scaled_have_keys_of_their_own(arena):
+    plain, scaling = World(arena), World(arena, jpeg_scaled_decode=True)
+    first, second = (await plain.find(by_url()))[1], (await scaling.find(by_url()))[1]
+    named = (await plain.find(by_url(io=SCALED_IO)))[1]
+    assert first.mm_hash != second.mm_hash == named.mm_hash
