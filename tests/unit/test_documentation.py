@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: The settings of a section begin with its name; flags without such a prefix may be vLLM's.
 _OWN_FLAG = re.compile(
-    r"--((?:gateway|media|prepare|arena|transfer|routing|rpc|simulated)-[a-z0-9-]*[a-z0-9])(?![\w.-])"
+    r"--((?:gateway|store|media|prepare|arena|transfer|routing|rpc|simulated)-[a-z0-9-]*[a-z0-9])(?![\w.-])"
 )
 
 

@@ -1,6 +1,6 @@
 """Shared memory for media: one file per host, allocated only by its owner and mapped by other processes.
 
-The owner (the gateway) creates an `Arena`, reserves ranges, publishes the entries written there and hands out leases;
+The owner (the store) creates an `Arena`, reserves ranges, publishes the entries written there and hands out leases;
 other processes open an `ArenaView` and resolve ranges and descriptors to memoryviews without a copy. `reap` removes
 files of dead owners.
 """

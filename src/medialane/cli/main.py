@@ -36,7 +36,7 @@ class Command(NamedTuple):
 _VLLM = "[settings] [-- any flag of vLLM's engine or server]"
 
 COMMANDS = {
-    "serve": Command("serve", "gateway, preparers and vLLM workers on this host", f"MODEL {_VLLM}"),
+    "serve": Command("serve", "media store, gateway and vLLM workers on this host", f"MODEL {_VLLM}"),
     "gateway": Command(
         "gateway_command",
         "a gateway for workers that are started separately",

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
-    # The arena's size is a setting of the gateway, possibly on another host: that section is not validated here.
+    # The arena's size is a setting of the store: that section is not validated here.
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     if args.store is not None:

@@ -40,12 +40,12 @@ class Stage:
 
     @property
     def is_processed(self) -> bool:
-        """Whether items are processed by the gateway, which then expands the prompt as well."""
+        """Whether items are processed by the store; the gateway then expands the prompt."""
         return "process" not in self.worker_steps
 
     @property
     def is_decoded(self) -> bool:
-        """Whether items are decoded by the gateway."""
+        """Whether items are decoded by the store."""
         return "decode" not in self.worker_steps
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a gateway's components, read at each scrape of /metrics."""
+"""Statistics of store and gateway, read at each scrape of /metrics."""
 
 from __future__ import annotations
 

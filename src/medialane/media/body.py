@@ -1,7 +1,7 @@
 """Destinations for the body of a fetch while it is read.
 
 A body may be as large as a video and arrives in chunks. The caller of a fetch chooses their destination: shared memory
-in the gateway, which implements `Bodies`; the heap in processes without it, and in tests.
+in the store, which implements `Bodies`; the heap in processes without it, and in tests.
 """
 
 from __future__ import annotations

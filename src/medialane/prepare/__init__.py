@@ -1,6 +1,6 @@
 """From encoded media to features: decode and run the engine's processor in N sandboxed processes, results in the arena.
 
-`PreparerPool` is the gateway's side. The engine supplies the protocols `Processor` and `Assembler`, and a factory that
+`PreparerPool` is the store's side. The engine supplies the protocols `Processor` and `Assembler`, and a factory that
 builds the former inside the fork server.
 """
 

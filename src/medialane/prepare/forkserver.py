@@ -4,9 +4,9 @@ Theory of operation. The engine's processor takes about 20 s and 600 MB to impor
 process does it once; every preparer is a fork of it, ready in milliseconds and sharing those pages. Two invariants:
 
 * One thread. A fork copies only the calling thread; a lock held by another thread would stay locked in the child.
-  Hence a separate process (the gateway has threads), the variables of `ENVIRONMENT` set before any import, and a
+  Hence a separate process (the store has threads), the variables of `ENVIRONMENT` set before any import, and a
   thread count before each fork.
-* No orphans. The kernel kills this process with the gateway's thread that started it, and each preparer with this
+* No orphans. The kernel kills this process with the store's thread that started it, and each preparer with this
   process (PR_SET_PDEATHSIG); closing the control channel has the same effect on a process that still reads it.
 
 A *spare* is a fork of this process that waits on its own control channel. It costs the pages that it writes to (a few
@@ -97,7 +97,7 @@ class Forkserver:
         self._selector.register(control, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the gateway closes its end, then kill and reap every preparer."""
+        """Serve until the store closes its end, then kill and reap every preparer."""
         allow_reader(self._facts.gateway_pid)
         facts, settings = self._facts, dict(self._processor.settings)
         send_report(self._control, Ready(facts.warm_s, facts.sandbox, ctypes.addressof(self._probe), settings))
@@ -193,18 +193,18 @@ def receive_request(control: socket.socket) -> tuple[ControlRequest | None, list
     try:
         packet, fds, flags, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        return None, []  # the gateway exited without reading all our reports
+        return None, []  # the store exited without reading all our reports
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise ValueError("a control packet was truncated")
     return (decode_control_request(packet) if packet else None), fds
 
 
 def send_report(control: socket.socket, report: ControlReport, fd: int | None = None) -> None:
-    """Send a report to the gateway. A closed channel is no error here: the next read detects it and ends the loop."""
+    """Send a report to the store. A closed channel is no error here: the next read detects it and ends the loop."""
     try:
         socket.send_fds(control, [encode_control(report)], [] if fd is None else [fd])
     except (BrokenPipeError, ConnectionResetError):
-        logger.debug("the gateway has exited; %s is not reported", type(report).__name__)
+        logger.debug("the store has exited; %s is not reported", type(report).__name__)
 
 
 def load_factory(name: str) -> Callable[[bytes], Processor]:

@@ -1,4 +1,4 @@
-"""The gateway's handle on a fork server: start it, fork preparers, detect its death, terminate it."""
+"""The store's handle on a fork server: start it, fork preparers, detect its death, terminate it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024 * 1024),
 }
 
-#: Preparers allocate with transparent huge pages (glibc 2.35, madvise(2); no effect elsewhere): the gateway, which
+#: Preparers allocate with transparent huge pages (glibc 2.35, madvise(2); no effect elsewhere): the store, which
 #: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -68,7 +68,7 @@ class ForkserverLost(Exception):
 class ForkserverProcess:
     """Owns the fork server's process and control channel until `close`. The callers of `fork` own the preparers.
 
-    Valid once it is ready: `sandbox` is the sandbox of its preparers, `reads_memory` whether the gateway may read
+    Valid once it is ready: `sandbox` is the sandbox of its preparers, `reads_memory` whether the store may read
     tensors from their memory.
     """
 
@@ -309,7 +309,7 @@ def _end(future: asyncio.Future[Any], reason: str) -> None:
 
 
 def _control_channel() -> tuple[socket.socket, socket.socket]:
-    """Return the gateway's end, which is non-blocking, and the fork server's."""
+    """Return the store's end, which is non-blocking, and the fork server's."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setblocking(False)
     return mine, theirs
@@ -323,7 +323,7 @@ async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) 
         stdin=DEVNULL,
         pass_fds=[control_fd],
         env=_environment(environment),
-        # Ctrl-C in the terminal must reach only the gateway, which then terminates this process.
+        # Ctrl-C in the terminal must reach only the store, which then terminates this process.
         start_new_session=True,
     )
 

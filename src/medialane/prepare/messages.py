@@ -1,12 +1,12 @@
-"""Control and job protocols between gateway, fork server and preparers, and their framing.
+"""Control and job protocols between store, fork server and preparers, and their framing.
 
 Theory of operation. There are two kinds of channel, both unnamed Unix socket pairs.
 
-*Control*, gateway <-> fork server, SOCK_SEQPACKET: one packet is one msgpack message, and a packet may carry one file
+*Control*, store <-> fork server, SOCK_SEQPACKET: one packet is one msgpack message, and a packet may carry one file
 descriptor (SCM_RIGHTS). Closing the channel terminates the fork server and all its preparers; the spare has its own
 channel.
 
-    gateway                       fork server
+    store                         fork server
     Setup ----------------------> imports, builds and warms the processor
           <---------------------- Ready | Refused (and it exits)
     Fork + job socket ----------> forks
@@ -15,16 +15,16 @@ channel.
     Fork (of SPARE) + control socket -> forks another fork server, with this control channel
           <---------------------- Forked + pidfd | ForkFailed
 
-*Jobs*, gateway <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. A preparer keeps a
-job's tensors until Copied or NoRange; the gateway may send the next job before that.
+*Jobs*, store <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. A preparer keeps a
+job's tensors until Copied or NoRange; the store may send the next job before that.
 
-    gateway                       preparer
+    store                         preparer
           <---------------------- Hello, once: it has mapped the arena and confined itself
     ProcessItem ----------------> decodes, processes
           <---------------------- NeedRange | JobFailed
-    Copied | NoRange -----------> frees its tensors: the gateway has copied them, or has no space
+    Copied | NoRange -----------> frees its tensors: the store has copied them, or has no space
 
-If the kernel does not let the gateway read a preparer's memory, the preparer copies (Range instead of Copied):
+If the kernel does not let the store read a preparer's memory, the preparer copies (Range instead of Copied):
 
     Range ----------------------> copies its tensors into the range
           <---------------------- Done | JobFailed
@@ -81,7 +81,7 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     """Fork a preparer; the attached descriptor is its end of the job channel. With the id SPARE, fork another, equally
     warm fork server; the descriptor is its end of its control channel.
 
-    With `writes_arena` it copies its tensors to the arena itself, because the gateway cannot read its memory.
+    With `writes_arena` it copies its tensors to the arena itself, because the store cannot read its memory.
     """
 
     preparer_id: int

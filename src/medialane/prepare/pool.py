@@ -1,4 +1,4 @@
-"""The gateway's pool of preparers: encoded items in, leases on features out.
+"""The store's pool of preparers: encoded items in, leases on features out.
 
 Theory of operation. One supervisor task keeps a fork server alive. Below it, one task per preparer feeds it jobs from
 the shared queue (`preparers`); everything about a job happens in that task, in order (`job_run`).

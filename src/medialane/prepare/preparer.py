@@ -1,10 +1,10 @@
 """One preparer: a forked process that runs jobs from its channel, one at a time, until the channel is closed.
 
 A job reads encoded bytes from the arena, decodes them, runs the engine's processor and reports the addresses of the
-tensors in this process's memory, from which the gateway copies them into the arena. A decoder compromised by a hostile
+tensors in this process's memory, from which the store copies them into the arena. A decoder compromised by a hostile
 file cannot use the network, write files, start or signal processes, or change the arena (`sandbox`); it can read the
-arena and falsify its own results. If the kernel does not let the gateway read this process's memory, the arena is
-mapped writable, and tensors are copied into a range assigned by the gateway. Tensors are kept until the gateway reports
+arena and falsify its own results. If the kernel does not let the store read this process's memory, the arena is
+mapped writable, and tensors are copied into a range assigned by the store. Tensors are kept until the store reports
 that it has copied them; the next job may run before.
 A MedialaneError fails only the job; so does an unexpected exception, which is logged here. If the process dies, the
 pool fails the job and forks another one. The protocol is in `messages`.
@@ -74,13 +74,13 @@ class Preparer:
         sandbox.enter(processor.files)
 
     def run(self) -> None:
-        """Run jobs until the gateway closes the channel. Raises ValueError for a protocol violation."""
+        """Run jobs until the store closes the channel. Raises ValueError for a protocol violation."""
         try:
             self._send(Hello(os.getpid()))
             while (request := self._receive()) is not None:
                 self._answer(request)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the gateway closed the channel during a job and does not expect a result
+            return  # the store closed the channel during a job and does not expect a result
 
     def _answer(self, request: JobRequest) -> None:
         if isinstance(request, ProcessItem | ProbeItem):
@@ -130,7 +130,7 @@ class Preparer:
         )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
-        del media  # free the pixels while the gateway makes space
+        del media  # free the pixels while the store makes space
         processed = time.perf_counter()
         _check_header(item)
         addresses = tuple(map(address_of, item.buffers))

@@ -1,6 +1,6 @@
-"""The gateway's handle on one preparer: its job channel and its process.
+"""The store's handle on one preparer: its job channel and its process.
 
-Its exit is detected by its pidfd, which the fork server passes to the gateway: only then is it certain that it does not
+Its exit is detected by its pidfd, which the fork server passes to the store: only then is it certain that it does not
 write into the arena any more.
 """
 
@@ -34,7 +34,7 @@ class PreparerLost(Exception):
 
 
 class PreparerProcess:
-    """Owns the gateway's end of the job channel and the process; `stop` ends both.
+    """Owns the store's end of the job channel and the process; `stop` ends both.
 
     One task at a time may call `send`, `receive` and `stop`. A cancelled `send` or `receive` leaves the channel in an
     unknown state: only `stop` may follow.

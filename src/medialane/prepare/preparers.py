@@ -2,7 +2,7 @@
 
 One task per preparer (a *slot*) forks it, feeds it jobs from the shared queue, and replaces it when it has died, hung
 or reached max_jobs_per_preparer. A preparer decodes one item at a time: it receives the next job when it has processed
-the item, so that it runs while the gateway copies the tensors.
+the item, so that it runs while the store copies the tensors.
 
 A job's caller gets its outcome first. If the preparer must not be used again, it is then killed, its exit is confirmed
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the

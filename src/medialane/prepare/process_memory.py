@@ -1,6 +1,6 @@
 """Reads another process's memory (process_vm_readv(2)).
 
-The gateway fetches tensors from preparers this way, so preparers need no write access to the arena. The kernel makes a
+The store fetches tensors from preparers this way, so preparers need no write access to the arena. The kernel makes a
 single copy. The other process must belong to the same user and permit it: Yama's `ptrace_scope` 1 requires a descendant
 or `allow_reader`.
 """

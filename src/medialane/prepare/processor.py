@@ -51,7 +51,7 @@ class Processor(Protocol):
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """Everything that affects its results, by name; workers and gateways compare it. Empty without a model."""
+        """Everything that affects its results, by name; store, gateways and workers compare it. Empty: no model."""
         ...
 
     @property

@@ -34,7 +34,7 @@ class Transport(Protocol):
     def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
         """Convert the tensors of one arena entry to the form that is sent.
 
-        The caller holds a lease on the entry until the worker has released the request. Raises HandoverFailed.
+        The caller holds the entry until the worker holds it, or has the bytes. Raises HandoverFailed.
         """
         ...
 
@@ -55,16 +55,16 @@ class ShmTransport:
 
 
 class ShmReceiver:
-    """Maps the arenas of gateways on this host, read-only, and reads from them. The owner calls `close`."""
+    """Maps the arena of this host's store, read-only, and reads from it. The owner calls `close`."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._views: dict[str, ArenaView] = {}
 
     def attach(self, arena: str, nonce: bytes) -> bool:
-        """Map the arena. True if it contains the nonce, which proves that the gateway is on the same host. Idempotent.
+        """Map the arena. True if it contains the nonce, which proves that it is the store's. Idempotent.
 
-        A wrong nonce changes nothing: the mapping may be in use for another gateway.
+        A wrong nonce changes nothing: the mapping may be in use.
         """
         if (view := self._views.get(arena)) is not None:
             return view.nonce == nonce
@@ -79,7 +79,7 @@ class ShmReceiver:
         return True
 
     def detach(self, arena: str) -> None:
-        """Unmap the arena: its gateway no longer sends descriptors of it. Idempotent."""
+        """Unmap the arena: no further descriptors of it are sent. Idempotent."""
         if (view := self._views.pop(arena, None)) is not None:
             view.close()
 
@@ -98,7 +98,7 @@ class ShmReceiver:
 
 
 class InlineTransport:
-    """`read` returns the bytes of a descriptor in this process, the arena's owner. The hand-over limits their size."""
+    """`read` returns the bytes of a descriptor, whose arena this process maps. The hand-over limits their size."""
 
     name: TransportName = "inline"
 

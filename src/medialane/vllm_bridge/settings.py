@@ -1,4 +1,4 @@
-"""The processor settings of a feature, which must be equal in gateway and worker for features to be compatible.
+"""The processor settings of a feature, which must be equal in store, gateway and worker for features to be compatible.
 
 They include everything that changes the values of a processed item, by value or by digest, but not paths and build tags
 of libraries: the same model may have another path on another host, and a gateway with a CPU build of torch serves a
