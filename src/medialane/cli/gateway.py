@@ -77,7 +77,7 @@ class Peers(NamedTuple):
     workers: Sequence[str]
     store: str | None
     gateways: Sequence[str] = ()
-    index: int = 0
+    gateway_index: int = 0
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers, *, listen_fd: int | None = None) -> int:
@@ -264,7 +264,9 @@ async def _app(components: _Components, gateway: Gateway, peers: Peers) -> tuple
     def health() -> tuple[int, bytes]:
         return health_of(links, [components.store.problem] if components.frontend.takes_media else []).response()
 
-    group = GatewayGroup(peers.gateways, peers.index, metrics=metrics, health=health) if peers.gateways else None
+    group = (
+        GatewayGroup(peers.gateways, peers.gateway_index, metrics=metrics, health=health) if peers.gateways else None
+    )
 
     async def refresh() -> None:
         await asyncio.gather(

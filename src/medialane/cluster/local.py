@@ -24,6 +24,8 @@ from medialane.core.owner_lock import OwnedFolder
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
 _RUN_PREFIX = "medialane-run-"
+#: Of `_command`, before the flags: python -m medialane NAME MODEL.
+_NUM_COMMAND_WORDS = 5
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets are in our folder.
 _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/gateway-9999.sock")
 
@@ -178,20 +180,26 @@ def parts(
     if listener is None:
         return [store, *workers, gateway]
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
+    return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
+
+
+def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:
+    """Return specifications of several gateways on one listening socket, each with a socket of its own, too: any of
+    them would answer on the shared port."""
     paths = [folder / f"gateway-{i}.sock" for i in range(num_gateways)]
-    flags = [*addresses, *store_flags, "--listen-fd", str(listener.fileno())]
+    flags = ["--listen-fd", str(listener.fileno())]
     flags += [word for path in paths for word in ("--gateway-socket", str(path))]
-    gateways = [
+    command, rest = gateway.argv[:_NUM_COMMAND_WORDS], gateway.argv[_NUM_COMMAND_WORDS:]
+    return [
         replace(
             gateway,
             name=f"gateway {i}",
-            argv=_command("gateway", model, [*flags, "--gateway-index", str(i)], vllm_args),
-            ready=HttpAnswers("http://gateway/health", path),  # any gateway answers on the shared port
+            argv=(*command, *flags, "--gateway-index", str(i), *rest),
+            ready=HttpAnswers("http://gateway/health", path),
             pass_fds=(listener.fileno(),),
         )
         for i, path in enumerate(paths)
     ]
-    return [store, *workers, *gateways]
 
 
 def _worker(
