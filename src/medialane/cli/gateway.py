@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
+from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
@@ -27,6 +28,7 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
 from medialane.gateway import (
     Gateway,
+    GatewayGroup,
     Handover,
     IntakeMiddleware,
     ScopeMiddleware,
@@ -69,19 +71,23 @@ class _Components:
 
 
 class Peers(NamedTuple):
-    """Addresses of the workers, and of the store on this host, which a text-only model does not need."""
+    """Addresses of the workers, and of the store on this host, which a text-only model does not need. If several
+    gateways share a port: the paths of all their sockets (see `GatewayGroup`), and the index of this one."""
 
     workers: Sequence[str]
     store: str | None
+    gateways: Sequence[str] = ()
+    gateway_index: int = 0
 
 
-def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers) -> int:
-    """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED).
+def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers, *, listen_fd: int | None = None) -> int:
+    """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED), on the inherited socket
+    `listen_fd` if given.
 
     Raises StartupFailed.
     """
     tune_process()
-    with bind(config.server.host, config.server.port) as sock:
+    with bind(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
         return uvloop.run(serve(config, model, vllm_args, peers=peers, sock=sock))
 
 
@@ -99,6 +105,17 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def inherited(listen_fd: int) -> socket.socket:
+    """Return the socket with this descriptor, which this process's own children do not inherit. Raises
+    StartupFailed."""
+    try:
+        sock = socket.socket(fileno=listen_fd)
+    except OSError as error:
+        raise StartupFailed(f"--listen-fd {listen_fd} is not a socket") from error
+    sock.set_inheritable(False)
+    return sock
+
+
 async def serve(config: Config, model: str, vllm_args: Sequence[str], *, peers: Peers, sock: socket.socket) -> int:
     """Implement `run` on a bound socket, in the main thread's event loop."""
     stop = asyncio.Event()
@@ -109,7 +126,10 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], *, peers: 
         starting = _start(config, model, vllm_args, peers=peers, stack=stack, tasks=tasks)
         started = await unless_set(stop, starting)
         if started is not None:
-            frontend, app = started
+            frontend, app, group = started
+            if group is not None:
+                sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
+                await stack.enter_async_context(group.endpoint())
             bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
             server_of = partial(BoundedServer, bounds=bounds)
             drain_s = config.gateway.drain_timeout_s
@@ -127,15 +147,16 @@ async def _start(
     peers: Peers,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
-) -> tuple[Frontend, Any]:
-    """Create all components, owned by `stack`; return vLLM's front end and the ASGI app that it serves."""
+) -> tuple[Frontend, Any, GatewayGroup | None]:
+    """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, and the gateways
+    that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     frontend = await asyncio.to_thread(Frontend, model, vllm_args)
     gateway_config = _fit(config.gateway, frontend)
     if config.media.jpeg_scaled_decode:
         _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)
-    fairness, metrics = LoopFairness(), Metrics()
+    fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if peers.gateways else None)
     stack.callback(fairness.close)
     store = StoreLink(
         peers.store or "",
@@ -156,7 +177,7 @@ async def _start(
         tasks.start(store.run(), "connecting to the media store")
         _check_store(frontend, (await store.welcome()).processor)
     tasks.start(links.run(), "connecting to workers")
-    return frontend, await _app(components, gateway)
+    return frontend, *await _app(components, gateway, peers)
 
 
 def _check_store(frontend: Frontend, theirs: Mapping[str, str]) -> None:
@@ -231,7 +252,7 @@ def _gateway(components: _Components) -> Gateway:
     )
 
 
-async def _app(components: _Components, gateway: Gateway) -> Any:
+async def _app(components: _Components, gateway: Gateway, peers: Peers) -> tuple[Any, GatewayGroup | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
     metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
@@ -240,14 +261,25 @@ async def _app(components: _Components, gateway: Gateway) -> Any:
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
 
-    async def refresh() -> None:
-        await asyncio.gather(scrape.refresh(), components.store.refresh(SCRAPE_TIMEOUT_S))
+    def health() -> tuple[int, bytes]:
+        return health_of(links, [components.store.problem] if components.frontend.takes_media else []).response()
 
-    return await components.frontend.app(
+    group = (
+        GatewayGroup(peers.gateways, peers.gateway_index, metrics=metrics, health=health) if peers.gateways else None
+    )
+
+    async def refresh() -> None:
+        await asyncio.gather(
+            scrape.refresh(),
+            components.store.refresh(SCRAPE_TIMEOUT_S),
+            *([group.refresh()] if group is not None else []),
+        )
+
+    app = await components.frontend.app(
         gateway,
         outer=Middleware(ScopeMiddleware, metrics=metrics),
         inner=[
-            Middleware(ScrapeMiddleware, refresh=refresh),
+            Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),
             Middleware(
                 IntakeMiddleware,
                 media=components.config.media,
@@ -256,7 +288,6 @@ async def _app(components: _Components, gateway: Gateway) -> Any:
             ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
-        health=lambda: health_of(
-            links, [components.store.problem] if components.frontend.takes_media else []
-        ).response(),
+        health=health,
     )
+    return app, group

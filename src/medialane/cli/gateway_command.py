@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="unix socket of this host's media store (medialane store): unix:/path; needed by models that take media",
     )
+    # Set by `medialane serve`, for several gateways on one port.
+    parser.add_argument("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
+    parser.add_argument("--gateway-socket", action="append", dest="gateway_sockets", help=argparse.SUPPRESS)
+    parser.add_argument("--gateway-index", type=int, help=argparse.SUPPRESS)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
@@ -67,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 
-    return gateway.run(config, args.model, args.vllm_args, gateway.Peers(args.workers, args.store))
+    peers = gateway.Peers(args.workers, args.store, args.gateway_sockets or (), args.gateway_index or 0)
+    return gateway.run(config, args.model, args.vllm_args, peers, listen_fd=args.listen_fd)
 
 
 def _check_worker(address: str) -> None:

@@ -1,4 +1,4 @@
-"""`medialane serve`: starts, supervises and stops a gateway and workers on this host."""
+"""`medialane serve`: starts, supervises and stops a store, workers and gateways on this host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from medialane.observability.logging import configure
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "preparers", "host", "port", "arena-size", "stage", "transport", "router", "single-gpu", "log-level",
+    "workers", "gateways", "preparers", "host", "port", "arena-size", "stage", "transport", "router", "single-gpu",
+    "log-level",
 )  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130
@@ -60,16 +61,25 @@ def run(args: argparse.Namespace) -> int:
     folder = local.run_folder(environ)
     failed = False
     try:
-        parts = local.parts(config, args.model, args.vllm_args, folder=folder.path, hardware=hardware, environ=environ)
-        progress = Progress([part.name for part in parts], verbose=args.verbose)
-        announcement = announce(config, args.model, args.vllm_args)
-        return asyncio.run(
-            _serve(
-                lambda: Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress),
-                progress,
-                announcement,
+        with local.shared_listener(config, hardware) as listener:
+            parts = local.parts(
+                config,
+                args.model,
+                args.vllm_args,
+                folder=folder.path,
+                hardware=hardware,
+                environ=environ,
+                listener=listener,
             )
-        )
+            progress = Progress([part.name for part in parts], verbose=args.verbose)
+            announcement = announce(config, args.model, args.vllm_args)
+            return asyncio.run(
+                _serve(
+                    lambda: Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress),
+                    progress,
+                    announcement,
+                )
+            )
     except StartupFailed:
         failed = True
         raise

@@ -39,14 +39,17 @@ class ChildProcess:
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
 
     @classmethod
-    def spawn(cls, argv: Sequence[str], environ: Mapping[str, str], output: int) -> ChildProcess:
-        """Start `argv` with the whole environment `environ`; its output goes to the descriptor `output`.
+    def spawn(
+        cls, argv: Sequence[str], environ: Mapping[str, str], output: int, *, pass_fds: Sequence[int] = ()
+    ) -> ChildProcess:
+        """Start `argv` with the whole environment `environ`. Its output goes to the descriptor `output`; it inherits
+        `pass_fds`.
 
         Call it from the main thread: the kernel sends the parent-death signal when the calling thread exits. Raises
         OSError if the program cannot be started.
         """
         started_at = time.monotonic()
-        return cls(spawn_leader(argv, environ, output), started_at)
+        return cls(spawn_leader(argv, environ, output, pass_fds=pass_fds), started_at)
 
     @property
     def pid(self) -> int:
@@ -116,7 +119,9 @@ class ChildProcess:
         return status
 
 
-def spawn_leader(argv: Sequence[str], environ: Mapping[str, str], output: int | None = None) -> subprocess.Popen[bytes]:
+def spawn_leader(
+    argv: Sequence[str], environ: Mapping[str, str], output: int | None = None, *, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a process that leads a session of its own; its output goes to `output`, or to this process's."""
     return subprocess.Popen(  # noqa: S603 - our own command lines, no shell
         list(argv),
@@ -124,6 +129,7 @@ def spawn_leader(argv: Sequence[str], environ: Mapping[str, str], output: int | 
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
+        pass_fds=pass_fds,
         start_new_session=True,
         preexec_fn=dies_with_this_process(signal.SIGTERM),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import field
 
@@ -10,12 +12,18 @@ from medialane.core.setting import PositiveFloat, PositiveInt, check_bounds
 
 MIB = 1 << 20
 
+#: `--gateways auto`: vLLM's engines, preparers and the store need the other cores.
+_CORES_PER_GATEWAY = 4
+_MAX_AUTO_GATEWAYS = 8
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of workers, and the timeouts of starts, stops and restarts."""
+    """The number of processes, and the timeouts of starts, stops and restarts."""
 
     num_workers: PositiveInt = field(default=1, name="workers")
     """vLLM workers on this machine"""
+    num_gateways: int | Literal["auto"] = field(default=1, name="gateways")
+    """gateway processes that share the port; auto is one for four cores, at most 8"""
     single_gpu: bool = field(default=False, name="single-gpu")
     """let all workers share the first GPU and split its memory, one starting after another"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
@@ -34,7 +42,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise StartupFailed naming the invalid setting."""
         check_bounds(self)
+        if self.num_gateways != "auto" and self.num_gateways < 1:
+            raise StartupFailed("num_gateways must be at least 1, or auto")
         if not 0 < self.restart_initial_s <= self.restart_max_s:
             raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
         if self.max_log_bytes < MIB:
             raise StartupFailed("max_log_bytes must be at least 1MiB")
+
+    def resolved_num_gateways(self, num_cores: int) -> int:
+        """Return the number of gateways on a host with this many cores."""
+        if self.num_gateways == "auto":
+            return max(1, min(_MAX_AUTO_GATEWAYS, num_cores // _CORES_PER_GATEWAY))
+        return self.num_gateways

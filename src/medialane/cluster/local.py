@@ -1,11 +1,13 @@
-"""The processes of one machine: a store, workers and a gateway, with their unix sockets in a private folder."""
+"""The processes of one machine: a store, workers and gateways, with their unix sockets in a private folder."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,8 +24,10 @@ from medialane.core.owner_lock import OwnedFolder
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
 _RUN_PREFIX = "medialane-run-"
+#: Of `_command`, before the flags: python -m medialane NAME MODEL.
+_NUM_COMMAND_WORDS = 5
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets are in our folder.
-_MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/worker-9999.sock")
+_MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/gateway-9999.sock")
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -35,9 +39,28 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
 
 def check_port(host: str, port: int) -> None:
     """Raise StartupFailed if the gateway could not listen on this address."""
+    with _bind(host, port):
+        pass
+
+
+@contextmanager
+def shared_listener(config: Config, hardware: Hardware) -> Iterator[socket.socket | None]:
+    """Bind the socket that several gateways inherit; None for one gateway, which binds its own. Raises StartupFailed.
+
+    Connections are refused until the first gateway listens. From then on they wait while gateways restart: the queue of
+    accepted connections ends with the last descriptor of the socket, not with a process.
+    """
+    if config.cluster.resolved_num_gateways(hardware.num_cores) == 1:
+        yield None
+        return
+    with _bind(config.server.host, config.server.port) as sock:
+        yield sock
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket. Raises StartupFailed with the reason for the operator."""
     try:
-        with _bound(host, port):
-            pass
+        return _bound(host, port)
     except OSError as error:
         if isinstance(error, PermissionError):
             reason = "permission denied; choose a --port of 1024 or more"
@@ -104,9 +127,10 @@ def parts(
     folder: Path,
     hardware: Hardware,
     environ: Mapping[str, str],
+    listener: socket.socket | None = None,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the store, the workers and the gateway, with their sockets in `folder`; `environ` is
-    what they inherit. Raises StartupFailed."""
+    """Return the specifications of the store, the workers and the gateways, with their sockets in `folder`; `environ`
+    is what they inherit, `listener` that of `shared_listener`. Raises StartupFailed."""
     placements = place_workers(
         hardware,
         vllm_args,
@@ -153,7 +177,29 @@ def parts(
         layer=1,
         stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
     )
-    return [store, *workers, gateway]
+    if listener is None:
+        return [store, *workers, gateway]
+    num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
+    return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
+
+
+def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:
+    """Return specifications of several gateways on one listening socket, each with a socket of its own, too: any of
+    them would answer on the shared port."""
+    paths = [folder / f"gateway-{i}.sock" for i in range(num_gateways)]
+    flags = ["--listen-fd", str(listener.fileno())]
+    flags += [word for path in paths for word in ("--gateway-socket", str(path))]
+    command, rest = gateway.argv[:_NUM_COMMAND_WORDS], gateway.argv[_NUM_COMMAND_WORDS:]
+    return [
+        replace(
+            gateway,
+            name=f"gateway {i}",
+            argv=(*command, *flags, "--gateway-index", str(i), *rest),
+            ready=HttpAnswers("http://gateway/health", path),
+            pass_fds=(listener.fileno(),),
+        )
+        for i, path in enumerate(paths)
+    ]
 
 
 def _worker(

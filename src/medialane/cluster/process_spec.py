@@ -24,7 +24,8 @@ class ReadyCheck(Protocol):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to keep running. `environ` is its whole environment.
+    """One process to keep running. `environ` is its whole environment. It inherits the descriptors `pass_fds`, which
+    must stay open here.
 
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time.
@@ -37,6 +38,7 @@ class ProcessSpec:
     layer: int = 0
     after: str | None = None
     stop_timeout_s: float = 10.0
+    pass_fds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,25 @@ class SocketExists:
 
 @dataclass(frozen=True)
 class HttpAnswers:
-    """Ready when `url` returns 200. The certificate is not verified: the request goes to this host."""
+    """Ready when `url` returns 200, over the unix socket `path` if given. The certificate is not verified: the request
+    goes to this host."""
 
     url: str
+    path: Path | None = None
     timeout_s: float = 2.0
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     async def passes(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url, ssl=False) as response:
+            connector = aiohttp.UnixConnector(str(self.path)) if self.path is not None else None
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.get(self.url, ssl=False) as response,
+            ):
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

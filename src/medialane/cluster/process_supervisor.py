@@ -118,7 +118,7 @@ class ProcessSupervisor:
         self.part.ready.reset()
         output = self._log.open()
         try:
-            return ChildProcess.spawn(self.part.argv, self.part.environ, output)
+            return ChildProcess.spawn(self.part.argv, self.part.environ, output, pass_fds=self.part.pass_fds)
         finally:
             os.close(output)
 

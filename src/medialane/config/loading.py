@@ -117,6 +117,8 @@ def _is_list(kind: Any) -> bool:
 
 
 def _readable(message: str, setting: Setting) -> str:
+    if setting.type == int | Literal["auto"]:
+        return "must be a whole number or auto"
     if typing.get_origin(setting.type) is Literal:
         return "must be one of " + ", ".join(map(str, typing.get_args(setting.type)))
     if setting.type in (int, float, bool) and setting.unit != "bytes":

@@ -3,6 +3,7 @@
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.gateway import Gateway
+from medialane.gateway.gateway_group import GatewayGroup
 from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
@@ -16,6 +17,7 @@ __all__ = [
     "FeatureSource",
     "Gateway",
     "GatewayConfig",
+    "GatewayGroup",
     "Handover",
     "Health",
     "IntakeMiddleware",

@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from prometheus_client import CONTENT_TYPE_LATEST
+
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerPool
 from medialane.observability.worker_metrics import MetricMirror
@@ -53,13 +55,22 @@ class WorkerScrape:
 
 
 class ScrapeMiddleware:
-    """Refreshes the workers' metrics before a scrape is served."""
+    """Refreshes the workers' metrics before a scrape is served. `page`, if given, returns what is served; otherwise
+    vLLM's app serves this process's registry."""
 
-    def __init__(self, app: ASGIApp, refresh: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, app: ASGIApp, refresh: Callable[[], Awaitable[None]], page: Callable[[], bytes] | None = None
+    ) -> None:
         self._app = app
         self._refresh = refresh
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(PATH):
+        is_scrape = scope["type"] == "http" and scope["path"].startswith(PATH)
+        if is_scrape:
             await self._refresh()
-        await self._app(scope, receive, send)
+        if not is_scrape or self._page is None:
+            return await self._app(scope, receive, send)
+        headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        return await send({"type": "http.response.body", "body": self._page()})

@@ -54,10 +54,12 @@ _COUNTERS: Final = {
 
 
 class Metrics:
-    """medialane's collectors in one registry; `close` unregisters them."""
+    """medialane's collectors; `close` unregisters them. Figures of the whole host, those of store and workers, are in
+    the registry `host` (default: the same one): all gateways of the host have them."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry = REGISTRY, *, host: CollectorRegistry | None = None) -> None:
+        self.registry = registry
+        self.host = registry if host is None else host
         self._histograms = {
             name: Histogram(name, text, labels, buckets=buckets, registry=registry)
             for name, (text, labels, buckets) in _HISTOGRAMS.items()
@@ -65,7 +67,9 @@ class Metrics:
         self._counters = {
             name: Counter(name, text, labels, registry=registry) for name, (text, labels) in _COUNTERS.items()
         }
-        self._collectors: list[Collector] = [*self._histograms.values(), *self._counters.values()]
+        self._collectors: list[tuple[CollectorRegistry, Collector]] = [
+            (registry, collector) for collector in (*self._histograms.values(), *self._counters.values())
+        ]
 
     def observe(self, timeline: StageTimeline) -> None:
         """Record a request that has ended."""
@@ -111,29 +115,36 @@ class Metrics:
 
     def watch_routing(self, read: Callable[[], RoutingStats]) -> None:
         """Expose the router's state, read on each scrape."""
-        self._watch(lambda: _routing(read()))
+        self._watch(self.registry, lambda: _routing(read()))
 
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
-        self._watch(lambda: _store(read()))
+        self._watch(self.host, lambda: _store(read()))
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""
-        self._watch(lambda: _workers(list(read())))
+        self._watch(self.registry, lambda: _in_flight(read()))
+        self._watch(self.host, lambda: _workers(list(read())))
 
     def watch_engines(self, read: Callable[[], Mapping[str, MetricMirror]]) -> None:
         """Expose vLLM's metrics of each worker's engine, read on each scrape."""
-        self._watch(lambda: collect(read()))
+        self._watch(self.host, lambda: collect(read()))
+
+    def watch_gateways(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Expose which gateways of the host respond, by index."""
+        text = "1 for a gateway that has responded to this scrape, 0 for one whose last values are exposed"
+        self._watch(self.host, lambda: iter([_gauge("medialane_gateway_up", text, "gateway", read())]))
 
     def close(self) -> None:
         """Unregister all collectors. Idempotent."""
         while self._collectors:
-            self._registry.unregister(self._collectors.pop())
+            registry, collector = self._collectors.pop()
+            registry.unregister(collector)
 
-    def _watch(self, collect: Callable[[], Iterator[Metric]]) -> None:
+    def _watch(self, registry: CollectorRegistry, collect: Callable[[], Iterator[Metric]]) -> None:
         watched = _Watched(collect)
-        self._registry.register(watched)
-        self._collectors.append(watched)
+        registry.register(watched)
+        self._collectors.append((registry, watched))
 
 
 class _Watched(Collector):
@@ -217,17 +228,20 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 
+def _in_flight(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+    in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
+    yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
+
+
 def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     state = GaugeMetricFamily("medialane_worker_state", "1 for the state a worker is in", labels=["worker", "state"])
     for endpoint in endpoints:
         state.add_metric([endpoint.worker_id, "ready"], float(endpoint.ready))
         state.add_metric([endpoint.worker_id, "lost"], float(not endpoint.ready))
     yield state
-    in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
     running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
     waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
     usage = {e.worker_id: e.load.kv_usage for e in endpoints}
-    yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
     yield _gauge("medialane_worker_running", "Requests running in a worker's engine", "worker", running)
     yield _gauge("medialane_worker_waiting", "Requests waiting in a worker's engine", "worker", waiting)
     yield _gauge("medialane_worker_kv_usage_ratio", "KV-cache utilisation of a worker, 0 to 1", "worker", usage)

@@ -1,5 +1,6 @@
 import socket
 import tempfile
+from itertools import pairwise
 
 import pytest
 
@@ -19,7 +20,7 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, **flags):
+def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, listener=None, **flags):
     return local.parts(
         config(**flags),
         "org/model",
@@ -27,6 +28,7 @@ def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, **flags):
         folder=tmp_path,
         hardware=hardware or Hardware((), 2),
         environ={"HOME": "/root"} if environ is None else environ,
+        listener=listener,
     )
 
 
@@ -141,3 +143,44 @@ def test_run_folder_is_created_there_and_removed():
         assert folder.path.name.startswith("medialane-run-")
         folder.close()
         assert not folder.path.exists()
+
+
+def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_path):
+    wanted = config(gateways="3", port="0")
+    hardware = Hardware((), 2)
+    with local.shared_listener(wanted, hardware) as listener:
+        assert listener.getsockname()[1] > 0
+        *_, first, second, third = make_parts(tmp_path, gateways="3", listener=listener, vllm_args=["--api-key", "k"])
+        descriptor = listener.fileno()
+    gateways = [first, second, third]
+    assert [part.name for part in gateways] == ["gateway 0", "gateway 1", "gateway 2"]
+    paths = [tmp_path / f"gateway-{i}.sock" for i in range(3)]
+    assert [part.ready.path for part in gateways] == paths
+    for number, part in enumerate(gateways):
+        assert part.pass_fds == (descriptor,)
+        assert part.argv[part.argv.index("--listen-fd") + 1] == str(descriptor)
+        assert part.argv[part.argv.index("--gateway-index") + 1] == str(number)
+        sockets = [word for flag, word in pairwise(part.argv) if flag == "--gateway-socket"]
+        assert sockets == list(map(str, paths))
+        assert part.argv[-3:] == ("--", "--api-key", "k")
+
+
+def test_one_gateway_binds_its_own_socket(tmp_path):
+    with local.shared_listener(config(port="0"), Hardware((), 64)) as listener:
+        assert listener is None
+    gateway = make_parts(tmp_path)[-1]
+    assert (gateway.name, gateway.pass_fds) == ("gateway", ())
+    assert "--listen-fd" not in gateway.argv
+    assert gateway.ready.path is None
+
+
+def test_shared_port_in_use_is_one_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        wanted = config(gateways="2", port=str(taken.getsockname()[1]))
+        with (
+            pytest.raises(StartupFailed, match="the port is already in use"),
+            local.shared_listener(wanted, Hardware((), 2)),
+        ):
+            pass

@@ -98,3 +98,23 @@ async def test_only_a_scrape_waits_for_the_workers(kind, path, asks):
 
     await ScrapeMiddleware(app, refresh)({"type": kind, "path": path}, None, None)
     assert seen == ["refresh"] * asks + ["app"]
+
+
+async def test_page_replaces_that_of_the_app():
+    seen, sent = [], []
+
+    async def refresh():
+        seen.append("refresh")
+
+    async def app(*_):
+        seen.append("app")
+
+    async def send(message):
+        sent.append(message)
+
+    scrape = ScrapeMiddleware(app, refresh, lambda: b"page")
+    await scrape({"type": "http", "path": "/metrics"}, None, send)
+    assert seen == ["refresh"]
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"page")
+    await scrape({"type": "http", "path": "/v1/models"}, None, send)
+    assert seen == ["refresh", "app"]

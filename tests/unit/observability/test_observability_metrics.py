@@ -126,3 +126,19 @@ def test_closed_metrics_unregister(metrics, registry):
     metrics.close()
     assert b"medialane" not in generate_latest(registry)
     Metrics(registry).close()
+
+
+def test_figures_of_the_host_are_apart_from_those_of_the_gateway():
+    own, host = CollectorRegistry(), CollectorRegistry()
+    metrics = Metrics(own, host=host)
+    metrics.watch_workers(
+        lambda: [Endpoint("w0", "unix:/w0", ready=True, num_in_flight=2, load=WorkerLoad(num_running=3))]
+    )
+    metrics.watch_gateways(lambda: {"0": 1.0, "1": 0.0})
+    assert own.get_sample_value("medialane_worker_in_flight", {"worker": "w0"}) == 2
+    assert own.get_sample_value("medialane_worker_running", {"worker": "w0"}) is None
+    assert host.get_sample_value("medialane_worker_running", {"worker": "w0"}) == 3
+    assert host.get_sample_value("medialane_gateway_up", {"gateway": "1"}) == 0
+    metrics.close()
+    assert not list(own.collect())
+    assert not list(host.collect())

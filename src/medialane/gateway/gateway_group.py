@@ -1,0 +1,138 @@
+"""The gateways that share one port of a host: each of them serves the metrics of all on `/metrics`.
+
+Theory of operation. The kernel gives each connection to one of the gateways, hence a scrape reaches any of them. Each
+gateway serves its own figures, labelled with its index, over a unix socket. The gateway that is scraped reads those of
+the others and merges them family by family; figures of the host (store, workers), which are the same in every gateway,
+it adds once. A gateway that does not respond within `TIMEOUT_S` is exposed with its last values: counters summed over
+gateways must not decrease while one restarts.
+
+The socket also serves `/health`, by which a supervisor checks this gateway and not any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from medialane.gateway.gather_or_cancel import gather_or_cancel
+from medialane.gateway.scrape import MIN_INTERVAL_S, PATH, TIMEOUT_S
+from medialane.observability.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+GATEWAY_LABEL = "gateway"
+
+#: Start of a family in the text format: newlines in help texts and label values are escaped.
+_FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
+
+
+class GatewayGroup:
+    """One gateway's view of the group. `sockets` are the paths of all gateways' sockets, `index` is its own place
+    there; `health` returns status and body of `/health`."""
+
+    def __init__(
+        self,
+        sockets: Sequence[str],
+        index: int,
+        *,
+        metrics: Metrics,
+        health: Callable[[], tuple[int, bytes]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket = sockets[index]
+        self._others = {str(i): path for i, path in enumerate(sockets) if i != index}
+        self._own = _Labelled(metrics.registry, str(index))
+        self._host = metrics.host
+        self._health = health
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._refreshed_at = float("-inf")
+        #: The latest text of each other gateway, by label.
+        self._texts: dict[str, bytes] = {}
+        self._up = {str(i): float(i == index) for i in range(len(sockets))}
+        metrics.watch_gateways(lambda: self._up)
+
+    def page(self) -> bytes:
+        """Return the metrics of all gateways, as of the last `refresh`, and of the host."""
+        return merge([generate_latest(self._own), *self._texts.values(), generate_latest(self._host)])
+
+    async def refresh(self) -> None:
+        """Read the other gateways' metrics, at most every `MIN_INTERVAL_S`; takes at most `TIMEOUT_S`."""
+        async with self._lock:
+            if self._clock() - self._refreshed_at >= MIN_INTERVAL_S:
+                await gather_or_cancel([self._read(label, path) for label, path in self._others.items()])
+                self._refreshed_at = self._clock()
+
+    async def _read(self, label: str, path: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        self._up[label] = 0.0
+        try:
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout) as session,
+                session.get(f"http://gateway{PATH}", raise_for_status=True) as response,
+            ):
+                self._texts[label] = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            logger.debug("gateway %s does not respond: %r", label, error)
+        else:
+            self._up[label] = 1.0
+
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[None]:
+        """Serve this gateway's own metrics and health on its socket. The socket's folder must be private."""
+        app = web.Application()
+        app.router.add_get(PATH, self._answer_metrics)
+        app.router.add_get("/health", self._answer_health)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
+        await runner.setup()
+        try:
+            await web.UnixSite(runner, self._socket).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _answer_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._own))
+
+    async def _answer_health(self, _request: web.Request) -> web.Response:
+        status, body = self._health()
+        return web.Response(status=status, body=body)
+
+
+class _Labelled(Collector):
+    """All samples of a registry with one gateway's label."""
+
+    def __init__(self, registry: CollectorRegistry, index: str) -> None:
+        self._registry = registry
+        self._index = index
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            labelled.samples = [
+                sample._replace(labels={**sample.labels, GATEWAY_LABEL: self._index})  # a named tuple
+                for sample in metric.samples
+            ]
+            yield labelled
+
+
+def merge(texts: Iterable[bytes]) -> bytes:
+    """Merge pages in Prometheus's text format: the samples of a family, which may occur only once, are joined under the
+    header of its first occurrence."""
+    families: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        for family in filter(None, _FAMILY.split(text)):
+            help_line, type_line, samples = family.split(b"\n", 2)
+            name = help_line.split(b" ", 3)[2]
+            families.setdefault(name, [help_line + b"\n" + type_line + b"\n"]).append(samples)
+    return b"".join(piece for pieces in families.values() for piece in pieces)

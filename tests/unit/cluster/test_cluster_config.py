@@ -1,0 +1,31 @@
+import pytest
+
+from medialane.cluster import ClusterConfig
+from medialane.config import as_environ, load_config
+from medialane.core.errors import StartupFailed
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (32, 8), (192, 8)])
+def test_automatic_number_of_gateways_follows_the_cores(num_cores, expected):
+    assert ClusterConfig(num_gateways="auto").resolved_num_gateways(num_cores) == expected
+
+
+def test_given_number_of_gateways_does_not_depend_on_the_cores():
+    assert ClusterConfig().resolved_num_gateways(192) == 1
+    assert ClusterConfig(num_gateways=3).resolved_num_gateways(1) == 3
+
+
+@pytest.mark.parametrize("value", ["auto", "3"])
+def test_number_of_gateways_reaches_another_process(value):
+    config = load_config({"gateways": value}, environ={})
+    assert load_config(environ=as_environ(config)).cluster == config.cluster
+    assert str(config.cluster.num_gateways) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("0", "--gateways must be at least 1, or auto"), ("many", "--gateways 'many': must be a whole number or auto")],
+)
+def test_invalid_number_of_gateways_is_refused_by_name(value, reason):
+    with pytest.raises(StartupFailed, match=reason):
+        load_config({"gateways": value}, environ={}, sections=["cluster"])

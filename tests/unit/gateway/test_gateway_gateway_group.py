@@ -1,0 +1,124 @@
+"""Gateways that share a port: a scrape of one of them covers all."""
+
+import re
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.gateway import GatewayGroup
+from medialane.gateway.gateway_group import merge
+from medialane.gateway.scrape import MIN_INTERVAL_S
+from medialane.observability.metrics import Metrics
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Member:
+    """One gateway of the group; all of them see the same worker."""
+
+    def __init__(self, sockets, index, clock):
+        self.metrics = Metrics(CollectorRegistry(), host=CollectorRegistry())
+        worker = Endpoint("w0", "unix:/w0", ready=True, num_in_flight=index + 1, load=WorkerLoad(num_running=3))
+        self.metrics.watch_workers(lambda: [worker])
+        self.health = (200, b"")
+        self.group = GatewayGroup(sockets, index, metrics=self.metrics, health=lambda: self.health, clock=clock)
+
+    async def scrape(self):
+        await self.group.refresh()
+        return self.group.page().decode()
+
+
+def values(page, name):
+    """Samples by their labels."""
+    families = text_string_to_metric_families(page)
+    return {tuple(sorted(s.labels.items())): s.value for family in families for s in family.samples if s.name == name}
+
+
+def by_gateway(page, name):
+    return {dict(labels)["gateway"]: value for labels, value in values(page, name).items()}
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def members(clock):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        sockets = [str(Path(folder, f"gateway-{i}.sock")) for i in range(2)]
+        yield [Member(sockets, i, clock) for i in range(2)]
+
+
+@pytest.fixture
+async def serving(members):
+    async with AsyncExitStack() as stack:
+        for member in members:
+            await stack.enter_async_context(member.group.endpoint())
+        yield members
+
+
+async def test_scrape_of_any_gateway_covers_all(serving):
+    serving[0].metrics.count_error("invalid_image")
+    for _ in range(2):
+        serving[1].metrics.count_error("invalid_image")
+    for member in serving:
+        page = await member.scrape()
+        assert by_gateway(page, "medialane_request_errors_total") == {"0": 1, "1": 2}
+        assert by_gateway(page, "medialane_worker_in_flight") == {"0": 1, "1": 2}
+        assert by_gateway(page, "medialane_gateway_up") == {"0": 1, "1": 1}
+
+
+async def test_figures_of_a_worker_are_exposed_once(serving):
+    page = await serving[0].scrape()
+    assert values(page, "medialane_worker_running") == {(("worker", "w0"),): 3}
+
+
+async def test_each_family_has_one_header(serving):
+    headers = re.findall(r"^# TYPE (\S+)", await serving[0].scrape(), re.MULTILINE)
+    assert "medialane_stage_seconds" in headers
+    assert len(headers) == len(set(headers))
+
+
+async def test_gateway_that_is_gone_is_exposed_with_its_last_values(members, clock):
+    members[1].metrics.count_error("invalid_image")
+    async with members[0].group.endpoint(), members[1].group.endpoint():
+        await members[0].scrape()
+    clock.now += MIN_INTERVAL_S
+    page = await members[0].scrape()
+    assert by_gateway(page, "medialane_request_errors_total") == {"1": 1}
+    assert by_gateway(page, "medialane_gateway_up") == {"0": 1, "1": 0}
+
+
+async def test_frequent_scrapes_do_not_read_the_others_again(serving, clock):
+    await serving[0].scrape()
+    serving[1].metrics.count_error("invalid_image")
+    assert by_gateway(await serving[0].scrape(), "medialane_request_errors_total") == {}
+    clock.now += MIN_INTERVAL_S
+    assert by_gateway(await serving[0].scrape(), "medialane_request_errors_total") == {"1": 1}
+
+
+async def test_health_on_the_socket_is_that_of_the_one_gateway(serving):
+    serving[1].health = (503, b"{}")
+    for member, expected in zip(serving, (200, 503), strict=True):
+        connector = aiohttp.UnixConnector(member.group._socket)
+        async with aiohttp.ClientSession(connector=connector) as session, session.get("http://gateway/health") as found:
+            assert found.status == expected
+
+
+def test_merged_samples_stand_under_the_first_header():
+    one = b'# HELP a_total Help \\n\n# TYPE a_total counter\na_total{g="0"} 1.0\n'
+    two = b'# HELP b B\n# TYPE b gauge\nb 2.0\n# HELP a_total Help \\n\n# TYPE a_total counter\na_total{g="1"} 3.0\n'
+    merged = b'# HELP a_total Help \\n\n# TYPE a_total counter\na_total{g="0"} 1.0\na_total{g="1"} 3.0\n'
+    assert merge([one, two, b""]) == merged + b"# HELP b B\n# TYPE b gauge\nb 2.0\n"
