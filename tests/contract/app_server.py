@@ -7,7 +7,8 @@ from fake_backend import FakeBackend
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware
+from medialane.core.loop_fairness import LoopFairness
+from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.app import Frontend

@@ -36,6 +36,7 @@ class BreakingProcessor:
     def __init__(self, inner: Processor) -> None:
         self._inner = inner
         self.files = inner.files
+        self.settings = inner.settings
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         return self._inner.sample(video, io)

@@ -1,18 +1,23 @@
-"""The gateway that the corpus attacks, in its own process: all of `medialane gateway` with a fake worker.
+"""The gateway that the corpus attacks, in its own process: all of `medialane gateway` with a fake worker; and, in a
+child process, all of `medialane store`.
 
-It differs from the product in two places. Names of `.test` resolve by the table here, which allows DNS rebinding;
-resolved addresses are validated as usual. And the preparers' processor is `breaking_processor`, which crashes on images
-of certain sizes and is vLLM's for all others.
+The store differs from the product in two places. Names of `.test` resolve by the table here, which allows DNS
+rebinding; resolved addresses are validated as usual. And the preparers' processor is `breaking_processor`, which
+crashes on images of certain sizes and is vLLM's for all others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -20,8 +25,11 @@ from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from medialane.config import Config, enter_environ
+from medialane.core.parent_death import dies_with_this_process
+from medialane.media import Fetcher
 from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
 from medialane.rpc.fake import FAKE_CARD
+from medialane.store import StoreLink
 
 #: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {
@@ -66,7 +74,7 @@ def _result(host: str, address: str, port: int) -> ResolveResult:
 
 
 class AgreeingWorker(FakeHandler):
-    """Accepts features of any gateway: claims equal processor settings and a mapped arena."""
+    """Accepts features of any gateway: claims equal processor settings, and to have mapped the store's arena."""
 
     async def register(self, hello: Hello) -> Welcome:
         welcome = await super().register(hello)
@@ -74,29 +82,66 @@ class AgreeingWorker(FakeHandler):
         return msgspec.structs.replace(welcome, card=card)
 
 
-def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
-    """Serve on `port` with the settings of `folder`/config.json until SIGTERM."""
+def main(role: str, model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
+    """Serve on `port` with the settings of `folder`/config.json until SIGTERM; in role `store`, be its store."""
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
     # vllm reads its environment when it is imported.
     enter_environ(config, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
+    address = f"unix:{folder}/store"
+    if role == "store":
+        from medialane.cli import store
+
+        store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
+        store.Fetcher = _fetcher
+        store.run(config, model, flags, address)
+        return
+    with _store_process(sys.argv[2:]):
+        uvloop.run(_serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
+
+
+def _fetcher(*args: Any, **kwargs: Any) -> Fetcher:
+    return Fetcher(*args, **kwargs, resolver=LyingNames())  # which needs a running loop
+
+
+@contextmanager
+def _store_process(arguments: Sequence[str]) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, __file__, "store", *arguments], preexec_fn=dies_with_this_process(signal.SIGTERM)
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
     from medialane.cli import gateway
 
-    gateway.PROCESSOR_FACTORY = "breaking_processor:build_processor"
-    uvloop.run(_serve(config, model, f"unix://{folder}/worker", port, [*flags, "--disable-uvicorn-access-log"]))
-
-
-async def _serve(config: Config, model: str, worker: str, port: int, flags: Sequence[str]) -> None:
-    from medialane.cli import gateway
-
-    gateway.Fetcher = partial(gateway.Fetcher, resolver=LyingNames())
-    server = RpcServer(AgreeingWorker(card=FAKE_CARD, shm=True), RpcConfig())
+    worker, store = f"unix:{folder}/worker", f"unix:{folder}/store"
+    handler = AgreeingWorker(card=FAKE_CARD)
+    server = RpcServer(handler, RpcConfig())
     await server.serve(worker)
     try:
-        with gateway.bind("127.0.0.1", port) as sock:
-            await gateway.serve(config, model, flags, workers=[worker], sock=sock)
+        async with _mapping(handler, config, store):
+            with gateway.bind("127.0.0.1", port) as sock:
+                await gateway.serve(config, model, flags, peers=gateway.Peers([worker], store), sock=sock)
     finally:
         await server.close()
 
 
+@asynccontextmanager
+async def _mapping(handler: AgreeingWorker, config: Config, store: str) -> AsyncIterator[None]:
+    """Have the worker claim to have mapped the arena of whatever store is connected."""
+    link = StoreLink(store, rpc=config.rpc, arena_directory=config.arena.directory, wait_timeout_s=1.0)
+    link.watch(lambda offer: handler.map_arena(None if offer is None else offer.id))
+    running = asyncio.create_task(link.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])

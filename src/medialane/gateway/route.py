@@ -120,8 +120,11 @@ class Routes:
         for slot in self._slots.get(link.address, ()):
             self._router.clear_encoder(slot)
 
-    def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
-        """Return the worker for a request. The router counts the request from `begin` on. Raises NoWorkerReady."""
+    def choose(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, excluded: frozenset[str] = frozenset()
+    ) -> Route:
+        """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
+        on. Raises NoWorkerReady."""
         known = self._known(request, prepared)
         routing_request = RoutingRequest(
             block_ids=self._block_ids(request, known),
@@ -133,6 +136,7 @@ class Routes:
             session_id=request.session_id,
             rank=request.data_parallel_rank,
             request_id=request.request_id,
+            excluded=excluded,
         )
         started = time.perf_counter()
         routed = self._router.pick(routing_request)

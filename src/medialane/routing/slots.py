@@ -140,7 +140,11 @@ class SlotTable:
 
     def candidates(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that accept the request."""
-        return self.open & self.serving(request)
+        found = self.open & self.serving(request)
+        for worker_id in request.excluded:
+            for number in self._by_worker.get(worker_id, ()):
+                found &= ~(1 << number)
+        return found
 
     def serving(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that serve the model, the adapter and the rank, open or not."""

@@ -167,11 +167,14 @@ class Worker:
         if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
             return
         self._in_engine.add(offer.id)
-        if not await self._engine.attach_arena(offer.id, offer.nonce) or not self._shm.attach(offer.id, offer.nonce):
+        is_mapped = await self._engine.attach_arena(offer.id, offer.nonce) and self._shm.attach(offer.id, offer.nonce)
+        if offer != self._offer:  # the store was lost meanwhile; `_arena_changed` has woken `watch`
+            self._shm.detach(offer.id)
+        elif is_mapped:
+            self._announce(offer.id)
+        else:
             logger.warning("the store's arena is not in this worker's shared memory: media arrive in messages")
             self._unmappable = {offer.id}
-        elif offer == self._offer:
-            self._announce(offer.id)
 
     def _announce(self, arena: str | None) -> None:
         self._mapped = arena

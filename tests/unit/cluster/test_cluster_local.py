@@ -63,36 +63,52 @@ def test_url_is_reachable_from_this_machine():
     assert local.base_url(config(), ["--ssl-keyfile", "k"]) == "https://127.0.0.1:8000"
 
 
-def test_processes_are_the_workers_and_a_gateway_with_their_addresses(tmp_path):
-    first, second, gateway = make_parts(tmp_path, workers="2", vllm_args=["--max-model-len", "8"])
-    assert (first.name, second.name, gateway.name) == ("worker 0", "worker 1", "gateway")
-    assert first.argv[2:5] == ("medialane", "worker", "org/model")
+def flag(part, name):
+    return part.argv[part.argv.index(name) + 1]
+
+
+def test_processes_are_a_store_workers_and_a_gateway_with_their_addresses(tmp_path):
+    store, first, second, gateway = make_parts(tmp_path, workers="2", vllm_args=["--max-model-len", "8"])
+    assert [part.name for part in (store, first, second, gateway)] == ["store", "worker 0", "worker 1", "gateway"]
+    assert [part.argv[2:5] for part in (store, first, gateway)] == [
+        ("medialane", command, "org/model") for command in ("store", "worker", "gateway")
+    ]
+    for part in (store, first, second):
+        assert flag(part, "--listen") == f"unix:{part.ready.path}"
+        assert part.argv[-3:] == ("--", "--max-model-len", "8")
     for part in (first, second):
         assert f"unix:{part.ready.path}" in gateway.argv
-        assert part.argv[-3:] == ("--", "--max-model-len", "8")
-    assert gateway.layer > first.layer
+    for part in (first, second, gateway):
+        assert flag(part, "--store") == f"unix:{store.ready.path}"
+    assert len({part.ready.path for part in (store, first, second)}) == 3
+
+
+def test_gateway_stops_before_the_store_and_the_workers_that_it_uses(tmp_path):
+    store, worker, gateway = make_parts(tmp_path, workers="1")
+    assert gateway.layer > store.layer == worker.layer
     assert gateway.ready.url == "http://127.0.0.1:8000/health"
 
 
 def test_processes_load_the_configuration_of_serve(tmp_path):
-    worker, gateway = make_parts(tmp_path, workers="1", stage="url", rpc_token="secret")
-    for part in (worker, gateway):
+    store, worker, gateway = make_parts(tmp_path, workers="1", stage="url", rpc_token="secret", store_max_uuids="7")
+    for part in (store, worker, gateway):
         loaded = load_config(environ=part.environ)
-        assert (loaded.gateway.stage, loaded.rpc.token) == ("url", "secret")
+        assert (loaded.gateway.stage, loaded.rpc.token, loaded.store.max_uuids) == ("url", "secret", 7)
         assert not any("secret" in word for word in part.argv)
     assert worker.environ["HOME"] == "/root"
-    assert "OMP_NUM_THREADS" not in worker.environ
-    assert "OMP_NUM_THREADS" not in gateway.environ
+    for part in (store, worker, gateway):
+        assert "OMP_NUM_THREADS" not in part.environ
 
 
 def test_thread_count_is_set_only_for_workers(tmp_path):
-    worker, _, gateway = make_parts(tmp_path, workers="2")
+    store, worker, _, gateway = make_parts(tmp_path, workers="2")
     assert worker.environ["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in gateway.environ
+    assert "OMP_NUM_THREADS" not in store.environ
 
 
 def test_workers_on_one_gpu_start_sequentially(tmp_path):
-    first, second, _ = make_parts(tmp_path, workers="2", single_gpu=True, hardware=Hardware(("0", "1"), 8))
+    _, first, second, _ = make_parts(tmp_path, workers="2", single_gpu=True, hardware=Hardware(("0", "1"), 8))
     assert (first.after, second.after) == (None, "worker 0")
     assert second.argv[-2:] == ("--gpu-memory-utilization", "0.46")
     assert second.environ["CUDA_VISIBLE_DEVICES"] == "0"
@@ -100,9 +116,9 @@ def test_workers_on_one_gpu_start_sequentially(tmp_path):
 
 def test_workers_on_separate_gpus_start_concurrently(tmp_path):
     parts = make_parts(tmp_path, workers="2", hardware=Hardware(("0", "1"), 8))
-    assert [p.after for p in parts] == [None, None, None]
-    assert [p.environ.get("CUDA_VISIBLE_DEVICES") for p in parts] == ["0", "1", None]
-    assert "VLLM_CPU_KVCACHE_SPACE" not in parts[0].environ
+    assert [p.after for p in parts] == [None, None, None, None]
+    assert [p.environ.get("CUDA_VISIBLE_DEVICES") for p in parts] == [None, "0", "1", None]
+    assert "VLLM_CPU_KVCACHE_SPACE" not in parts[1].environ
 
 
 def test_served_name_is_the_one_used_by_requests():

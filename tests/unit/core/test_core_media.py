@@ -8,7 +8,7 @@ from medialane.core.media import Image, MediaRef, MediaSize
 
 @pytest.mark.parametrize("both_or_none", [{}, {"url": "http://a/", "data": b"a"}])
 def test_reference_has_either_a_url_or_data(both_or_none):
-    with pytest.raises(ValueError, match="either"):
+    with pytest.raises(ValueError, match="a media reference has"):
         MediaRef("image", "p", **both_or_none)
 
 

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from medialane.gateway.loop_fairness import SMALL_BYTES
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
-from medialane.gateway import GatewayConfig, LoopFairness
+from medialane.core.loop_fairness import SMALL_BYTES, LoopFairness
+from medialane.gateway import GatewayConfig
 from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers
 
 CONFIG = GatewayConfig()

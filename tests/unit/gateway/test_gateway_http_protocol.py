@@ -10,7 +10,8 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware
+from medialane.core.loop_fairness import LoopFairness
+from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware
 from medialane.gateway import http_protocol as module
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer

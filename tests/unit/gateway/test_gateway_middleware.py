@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import BodyTooLarge
 from medialane.core.feature import Feature, StagedItem
+from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import MediaSize
-from medialane.gateway import GatewayConfig, IntakeMiddleware, LoopFairness, ScopeMiddleware, current_scope
+from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 

@@ -1,11 +1,10 @@
-"""A request's media by stage: each found once, all leases owned by the scope."""
+"""A request's media by stage: each found once, all holds owned by the scope."""
 
 import pytest
-from medialane.gateway.features import Found
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import InvalidImage
-from medialane.core.feature import Feature, MediaPrompt
+from medialane.core.feature import Feature, FoundItem, MediaPrompt
 from medialane.core.media import EncodedMedia, MediaRef, MediaSize
 from medialane.core.stage import STAGES
 from medialane.gateway import open_scope
@@ -19,7 +18,7 @@ ASSEMBLY = Assembly(FakeAssembler())
 
 
 class Source:
-    """Leases on entries of an arena, as `FeatureSource` gives them; what is asked for is kept."""
+    """Holds on entries of an arena, as a `FeatureSource` returns them; what is asked for is recorded."""
 
     def __init__(self, arena):
         self.arena = arena
@@ -29,17 +28,20 @@ class Source:
     async def count_sent(self, ref, budget):
         """These images have no header."""
 
-    async def find(self, ref, options, timeline, budget):
-        return Found("content", self._lease("processed", ref), is_hit=False)
+    async def resolve(self, ref):
+        return ref
+
+    async def processed(self, ref, options, timeline, budget):
+        return self._found("processed", ref, is_hit=False)
 
     async def decoded(self, ref, timeline, budget):
-        return Found("content", self._lease("decoded", ref), is_hit=True)
+        return self._found("decoded", ref, is_hit=True)
 
     async def encoded(self, ref, timeline, budget):
         self._ask("encoded", ref)
         reservation = self.arena.reserve(10, "encoded")
         value = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
-        return self.arena.publish(reservation, ref.param, value)
+        return FoundItem("content", value, self.arena.publish(reservation, ref.param, value), is_hit=False)
 
     def key(self, ref, options, *, content):
         return f"key of {content}"
@@ -49,10 +51,11 @@ class Source:
         if ref.param == self.refused:
             raise InvalidImage("no", param=ref.param)
 
-    def _lease(self, kind, ref):
+    def _found(self, kind, ref, *, is_hit):
         self._ask(kind, ref)
         feature = Feature("image", f"{kind} entry", b"", (), MediaSize(2, 1))
-        return self.arena.publish(self.arena.reserve(10, kind), ref.param, feature)
+        lease = self.arena.publish(self.arena.reserve(10, kind), ref.param, feature)
+        return FoundItem("content", feature, lease, is_hit)
 
 
 @pytest.fixture

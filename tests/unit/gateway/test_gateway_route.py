@@ -7,19 +7,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import InvalidRequest
-from medialane.core.feature import MediaPrompt, PreparedPrompt
-from medialane.core.media import MediaRef
+from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway.route import Routes
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 
 
-def link_to(name, *, block_size=16):
+def link_to(name, *, block_size=16, same_host=True):
     card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
-    endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=True, card=card)
+    endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
     client = SimpleNamespace(num_block_gaps=0, num_gateways=1)
-    return SimpleNamespace(address=name, client=client, endpoints=lambda: [endpoint])
+    return SimpleNamespace(address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host)
 
 
 @pytest.fixture
@@ -39,6 +40,16 @@ def left_to_worker(number):
     item = MediaRef("image", "messages[0].content[0].image_url", data=b"")
     prepared = PreparedPrompt([1, 2, 3], (), ("f" * 64,), MediaPrompt([1, 2, 3], (item,)), None)
     return EngineRequest(f"r{number}", ExpandedPrompt([1, 2, 3]), b""), prepared
+
+
+def with_large_media(number):
+    """A request whose one image takes a gigabyte as features."""
+    spec = TensorSpec("uint8", (1 << 30,))
+    tensor = TensorDescriptor(spec, ArenaRange("a" * 32, 0, 64 + (1 << 30), 1), 64)
+    placed = PlacedFeature(Feature("image", f"{number:064x}", b"", (tensor,), MediaSize()), PlaceholderRange(1, 1))
+    item = MediaRef("image", "messages[0].content[0].image_url", data=b"")
+    prepared = PreparedPrompt([1, 7, 3], (placed,), (placed.feature.mm_hash,), MediaPrompt([1, 7, 3], (item,)), None)
+    return EngineRequest(f"m{number}", ExpandedPrompt([1, 7, 3]), b""), prepared
 
 
 def test_concurrent_new_images_share_a_worker_before_their_position_is_known(make_routes):
@@ -64,6 +75,16 @@ def test_removed_worker_is_not_chosen(make_routes):
     routes = make_routes(first, second)
     routes.left(first)
     assert {routes.choose(*left_to_worker(n)).link.address for n in range(4)} == {"w1"}
+
+
+def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
+    near, far = link_to("w0"), link_to("w1", same_host=False)
+    routes = make_routes(near, far)
+    for near.same_host, far.same_host in ((False, True), (True, False)):
+        for link in (near, far):
+            routes.moved(link)
+        chosen = {routes.choose(*with_large_media(number)).link.address for number in range(4)}
+        assert chosen == {"w0" if near.same_host else "w1"}
 
 
 def test_choice_does_not_scan_the_links(make_routes):

@@ -1,4 +1,4 @@
-"""Links to workers: connect, reconnect, and what a lost worker may still read."""
+"""Links to workers: connect, reconnect, and whether a worker has mapped this host's arena."""
 
 import asyncio
 import contextlib
@@ -23,20 +23,13 @@ async def num_tokens(remote):
     return sum([len(completion.token_ids) async for delta in remote for completion in delta.completions])
 
 
-class Held:
-    def __init__(self):
-        self.num_released = 0
-
-    def release(self):
-        self.num_released += 1
-
-
 class Net:
     """One address, the links to it, and the servers that were there."""
 
     def __init__(self, path, registry):
         self.address = f"unix:{path}"
         self.registry = registry
+        self.own_arena = None
         self._stack = contextlib.AsyncExitStack()
         self._metrics = Metrics(registry)
 
@@ -48,7 +41,14 @@ class Net:
 
     def link(self, listener=None, *, config=None, **hello):
         config = config or GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
-        link = WorkerLink(self.address, Hello(gateway_id="g", **hello), rpc=RPC, config=config, metrics=self._metrics)
+        link = WorkerLink(
+            self.address,
+            Hello(gateway_id="g", **hello),
+            rpc=RPC,
+            config=config,
+            metrics=self._metrics,
+            own_arena=lambda: self.own_arena,
+        )
         link.listener = listener
         running = asyncio.create_task(link.run())
         self._stack.push_async_callback(self._end, running)
@@ -100,73 +100,53 @@ async def test_link_connects_once_the_worker_appears(net, attempts):
     await eventually(lambda: link.endpoint().ready)
 
 
-async def test_leases_end_once_when_the_worker_releases(net):
-    await net.serve(FakeHandler())
-    link = await net.connected()
-    leases = [Held(), Held()]
-    remote = link.submit(request(), leases)
-    assert await num_tokens(remote) == 3
-    await eventually(lambda: len(link._leases) == 0)
-    assert [held.num_released for held in leases] == [1, 1]
-
-
-async def test_request_without_a_connection_releases_its_leases(net):
-    link = net.link()
-    held = Held()
+async def test_request_without_a_connection_is_refused(net):
     with pytest.raises(WorkerLost):
-        link.submit(request(), [held])
-    assert held.num_released == 1
+        net.link().submit(request())
 
 
-async def test_unserialisable_request_releases_its_leases(net):
+async def test_unserialisable_request_leaves_nothing_in_flight(net):
     await net.serve(FakeHandler())
     link = await net.connected()
-    held = Held()
     with pytest.raises(OverflowError):
-        link.submit(request(priority=1 << 70), [held])
-    assert (held.num_released, len(link._leases)) == (1, 0)
+        link.submit(request(priority=1 << 70))
+    assert link.client.num_in_flight == 0
 
 
-async def test_duplicate_request_id_keeps_the_leases_of_the_first_until_its_release(net):
+async def test_duplicate_request_id_is_refused_and_the_first_continues(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(3)))
     link = await net.connected()
-    first, second = Held(), Held()
-    remote = link.submit(request(), [first])
+    remote = link.submit(request())
     with pytest.raises(GenerationFailed):
-        link.submit(request(), [second])
-    assert (first.num_released, second.num_released) == (0, 1)
+        link.submit(request())
     assert await num_tokens(remote) == 3
-    await eventually(lambda: len(link._leases) == 0)
-    assert (first.num_released, second.num_released) == (1, 1)
+    await eventually(lambda: link.client.num_in_flight == 0)
 
 
-async def test_leases_are_held_until_the_worker_process_is_gone(net):
-    handler = FakeHandler(delay_s=0.01, token_ids=range(1000), release_s=0.2)
-    server = await net.serve(handler)
+async def test_lost_worker_is_counted(net):
+    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()
-    held = Held()
-    link.submit(request(), [held])
+    remote = link.submit(request())
     await eventually(lambda: server.num_in_flight == 1)
-    closing = asyncio.create_task(server.close())
-    await eventually(lambda: handler.num_cancelled == 1)
-    assert held.num_released == 0
-    await closing
-    await eventually(lambda: held.num_released == 1)
-    assert net.registry.get_sample_value("medialane_worker_losses_total", {"worker": net.address}) == 1
+    await server.close()
+    await eventually(lambda: link.client is None)
+    with pytest.raises(WorkerLost):
+        await num_tokens(remote)
+    value = net.registry.get_sample_value
+    await eventually(lambda: value("medialane_worker_losses_total", {"worker": net.address}) == 1)
 
 
-async def test_cancelled_link_disconnects_and_releases_everything(net):
+async def test_cancelled_link_disconnects_and_ends_its_requests(net):
     server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     config = GatewayConfig()
     link = WorkerLink(net.address, Hello(gateway_id="g"), rpc=RPC, config=config, metrics=Metrics(CollectorRegistry()))
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.client is not None)
-    client, held = link.client, Held()
-    link.submit(request(), [held])
+    client = link.client
+    link.submit(request())
     await eventually(lambda: server.num_in_flight == 1)
     await net._end(running)
     assert client.closed.is_set()
-    assert held.num_released == 1
     await eventually(lambda: server.num_in_flight == 0)
 
 
@@ -186,11 +166,47 @@ async def test_differing_settings_are_listed_by_name(net, caplog):
     assert "processor setting model is None there and ours here" in caplog.text
 
 
-async def test_same_host_requires_proof_by_the_worker(net):
-    await net.serve(FakeHandler(shm=True, card=FAKE_CARD))
-    link = await net.connected()
-    assert link.same_host
+@pytest.mark.parametrize(
+    ("own", "theirs", "is_same"), [("a", "a", True), ("a", "b", False), ("a", None, False), (None, None, False)]
+)
+async def test_same_host_requires_that_both_have_mapped_one_arena(net, own, theirs, is_same):
+    handler, net.own_arena = FakeHandler(), own
+    handler.map_arena(theirs)
+    await net.serve(handler)
+    heard = Heard()
+    link = net.link(heard)
+    await eventually(lambda: heard.held is not None and (theirs is None or link.client.arena == theirs))
+    assert (link.same_host, link.endpoint().same_host) == (is_same, is_same)
     assert link.same_processor
+
+
+async def test_listener_is_notified_when_the_worker_maps_or_unmaps_an_arena(net):
+    handler, heard, net.own_arena = FakeHandler(), Heard(), "a"
+    await net.serve(handler)
+    link = net.link(heard)
+    await eventually(lambda: heard.held is not None)
+    assert not link.same_host
+    for arena in ("a", None):
+        handler.map_arena(arena)
+        await eventually(lambda expected=arena is not None: link.same_host is expected)
+    await eventually(lambda: heard.moves[-2:] == [True, False])
+
+
+async def test_listener_is_notified_when_this_gateway_has_another_store(net):
+    handler, heard, net.own_arena = FakeHandler(), Heard(), "a"
+    handler.map_arena("a")
+    server = await net.serve(handler)
+    link = net.link(heard)
+    pool = WorkerPool([link])
+    await eventually(lambda: heard.held is not None and link.same_host)
+    del heard.moves[:]
+    for net.own_arena in ("b", None, "a"):
+        pool.arena_changed()
+    assert heard.moves == [False, False, True]
+    await server.close()
+    await eventually(lambda: heard.held is None)
+    pool.arena_changed()
+    assert len(heard.moves) == 3, "the worker is lost"
 
 
 async def test_pool_counts_ready_workers(net, tmp_path):
@@ -207,16 +223,15 @@ async def test_pool_counts_ready_workers(net, tmp_path):
     assert pool.num_ready == 0
 
 
-async def test_full_worker_rejects_without_holding_leases(net):
+async def test_full_worker_rejects(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()
     link.client._requests._config = RpcConfig(max_in_flight=1)
-    link.submit(request("a"), [])
-    held = Held()
-    remote = link.submit(request("b"), [held])
+    link.submit(request("a"))
+    remote = link.submit(request("b"))
     with pytest.raises(NoWorkerReady):
         await anext(remote)
-    assert held.num_released == 1
+    assert link.client.num_in_flight == 1
 
 
 class Heard:
@@ -224,6 +239,7 @@ class Heard:
 
     def __init__(self):
         self.calls = []
+        self.moves = []  # link.same_host
         self.held = None
 
     def joined(self, link):
@@ -237,6 +253,9 @@ class Heard:
     def reported(self, link, loads):
         if self.calls[-1][0] != "reported":
             self.calls.append(("reported", *[load.num_running for load in loads]))
+
+    def moved(self, link):
+        self.moves.append(link.same_host)
 
     def changed(self, link, change):
         known = set() if change.snapshot else self.held - ids(change.removed)
@@ -336,28 +355,6 @@ async def test_failing_link_is_logged_once_and_retried(net, caplog):
     assert "no room for another" in caplog.text
 
 
-async def test_leases_of_a_failed_link_are_held_until_the_worker_responds_again(net, monkeypatch):
-    server = await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
-    link = await net.connected()
-    held = Held()
-    link.submit(request(), [held])
-    server_side = asyncio.Event()
-
-    async def fail(*_):
-        server_side.set()
-        raise RuntimeError("a bug of ours")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RpcClient, "connect", fail)
-        for session in list(server._sessions):
-            session.end(WorkerLost("the network is broken"))
-        await server_side.wait()
-        await eventually(lambda: link.is_failing)
-        assert held.num_released == 0
-    await eventually(lambda: link.client is not None)
-    assert held.num_released == 1
-
-
 @pytest.mark.parametrize("error", [UnicodeError("label empty"), RuntimeError("a bug"), KeyError("w"), OSError("?")])
 async def test_exception_in_one_link_leaves_the_others_serving(net, monkeypatch, error, caplog):
     handler = FakeHandler()
@@ -380,7 +377,7 @@ async def test_exception_in_one_link_leaves_the_others_serving(net, monkeypatch,
     pool = WorkerPool(links)
     running = asyncio.create_task(pool.run())
     await eventually(lambda: len(tries) > 3 and pool.num_ready == 1)
-    assert await num_tokens(links[1].submit(request(), [])) == 3
+    assert await num_tokens(links[1].submit(request())) == 3
     assert not running.done()
     assert (health_of(pool).response()[0], pool.num_failing) == (200, 1)
     assert "worker tcp://a..b:7000: its link failed" in caplog.text

@@ -2,7 +2,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.core.stats import ArenaStats, PoolStats, RoutingStats
+from medialane.core.stats import ArenaStats, PoolStats, RoutingStats, StoreStats
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 
@@ -51,8 +51,7 @@ def test_failures_are_counted_by_type(metrics, registry):
 def test_state_is_read_at_every_scrape(metrics, registry):
     arena = arena_stats(published_bytes=40, pinned_bytes=15, num_evictions=7)
     preparers = pool_stats(num_busy=1, num_restarts=5, num_queued=4)
-    metrics.watch_arena(lambda: arena)
-    metrics.watch_preparers(lambda: preparers)
+    metrics.watch_store(lambda: StoreStats(arena, preparers))
     value = registry.get_sample_value
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 25
     assert value("medialane_arena_evictions_total") == 7
@@ -61,6 +60,16 @@ def test_state_is_read_at_every_scrape(metrics, registry):
     arena, preparers = arena_stats(published_bytes=40, pinned_bytes=40), pool_stats()
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 0
     assert value("medialane_preparer_queue") == 0
+
+
+def test_lost_store_has_no_state_rather_than_a_stale_one(metrics, registry):
+    stats = StoreStats(arena_stats(num_evictions=7), pool_stats(num_busy=1))
+    metrics.watch_store(lambda: stats)
+    value = registry.get_sample_value
+    assert value("medialane_arena_evictions_total") == 7
+    stats = None
+    assert value("medialane_arena_evictions_total") is None
+    assert value("medialane_preparers", {"state": "busy"}) is None
 
 
 def test_router_is_read_at_every_scrape(metrics, registry):
@@ -112,7 +121,7 @@ def test_worker_is_in_exactly_one_state(metrics, registry):
 
 
 def test_closed_metrics_unregister(metrics, registry):
-    metrics.watch_arena(arena_stats)
+    metrics.watch_store(lambda: StoreStats(arena_stats(), pool_stats()))
     metrics.close()
     metrics.close()
     assert b"medialane" not in generate_latest(registry)

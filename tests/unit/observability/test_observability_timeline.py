@@ -2,9 +2,10 @@
 
 import re
 
+import msgspec
 import pytest
 
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import StageTimeline, TimelineReport
 
 
 def test_stage_of_concurrent_items_takes_as_long_as_its_longest():
@@ -28,6 +29,27 @@ def test_cache_outcome(num_hits, num_misses, outcome):
     timeline = StageTimeline()
     timeline.num_hits, timeline.num_misses = num_hits, num_misses
     assert timeline.cache == outcome
+
+
+def test_part_done_by_another_process_is_added():
+    timeline, other = StageTimeline(), StageTimeline()
+    for one, seconds in ((timeline, 0.2), (other, 0.5)):
+        one.add("decode", seconds)
+    timeline.add("fetch", 0.3)
+    other.add("fetch", 0.1)
+    other.add("process", 0.4)
+    timeline.num_hits, timeline.copied_bytes = 1, 10
+    other.num_hits, other.num_misses, other.copied_bytes = 2, 3, 5
+    report = msgspec.msgpack.decode(msgspec.msgpack.encode(other.report()), type=TimelineReport)
+    timeline.merge(report)
+    assert timeline.seconds == {"decode": 0.5, "fetch": 0.3, "process": 0.4}
+    assert (timeline.num_hits, timeline.num_misses, timeline.copied_bytes) == (3, 3, 15)
+
+
+def test_empty_report_changes_nothing():
+    timeline = StageTimeline()
+    timeline.merge(StageTimeline().report())
+    assert (timeline.seconds, timeline.cache, timeline.copied_bytes) == ({}, "none", 0)
 
 
 def test_server_timing_is_a_list_of_metrics_in_milliseconds():

@@ -87,6 +87,16 @@ def test_prompt_goes_to_the_worker_with_its_prefix(make):
     assert again.decision.reason == "longest cached prefix"
 
 
+def test_large_media_go_to_the_worker_that_has_mapped_their_arena(make):
+    router = make(2)
+    for near in (0, 1, 0):
+        for slot in (0, 1):
+            router.move(slot, same_host=slot == near)
+        routed = begin(router, request(text(near), handover_bytes=1 << 30))
+        assert routed.slot == near
+        routed.release()
+
+
 def test_engine_computes_at_least_the_last_token(make):
     router = make()
     serve(router, request(text(1, 96)))

@@ -20,13 +20,13 @@ from medialane.core.request import WorkerLoad
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Welcome
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.framing import append_frame
-from medialane.rpc.messages import LoadReport, Refused, Released
+from medialane.rpc.messages import ArenaMapped, LoadReport, Refused, Released
 from waiting import eventually
 
 HOUR_S = 3600.0
 HELLO = Hello(gateway_id="gateway")
 QUICK = RpcConfig(connect_timeout_s=0.3, release_timeout_s=0.1, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
-WELCOME = Welcome("w", 1, FAKE_CARD, False)
+WELCOME = Welcome("w", 1, FAKE_CARD)
 
 
 def frames(*messages):
@@ -79,7 +79,7 @@ async def test_socket_of_a_dead_worker_means_no_worker(tmp_path):
 @pytest.mark.parametrize("size", [{"block_size": 0}, {"data_parallel_size": 1 << 40}, {"num_kv_blocks": -1}])
 async def test_card_with_impossible_sizes_closes_the_connection(scripted_worker, size):
     card = msgspec.structs.replace(FAKE_CARD, **size)
-    address = await scripted_worker(frames(Welcome("w", 1, card, False)))
+    address = await scripted_worker(frames(Welcome("w", 1, card)))
     with pytest.raises(ProtocolViolation, match="sizes out of range"):
         await RpcClient.connect(address, HELLO, QUICK)
 
@@ -175,7 +175,7 @@ async def test_silent_worker_is_lost_at_the_heartbeat_timeout(scripted_worker):
     with pytest.raises(WorkerLost):
         await tokens_of(remote)
     assert 0.2 < asyncio.get_running_loop().time() - started < 2
-    assert await remote.released() is False
+    assert client.num_in_flight == 0
     await client.wait_closed()
 
 
@@ -192,40 +192,22 @@ async def test_violation_by_the_worker_closes_the_connection_and_its_requests(sc
     assert client.closed.is_set()
 
 
-async def test_on_released_is_called_when_the_worker_has_released(net):
+async def test_request_is_in_flight_until_the_worker_has_released_it(net):
     handler = FakeHandler([1], release_s=0.05)
     await net.serve(handler)
-    released = []
     client = await net.connect()
-    remote = client.submit(engine_request("r"), on_released=lambda rid: released.append((rid, handler.num_active)))
-    await tokens_of(remote)
-    assert released == []
-    await remote.released()
-    assert released == [("r", 0)]
+    await tokens_of(client.submit(engine_request("r")))
+    assert (client.num_in_flight, handler.num_active) == (1, 1)
+    await eventually(lambda: client.num_in_flight == 0)
+    assert handler.num_active == 0
 
 
-async def test_on_released_is_not_called_when_the_connection_is_lost(net):
-    await net.serve(FakeHandler([1], delay_s=HOUR_S))
-    released = []
-    client = await net.connect()
-    remote = client.submit(engine_request("r"), on_released=released.append)
-    await client.close()
-    assert await remote.released() is False
-    assert released == []
-    with pytest.raises(WorkerLost):
-        await tokens_of(remote)
-
-
-async def test_request_on_a_lost_connection_fails_and_is_released_at_once(net):
+async def test_request_on_a_lost_connection_fails_at_once(net):
     await net.serve(FakeHandler([1]))
     client = await net.connect()
     await client.close()
-    released = []
-    remote = client.submit(engine_request("r"), on_released=released.append)
-    assert released == ["r"]
-    assert await remote.released()
     with pytest.raises(WorkerLost):
-        await tokens_of(remote)
+        await tokens_of(client.submit(engine_request("r")))
     assert client.num_in_flight == 0
 
 
@@ -236,8 +218,7 @@ async def test_request_beyond_max_in_flight_fails_and_the_others_go_on(net):
     with pytest.raises(NoWorkerReady):
         await tokens_of(third)
     assert [await tokens_of(first), await tokens_of(second)] == [[1], [1]]
-    await first.released()
-    await second.released()
+    await eventually(lambda: client.num_in_flight == 0)
     assert await tokens_of(client.submit(engine_request("r4"))) == [1]
 
 
@@ -277,7 +258,7 @@ async def test_slow_consumer_is_aborted_at_its_buffer_limit(net):
     await net.serve(handler)
     client = await net.connect(RpcConfig(max_queued_bytes=10_000))
     slow = client.submit(engine_request("slow"))
-    assert await slow.released()
+    await eventually(lambda: client.num_in_flight == 0)
     assert handler.num_cancelled == 1
     with pytest.raises(GenerationFailed, match="too slowly"):
         await tokens_of(slow)
@@ -307,7 +288,43 @@ async def test_outputs_of_finished_requests_outlive_the_connection(net):
     server = await net.serve(FakeHandler([1, 2]))
     client = await net.connect()
     remote = client.submit(engine_request("r"))
-    await remote.released()
+    await eventually(lambda: client.num_in_flight == 0)
     await server.close()
     await eventually(client.closed.is_set)
     assert await tokens_of(remote) == [1, 2]
+
+
+async def test_workers_mapped_arena_and_its_changes_are_reported(net):
+    handler, seen = FakeHandler(), []
+    handler.map_arena("first")
+    await net.serve(handler)
+    client = await net.connect()
+    await eventually(lambda: client.arena == "first")
+    client.watch(on_blocks=_ignore, on_loads=_ignore, on_arena=lambda: seen.append(client.arena))
+    for arena in (None, "second"):
+        handler.map_arena(arena)
+    await eventually(lambda: seen == [None, "second"])
+
+
+async def test_arena_is_reported_to_every_gateway_until_it_leaves(net):
+    handler = FakeHandler()
+    await net.serve(handler)
+    first, second = await net.connect(gateway_id="a"), await net.connect(gateway_id="b")
+    await eventually(lambda: len(handler.arena_listeners) == 2)
+    await first.close()
+    await eventually(lambda: len(handler.arena_listeners) == 1)
+    handler.map_arena("x")
+    await eventually(lambda: second.arena == "x")
+    assert first.arena is None
+
+
+async def test_malformed_arena_report_closes_the_connection(scripted_worker):
+    client = await RpcClient.connect(await scripted_worker(frames(WELCOME), frames(ArenaMapped(7))), HELLO, RpcConfig())
+    with pytest.raises(WorkerLost):
+        await tokens_of(client.submit(engine_request("r")))
+    assert client.closed.is_set()
+    assert client.arena is None
+
+
+def _ignore(_):
+    """No subject of these tests."""

@@ -6,10 +6,11 @@ from rpc_requests import engine_request
 
 from medialane.core.errors import GenerationFailed, ProtocolViolation, to_report
 from medialane.core.request import CompletionDelta, OutputDelta, WorkerLoad
-from medialane.rpc import ArenaOffer, Hello, Welcome
+from medialane.rpc import Hello, Welcome
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.messages import (
     Abort,
+    ArenaMapped,
     Failed,
     LoadReport,
     Output,
@@ -33,7 +34,7 @@ def encoded(message):
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(gateway_id="g", token="t", arena=ArenaOffer("a" * 32, b"nonce"), processor={"dtype": "float32"}),
+        Hello(gateway_id="g", token="t", processor={"dtype": "float32"}),
         Submit(engine_request("r")),
         Abort("r"),
         Ping(7),
@@ -47,11 +48,13 @@ def test_gateway_message_round_trips(message):
 @pytest.mark.parametrize(
     "message",
     [
-        Welcome("w", 12, FAKE_CARD, True),
+        Welcome("w", 12, FAKE_CARD),
         Refused(REPORT),
         Output(OutputDelta("r", [CompletionDelta(0, "a", [1])])),
         Failed("r", REPORT),
         Released("r"),
+        ArenaMapped("a" * 32),
+        ArenaMapped(None),
         LoadReport((WorkerLoad(1, 2, 0.5), WorkerLoad(0, 0, 0.0))),
         Pong(7),
     ],

@@ -14,14 +14,8 @@ def delta(token, *, finished=False):
 
 class Recorded:
     def __init__(self, *, mergeable=True):
-        self.aborts, self.releases = [], []
-        self.remote = RemoteRequest(
-            "r",
-            max_queued_bytes=100,
-            mergeable=mergeable,
-            send_abort=self.aborts.append,
-            on_released=self.releases.append,
-        )
+        self.aborts = []
+        self.remote = RemoteRequest("r", max_queued_bytes=100, mergeable=mergeable, send_abort=self.aborts.append)
 
 
 @pytest.fixture
@@ -81,19 +75,14 @@ async def test_error_is_raised_after_earlier_deltas(recorded):
 
 async def test_lost_connection_does_not_affect_a_complete_output(recorded):
     recorded.remote.on_output(delta(1, finished=True), 10)
-    recorded.remote.on_lost(WorkerLost("gone"))
+    recorded.remote.on_error(WorkerLost("gone"))
     assert await tokens_of(recorded.remote) == [1]
-    assert await recorded.remote.released() is False
-    assert recorded.releases == []
 
 
-async def test_release_is_reported_once_to_every_waiter(recorded):
-    waiting = [asyncio.create_task(recorded.remote.released()) for _ in range(2)]
-    await asyncio.sleep(0)
+async def test_release_does_not_affect_a_complete_output(recorded):
     recorded.remote.on_output(delta(1, finished=True), 10)
     recorded.remote.on_release()
-    assert await asyncio.gather(*waiting) == [True, True]
-    assert recorded.releases == ["r"]
+    assert await tokens_of(recorded.remote) == [1]
 
 
 async def test_release_before_the_output_is_complete_fails_the_iteration(recorded):
@@ -114,7 +103,7 @@ async def test_abort_is_sent_once_and_ends_the_iteration(recorded):
 
 
 @pytest.mark.parametrize(
-    "end", [lambda r: r.on_output(delta(1, finished=True), 1), lambda r: r.on_lost(WorkerLost(""))]
+    "end", [lambda r: r.on_output(delta(1, finished=True), 1), lambda r: r.on_error(WorkerLost(""))]
 )
 async def test_abort_after_the_end_is_a_no_op(recorded, end):
     end(recorded.remote)

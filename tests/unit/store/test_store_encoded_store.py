@@ -1,8 +1,8 @@
 """Encoded media in the arena: one copy, found by content hash, with its description."""
 
-import asyncio
 import io
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +15,6 @@ from medialane.core.media import MediaRef
 from medialane.media import MediaConfig
 from medialane.store import EncodedStore
 from medialane.store.encoded_store import STEPS
-from waiting import iterations
 
 MIB = 1 << 20
 
@@ -117,17 +116,50 @@ def test_non_image_content_is_not_stored(arena, store):
     assert arena.stats().num_entries == 0
 
 
-async def test_rejected_bytes_leave_no_entry(arena):
+def upload(store, data, salt=""):
+    """Store bytes that a client has sent."""
+    with store.reserve(len(data)) as reservation:
+        reservation.buffer[:] = data
+        return store.publish(reservation, image(salt), content_hash(data))
+
+
+def test_rejected_bytes_leave_no_entry(arena):
     store = EncodedStore(arena, MediaConfig(max_image_bytes=100))
     with pytest.raises(MediaTooLarge):
-        await store.put(image(), content_hash(BMP), BMP)
+        upload(store, BMP)
     assert arena.stats().num_entries == 0
 
 
-async def test_duplicate_content_is_one_entry(arena, store):
+def test_bytes_larger_than_the_arena_are_rejected_permanently(store):
+    with pytest.raises(MediaTooLarge):
+        store.reserve(17 * MIB)
+
+
+def test_embeddings_and_media_of_equal_bytes_are_kept_apart(arena, store):
+    embeds = msgspec.structs.replace(image(), is_embeds=True)
+    upload(store, BMP).release()
+    assert store.lookup(embeds, content_hash(BMP)) is None
+    arena.clear()
+    with store.reserve(len(BMP)) as reservation:
+        reservation.buffer[:] = BMP
+        store.publish(reservation, embeds, content_hash(BMP)).release()
+    assert store.lookup(image(), content_hash(BMP)) is None
+    store.lookup(embeds, content_hash(BMP)).release()
+
+
+def test_forgotten_content_is_evicted_unless_it_is_held(arena, store):
+    held = upload(store, BMP)
+    store.forget(image(), content_hash(BMP))
+    assert store.bytes(held.value) == BMP
+    held.release()
+    store.forget(image(), content_hash(BMP))
+    assert (store.lookup(image(), content_hash(BMP)), arena.stats().num_entries) == (None, 0)
+
+
+def test_duplicate_content_is_one_entry(arena, store):
     receive(store, BMP).finish(content_hash(BMP))
     receive(store, BMP, declared=False).finish(content_hash(BMP))
-    (await store.put(image(), content_hash(BMP), BMP)).release()
+    upload(store, BMP).release()
     assert arena.stats().num_entries == 1
 
 
@@ -138,8 +170,8 @@ def test_entries_are_separate_per_tenant(store):
     store.lookup(image("one"), content_hash(BMP)).release()
 
 
-async def test_entry_is_probed_again_for_another_modality(arena, store):
-    (await store.put(image(), content_hash(BMP), BMP)).release()
+def test_entry_is_probed_again_for_another_modality(arena, store):
+    upload(store, BMP).release()
     audio = MediaRef("audio", "p", url="http://host/")
     with pytest.raises(UnsupportedMediaType):
         store.lookup(audio, content_hash(BMP))
@@ -167,26 +199,3 @@ def test_any_chunks_and_content_length_give_the_bytes(sizes, promised):
         assert arena.stats().largest_hole_bytes == arena.stats().size_bytes
     finally:
         arena.close()
-
-
-async def test_cancelled_copy_leaves_no_entry(arena, store):
-    data = BMP + bytes(4 << 20)
-    task = asyncio.create_task(store.put(image(), content_hash(data), data))
-    await iterations(2)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
-    assert (arena.stats().num_entries, arena.stats().num_leases) == (0, 0)
-
-
-async def test_other_tasks_run_while_large_bytes_are_copied(store):
-    data = BMP + bytes(4 << 20)
-    task = asyncio.create_task(store.put(image(), content_hash(data), data))
-    fairness = 0
-    while not task.done():
-        await asyncio.sleep(0)
-        fairness += 1
-    lease = await task
-    assert store.bytes(lease.value) == data
-    lease.release()
-    assert fairness > 4

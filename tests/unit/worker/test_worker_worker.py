@@ -17,13 +17,13 @@ from medialane.core.admin import (
     ResetPrefixCache,
     Sleep,
 )
-from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, WorkerLost
+from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, StoreUnavailable, WorkerLost
 from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.rpc import ArenaOffer, Hello
+from medialane.core.tensor import ArenaOffer, InlineTensor, TensorSpec
+from medialane.rpc import Hello
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
 from medialane.worker.fake_engine import FAKE_CARD
 from waiting import eventually, iterations
@@ -48,16 +48,75 @@ def worker(engine):
 def arena():
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
     yield arena
+    num_leases = arena.stats().num_leases
     arena.close()
+    assert num_leases == 0
 
 
-def make(engine, **config):
-    return Worker(engine, WorkerConfig(**config), arena_directory="/dev/shm")
+class Host:
+    """The store of this host as a worker sees it (`HostArena`)."""
+
+    def __init__(self):
+        self.arena = None
+        self.error = None
+
+    def watch(self, listener):
+        self._listener = listener
+
+    def found(self, arena, **changed):
+        self.arena = arena
+        self.offer(msgspec.structs.replace(ArenaOffer(arena.id, arena.nonce), **changed))
+
+    def offer(self, offer):
+        self._listener(offer)
+
+    async def hold(self, ranges):
+        if self.error is not None:
+            raise self.error
+        (found,) = ranges
+        if (lease := self.arena.share(found)) is None:
+            raise HandoverFailed("not held any more")
+        return lease
 
 
-def hello(arena=None, processor=FAKE_CARD.processor):
-    offer = None if arena is None else ArenaOffer(arena.id, arena.nonce)
-    return Hello(gateway_id="g", arena=offer, processor=processor)
+@pytest.fixture
+def host():
+    return Host()
+
+
+class Mapped:
+    """What a worker has reported about its arena."""
+
+    def __init__(self, worker):
+        self.arenas = []
+        self.stop = worker.watch_arena(self.arenas.append)
+
+
+@pytest.fixture
+async def sharing(engine, host):
+    """A worker that watches the store of its host, and what it reports."""
+    worker = make(engine, host, ping_interval_s=60.0)
+    watching = asyncio.create_task(worker.watch())
+    await eventually(lambda: engine.num_pings == 1)
+    yield worker
+    watching.cancel()
+    worker.close()
+
+
+def make(engine, host=None, **config):
+    return Worker(engine, WorkerConfig(**config), arena_directory="/dev/shm", host_arena=host)
+
+
+def hello(processor=FAKE_CARD.processor):
+    return Hello(gateway_id="g", processor=processor)
+
+
+async def shared(worker, host, arena):
+    """Wait until the worker and its engine have mapped `arena`."""
+    mapped = Mapped(worker)
+    host.found(arena)
+    await eventually(lambda: mapped.arenas[-1] == arena.id)
+    mapped.stop()
 
 
 def feature(tensor, place=PLACE):
@@ -73,8 +132,9 @@ def request(*features, **params):
     return EngineRequest("r", ExpandedPrompt([1, 2, 3, 4], features), msgspec.json.encode(FakeParams(**params)))
 
 
-def mapped():
-    return Path("/proc/self/maps").read_text()
+def is_mapped(arena):
+    """Whether a worker of this process, where the arena's owner is as well, has mapped the arena: workers only read."""
+    return any(arena.id in line and "r--s" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 async def answer(worker, sent):
@@ -94,25 +154,54 @@ async def test_gateway_receives_the_model_card(worker, engine):
     welcome = await worker.register(hello())
     assert welcome.card == engine.card
     assert welcome.worker_id == worker.worker_id
-    assert not welcome.shm
 
 
 async def test_worker_ids_are_unique(engine):
     assert make(engine).worker_id != make(engine).worker_id
 
 
-async def test_shared_memory_needs_both_processes(arena, worker, engine):
-    assert (await worker.register(hello(arena))).shm
+async def test_arena_of_the_host_is_mapped_by_worker_and_engine(arena, host, sharing, engine):
+    reported = Mapped(sharing)
+    host.found(arena)
+    await eventually(lambda: reported.arenas == [None, arena.id])
     assert engine.arenas == [arena.id]
-    deaf = make(FakeEngine(attaches=False))
-    assert not (await deaf.register(hello(arena))).shm
-    deaf.close()
+    assert is_mapped(arena)
+    assert Mapped(sharing).arenas == [arena.id], "a gateway that connects later"
 
 
-async def test_arena_of_another_host_is_not_shared(worker, engine):
-    offer = ArenaOffer("f" * 32, b"n" * 16)
-    assert not (await worker.register(Hello(gateway_id="g", arena=offer))).shm
-    assert engine.arenas == []
+async def test_arena_that_the_engine_cannot_map_is_not_reported(arena, host, sharing, engine, caplog):
+    engine.attaches = False
+    reported = Mapped(sharing)
+    for _ in range(2):  # the store's connection is lost and restored
+        num_pings = engine.num_pings
+        host.found(arena)
+        await eventually(lambda before=num_pings: engine.num_pings > before)
+    await eventually(lambda: "media arrive in messages" in caplog.text)
+    await iterations(3)
+    assert reported.arenas == [None]
+    assert engine.arenas == [arena.id], "asked once"
+    assert caplog.text.count("media arrive in messages") == 1
+
+
+@pytest.mark.parametrize("changed", [{"id": "f" * 32}, {"nonce": b"n" * 16}])
+async def test_arena_in_another_shared_memory_is_not_reported(arena, host, sharing, engine, caplog, changed):
+    reported = Mapped(sharing)
+    host.found(arena, **changed)
+    await eventually(lambda: "media arrive in messages" in caplog.text)
+    assert reported.arenas == [None]
+    tensor, lease = put(arena, b"abcdef")
+    with pytest.raises(HandoverFailed):
+        await answer(sharing, request(feature(tensor)))
+    lease.release()
+
+
+async def test_worker_without_a_store_takes_media_in_messages_only(arena, worker):
+    tensor, lease = put(arena, b"abcdef")
+    with pytest.raises(HandoverFailed, match="no store on its host"):
+        await answer(worker, request(feature(tensor)))
+    assert await answer(worker, request(inline()))
+    assert Mapped(worker).arenas == [None]
+    lease.release()
 
 
 async def test_different_processor_settings_are_reported(worker, caplog):
@@ -122,41 +211,88 @@ async def test_different_processor_settings_are_reported(worker, caplog):
     assert "dtype is x there and None here" in caplog.messages[0]
 
 
-async def test_inline_and_descriptor_features_give_the_same_output(arena, worker):
-    await worker.register(hello(arena))
+async def test_inline_and_descriptor_features_give_the_same_output(arena, host, sharing):
+    await shared(sharing, host, arena)
     tensor, lease = put(arena, b"abcdef")
-    expected = await answer(worker, request(inline()))
-    assert await answer(worker, request(feature(tensor))) == expected
-    assert await answer(worker, request(inline(b"abcdeg"))) != expected
+    expected = await answer(sharing, request(inline()))
+    assert await answer(sharing, request(feature(tensor))) == expected
+    assert await answer(sharing, request(inline(b"abcdeg"))) != expected
     lease.release()
 
 
-async def test_source_prompt_items_are_read_like_features(arena, worker):
-    await worker.register(hello(arena))
+async def test_source_prompt_items_are_read_like_features(arena, host, sharing):
+    await shared(sharing, host, arena)
     tensor, lease = put(arena, b"abcdef")
     item = MediaPayload("image", "h", b"", (tensor,))
     by_descriptor = EngineRequest("r", SourcePrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
     by_value = msgspec.structs.replace(item, tensors=(InlineTensor(tensor.spec, b"abcdef"),))
     expected = msgspec.structs.replace(by_descriptor, prompt=SourcePrompt([1, 2], (by_value,)))
-    assert await answer(worker, by_descriptor) == await answer(worker, expected)
+    assert await answer(sharing, by_descriptor) == await answer(sharing, expected)
     lease.release()
 
 
-async def test_descriptor_of_an_unmapped_arena_fails_the_hand_over(arena, worker):
+async def test_descriptor_of_an_unmapped_arena_fails_the_hand_over(arena, host, sharing):
+    host.arena = arena  # held there, but not mapped here
     tensor, lease = put(arena, b"abcdef")
-    with pytest.raises(HandoverFailed):
-        await answer(worker, request(feature(tensor)))
+    with pytest.raises(HandoverFailed, match="not mapped"):
+        await answer(sharing, request(feature(tensor)))
     lease.release()
 
 
-async def test_descriptor_of_a_freed_entry_fails_the_hand_over(arena, worker, engine):
-    await worker.register(hello(arena))
+async def test_descriptor_of_an_entry_that_is_no_longer_held_fails_the_hand_over(arena, host, sharing, engine):
+    await shared(sharing, host, arena)
     tensor, lease = put(arena, b"abcdef")
     lease.release()
-    arena.evict("k")
-    with pytest.raises(HandoverFailed):
-        await answer(worker, request(feature(tensor)))
-    assert engine.num_reading == 0
+    with pytest.raises(HandoverFailed, match="not held"):
+        await answer(sharing, request(feature(tensor)))
+    assert (engine.num_requests, engine.num_reading) == (0, 0)
+
+
+async def test_lost_store_fails_the_hand_over_so_that_another_path_is_tried(arena, host, sharing):
+    await shared(sharing, host, arena)
+    tensor, lease = put(arena, b"abcdef")
+    host.error = StoreUnavailable("the store is lost")
+    with pytest.raises(HandoverFailed, match="the store is lost"):
+        await answer(sharing, request(feature(tensor)))
+    lease.release()
+
+
+async def test_worker_holds_what_the_engine_reads_until_the_engine_has_released(arena, host, engine):
+    engine._release_s = 0.03
+    sharing = make(engine, host, ping_interval_s=60.0)
+    watching = asyncio.create_task(sharing.watch())
+    await shared(sharing, host, arena)
+    tensor, lease = put(arena, b"abcdef")
+    deltas = sharing.run(request(feature(tensor), max_tokens=100))
+    await anext(deltas)
+    lease.release()  # the gateway's
+    assert arena.stats().num_leases == 1
+    closing = asyncio.create_task(deltas.aclose())
+    await iterations(3)
+    assert (engine.num_reading, arena.stats().num_leases) == (1, 1)
+    await closing
+    assert (engine.num_reading, arena.stats().num_leases) == (0, 0)
+    watching.cancel()
+    sharing.close()
+
+
+@pytest.mark.parametrize("place", [PLACE, PlaceholderRange(offset=3, length=9)])
+async def test_hold_ends_with_a_request_that_fails(arena, host, sharing, engine, place):
+    await shared(sharing, host, arena)
+    tensor, lease = put(arena, b"abcdef")
+    if place is PLACE:
+        engine.die(GenerationFailed("no"))
+    with pytest.raises((GenerationFailed, InvalidFeature)):
+        await answer(sharing, request(feature(tensor, place)))
+    lease.release()
+    assert arena.stats().num_leases == 0
+    engine.recover()
+
+
+async def test_request_without_descriptors_needs_no_store(arena, host, sharing):
+    host.error = StoreUnavailable("the store is lost")
+    assert await answer(sharing, request(inline()))
+    assert await answer(sharing, request())
 
 
 async def test_malformed_feature_does_not_affect_the_next_request(worker):
@@ -216,33 +352,71 @@ async def test_failed_request_triggers_an_immediate_health_check(engine):
             await watching
 
 
-async def test_arena_of_a_departed_gateway_is_unmapped_in_worker_and_engine(engine):
-    worker = make(engine, ping_interval_s=60.0)
-    gone = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    await worker.register(hello(gone))
-    gone.close()
-    assert gone.id in mapped()
-    watching = asyncio.create_task(worker.watch())
-    await eventually(lambda: engine.num_pings == 1)
-    worker.left(hello(gone))
-    assert gone.id not in mapped()
+async def test_arena_of_a_lost_store_is_unmapped_in_worker_and_engine(arena, host, sharing, engine):
+    await shared(sharing, host, arena)
+    reported = Mapped(sharing)
+    host.offer(None)
+    assert reported.arenas == [arena.id, None], "gateways stop sending descriptors at once"
+    assert not is_mapped(arena)
     await eventually(lambda: engine.arenas == [])
-    watching.cancel()
 
 
-async def test_immediately_reconnecting_gateway_keeps_its_arena(engine, arena):
-    worker = make(engine, ping_interval_s=60.0)
-    await worker.register(hello(arena))
-    worker.left(hello(arena))
-    assert (await worker.register(hello(arena))).shm
-    watching = asyncio.create_task(worker.watch())
-    await eventually(lambda: engine.num_pings == 1)
+async def test_new_store_replaces_the_arena_of_the_earlier_one(arena, host, sharing, engine):
+    await shared(sharing, host, arena)
+    reported = Mapped(sharing)
+    other = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    host.found(other)
+    await eventually(lambda: reported.arenas == [arena.id, None, other.id])
+    assert engine.arenas == [other.id]
+    assert not is_mapped(arena)
+    host.offer(None)
+    other.close()
+
+
+async def test_reconnected_store_keeps_its_arena_mapped(arena, host, sharing, engine):
+    await shared(sharing, host, arena)
+    reported = Mapped(sharing)
+    host.offer(None)
+    host.found(arena)
+    await eventually(lambda: reported.arenas == [arena.id, None, arena.id])
     assert arena.id in engine.arenas
     tensor, lease = put(arena, b"abcdef")
-    assert await answer(worker, request(feature(tensor)))
+    assert await answer(sharing, request(feature(tensor)))
     lease.release()
-    watching.cancel()
-    worker.close()
+
+
+async def test_store_replaced_while_its_arena_is_being_mapped_leaves_no_mapping(arena, host, sharing, engine):
+    attach, at_engine, go_on = engine.attach_arena, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args):
+        at_engine.set()
+        await go_on.wait()
+        return await attach(*args)
+
+    engine.attach_arena = slow
+    host.found(arena)
+    await at_engine.wait()
+    reported, other = Mapped(sharing), Arena.create(ArenaConfig(size_bytes=16 << 20))
+    host.found(other)
+    go_on.set()
+    await eventually(lambda: reported.arenas == [None, other.id])
+    await eventually(lambda: engine.arenas == [other.id])
+    assert not is_mapped(arena)
+    host.offer(None)
+    other.close()
+
+
+async def test_running_request_reads_on_when_the_store_is_lost(arena, host, sharing):
+    await shared(sharing, host, arena)
+    tensor, lease = put(arena, b"abcdef")
+    expected = await answer(sharing, request(inline()))
+    deltas = sharing.run(request(feature(tensor)))
+    tokens = [(await anext(deltas)).completions[0].token_ids[0]]
+    host.offer(None)
+    async for delta in deltas:
+        tokens += delta.completions[0].token_ids
+    assert tokens == expected
+    lease.release()
 
 
 class Known:
