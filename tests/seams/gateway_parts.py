@@ -161,8 +161,11 @@ class Parts:
         transfer: TransferConfig | None = None,
         fetcher: Fetcher | None = None,
         max_tokens: int = sys.maxsize,
+        beside: Parts | None = None,
     ) -> None:
+        """With `beside`, another gateway of that one's host, with the same store."""
         self.arena = arena
+        self._beside = beside
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
         self.fetcher = fetcher or ScriptedFetcher()
@@ -170,13 +173,13 @@ class Parts:
         transfer = transfer or TransferConfig()
         if isinstance(self.fetcher, ScriptedFetcher):
             self.fetcher.bodies = EncodedStore(arena, MEDIA)
-        self.store = HostStore(arena, preparers, self.fetcher, media=MEDIA)
+        self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA)
         self._workers = workers
         self._max_tokens = max_tokens
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
-        hello = Hello(gateway_id="gateway", processor=PROCESSOR)
+        hello = Hello(gateway_id=f"gateway-{id(self)}", processor=PROCESSOR)
         link, config, transfer = self.store.link, self._config, self._transfer
         self.links = WorkerPool(
             [
@@ -204,7 +207,8 @@ class Parts:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.callback(self.metrics.close)
-            await stack.enter_async_context(self.store)
+            if self._beside is None:
+                await stack.enter_async_context(self.store)
             await self._assemble()
             stack.callback(self.gateway.close)
             running = asyncio.create_task(self.links.run())

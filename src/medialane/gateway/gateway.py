@@ -20,6 +20,7 @@ from medialane.core.errors import (
     NoWorkerReady,
     PromptRejected,
     PromptTooLong,
+    WorkerLost,
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
@@ -49,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 #: Text is part of the request message.
 _TEXT_PATHS = (TransferPath("features", "inline"),)
+
+#: Workers that a request is sent to, one after the other, while each is lost before the first token. Not more: the
+#: request itself may be what ends their engines.
+_MAX_WORKERS = 3
 
 
 class _Call(NamedTuple):
@@ -142,14 +147,15 @@ class Gateway:
     async def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Generate at the best worker, its media transferred by the first transfer path that works.
+        """Generate at the best worker, its media transferred by the first transfer path that works; at another worker
+        if that is lost before its first output.
 
         `prepared` is the result of `prepare`, None for text. Closing the generator aborts the request at the worker.
         Raises MedialaneError.
         """
         scope = current_scope()
         try:
-            async with aclosing(self._route_and_stream(request, prepared, scope)) as deltas:
+            async with aclosing(self._stream(request, prepared, scope)) as deltas:
                 async for delta in deltas:
                     yield delta
         except MedialaneError as error:
@@ -164,28 +170,55 @@ class Gateway:
     def close(self) -> None:
         self._assembly.close()
 
-    async def _route_and_stream(
+    async def _stream(
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
-        with scope.timeline.measure("route"):
-            route = self.routes.choose(request, prepared)
-            scope.take(route.routed)
-            tries = self._transfer_paths(route.link, prepared)
-        call = _Call(request, prepared, route, scope)
-        for transfer_path in tries:
-            started = False
+        call, tries = self._route(request, prepared, scope)
+        lost: frozenset[str] = frozenset()
+        started = False
+        while True:
             try:
-                async with aclosing(self._attempt(call, transfer_path)) as deltas:
+                async with aclosing(self._attempt(call, tries[0])) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
             except HandoverFailed as error:
-                logger.warning("transfer to %s by %s failed: %s", route.link.address, transfer_path, error.message)
-                if started or transfer_path is tries[-1]:
+                logger.warning("transfer to %s by %s failed: %s", call.route.link.address, tries[0], error.message)
+                if started or len(tries) == 1:
                     raise GenerationFailed("the request's media could not be transferred to a worker") from error
-                self._metrics.count_fallback(str(transfer_path), error.code)
+                self._metrics.count_fallback(str(tries[0]), error.code)
+                tries = tries[1:]
+            except WorkerLost as error:
+                lost |= {call.route.link.address}
+                if started or len(lost) == _MAX_WORKERS:
+                    raise
+                call, tries = self._reroute(call, lost, error)
             else:
                 return
+
+    def _route(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        scope: RequestScope,
+        excluded: frozenset[str] = frozenset(),
+    ) -> tuple[_Call, Sequence[TransferPath]]:
+        """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
+        with scope.timeline.measure("route"):
+            route = self.routes.choose(request, prepared, excluded)
+            scope.take(route.routed)
+            return _Call(request, prepared, route, scope), self._transfer_paths(route.link, prepared)
+
+    def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, Sequence[TransferPath]]:
+        """Choose a worker that is not `lost`; raises `error` if there is none. The scope still holds the media."""
+        call.route.routed.release()
+        try:
+            rerouted = self._route(call.request, call.prepared, call.scope, lost)
+        except NoWorkerReady:
+            raise error from None
+        logger.warning("%s was lost before the first token: sending to another worker", call.route.link.address)
+        self._metrics.count_rerouted()
+        return rerouted
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         return RAW_STAGE if prompt.has_embeds else self._config.stage

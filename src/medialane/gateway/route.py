@@ -14,6 +14,7 @@ from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.core.stats import RoutingStats
 from medialane.gateway.expansions import Expansions, Item
@@ -23,12 +24,15 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import DecisionRecord, RoutingRequest
 
 if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not pay for numba
-    from medialane.routing import RoutedRequest, Router
+    from medialane.routing import AnnouncedReservation, RoutedRequest, Router
 
 logger = logging.getLogger(__name__)
 
 #: Used until the first worker has joined; until then, no request can be routed anyway.
 _INITIAL_BLOCK_SIZE = 16
+
+#: Most requests of other gateways that are counted at one worker.
+_MAX_ANNOUNCED = 4096
 
 
 class Known(NamedTuple):
@@ -57,12 +61,14 @@ class Routes:
         self._metrics = metrics
         self._expansions = Expansions()
         self._slots: dict[str, list[int]] = {}
+        self._announced: dict[str, dict[int, AnnouncedReservation]] = {}
         self._event_lag_s: dict[str, float] = {}
         self._block_size = _INITIAL_BLOCK_SIZE
         workers.listen(self)
 
     def joined(self, link: WorkerLink) -> None:
         endpoints = link.endpoints()
+        self._announced[link.address] = {}
         slots = self._slots[link.address] = []
         for endpoint in endpoints:
             slots.append(self._router.join(endpoint))  # noqa: PERF401 - `left` must find these slots if a later join raises
@@ -80,6 +86,7 @@ class Routes:
 
     def left(self, link: WorkerLink) -> None:
         self._event_lag_s.pop(link.address, None)
+        self._announced.pop(link.address, None)
         for slot in self._slots.pop(link.address, ()):
             self._router.leave(slot)
 
@@ -94,6 +101,16 @@ class Routes:
         if change.time_s:
             self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
 
+    def announced(self, link: WorkerLink, number: int, work: PendingWork) -> None:
+        found, slots = self._announced[link.address], self._slots[link.address]
+        if number not in found and len(found) < _MAX_ANNOUNCED and work.rank < len(slots):
+            found[number] = self._router.announced(slots[work.rank], work)
+
+    def announcement_ended(self, link: WorkerLink, number: int, *, is_computed: bool) -> None:
+        found = self._announced[link.address].pop(number, None)
+        if found is not None:
+            found.end(is_computed=is_computed)
+
     def moved(self, link: WorkerLink) -> None:
         for slot in self._slots[link.address]:
             self._router.move(slot, same_host=link.same_host)
@@ -103,8 +120,11 @@ class Routes:
         for slot in self._slots.get(link.address, ()):
             self._router.clear_encoder(slot)
 
-    def choose(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Route:
-        """Return the worker for a request. The router counts the request from `begin` on. Raises NoWorkerReady."""
+    def choose(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, excluded: frozenset[str] = frozenset()
+    ) -> Route:
+        """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
+        on. Raises NoWorkerReady."""
         known = self._known(request, prepared)
         routing_request = RoutingRequest(
             block_ids=self._block_ids(request, known),
@@ -116,6 +136,7 @@ class Routes:
             session_id=request.session_id,
             rank=request.data_parallel_rank,
             request_id=request.request_id,
+            excluded=excluded,
         )
         started = time.perf_counter()
         routed = self._router.pick(routing_request)
@@ -124,11 +145,14 @@ class Routes:
         return Route(self._workers.links[routed.worker_id], routed, known, rank)
 
     def begin(self, route: Route, request_id: str) -> None:
-        """Count the request at its worker and log the decision. To be called as soon as it is sent, before any other
-        request may be routed. Idempotent."""
+        """Count the request at its worker, announce it to other gateways, and log the decision. To be called as soon as
+        it is sent, before any other request may be routed. Idempotent."""
         if route.routed.has_begun:
             return
         route.routed.begin()
+        client = route.link.client
+        if client is not None and client.num_gateways > 1:
+            route.routed.announce(client.announce)
         decision = route.routed.decision
         logger.debug("%s is routed to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
         _annotate_span(decision)

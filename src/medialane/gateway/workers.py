@@ -16,6 +16,7 @@ import msgspec
 from medialane.core.backoff import Backoff
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 class WorkerListener(Protocol):
     """Callbacks about workers, implemented by the router's side. Called on the event loop; must not block.
 
-    `reported` and `changed` are called only between `joined` and `left`; `left` discards the worker's state. It is
+    All but `joined` and `left` are called only between `joined` and `left`; `left` discards the worker's state. It is
     called in the same iteration of the event loop in which the connection is lost, so no request is routed in between.
     If `joined` raises, `left` follows.
     """
@@ -44,6 +45,14 @@ class WorkerListener(Protocol):
         ...
 
     def changed(self, link: WorkerLink, change: KvChange) -> None: ...
+
+    def announced(self, link: WorkerLink, number: int, work: PendingWork) -> None:
+        """Another gateway has sent a request to the worker; `number` identifies it until `announcement_ended`."""
+        ...
+
+    def announcement_ended(self, link: WorkerLink, number: int, *, is_computed: bool) -> None:
+        """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
+        ...
 
     def moved(self, link: WorkerLink) -> None:
         """`link.same_host` may have changed."""
@@ -179,6 +188,8 @@ class WorkerLink:
         client.watch(
             on_blocks=lambda change: listener.changed(self, change),
             on_loads=lambda loads: listener.reported(self, loads),
+            on_pending=lambda number, work: listener.announced(self, number, work),
+            on_pending_ended=lambda number, computed: listener.announcement_ended(self, number, is_computed=computed),
             on_arena=self.arena_changed,
             on_lost=self._leave,
         )

@@ -41,6 +41,7 @@ _COUNTERS: Final = {
         "Failed transfers of media to a worker that fell back to another path, by failed path and reason",
         ("path", "reason"),
     ),
+    "medialane_rerouted_requests": ("Requests sent to another worker, as theirs was lost before the first token", ()),
     "medialane_worker_losses": ("Lost connections to a worker", ("worker",)),
     "medialane_prompt_tokens": (
         "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
@@ -94,6 +95,9 @@ class Metrics:
     def count_fallback(self, transfer_path: str, reason: str) -> None:
         """Count a transfer by `transfer_path` that failed with error code `reason`; the next path is tried."""
         self._counters["medialane_transfer_fallbacks"].labels(transfer_path, reason).inc()
+
+    def count_rerouted(self) -> None:
+        self._counters["medialane_rerouted_requests"].inc()
 
     def count_worker_lost(self, worker: str) -> None:
         self._counters["medialane_worker_losses"].labels(worker).inc()

@@ -11,10 +11,12 @@ from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
 
 if TYPE_CHECKING:
+    from medialane.routing.reservation import AnnouncedReservation
     from medialane.routing.routed_request import RoutedRequest
     from medialane.routing.router import Router
 
 __all__ = [
+    "AnnouncedReservation",
     "DecisionRecord",
     "PredictionCounts",
     "RoutedRequest",
@@ -26,7 +28,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load the router on first use (PEP 562)."""
-    if name not in ("RoutedRequest", "Router"):
+    if name not in ("AnnouncedReservation", "RoutedRequest", "Router"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from medialane.routing import router
 

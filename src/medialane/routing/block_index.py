@@ -133,8 +133,9 @@ class BlockIndex:
             self._collect()
         return not self._retired
 
-    def note(self, slot: int, ids: BlockIds) -> PendingPrefix:
-        """Register a request sent to the slot: its blocks, from the prompt's start on, are pending there.
+    def note(self, slot: int, ids: BlockIds, *, is_sampled: bool = False) -> PendingPrefix:
+        """Register a request sent to the slot: its blocks, from the prompt's start on, are pending there. With
+        `is_sampled`, `ids` are those of another gateway's PendingPrefix.
 
         They count until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. A block of several
         pending prefixes is pending until the last of them ends.
@@ -143,7 +144,7 @@ class BlockIndex:
         self._pending_blocks.expire(now)
         if self._retired:
             self.sweep()
-        return self._pending_blocks.note(slot, ids, deadline=now + self._ttl_s)
+        return self._pending_blocks.note(slot, ids, deadline=now + self._ttl_s, is_sampled=is_sampled)
 
     def forget(self, prefix: PendingPrefix) -> None:
         """Drop a pending prefix. Idempotent."""

@@ -1,9 +1,9 @@
 """A model of the engines' encoder caches.
 
 Engines do not report their contents. vLLM's `EncoderCacheManager` is simple enough to be mirrored from the requests
-that are sent: an item enters when it is encoded, is pinned while a request still has to prefill it, and the item that
-has been unpinned for longest is evicted when another needs the space. The mirror is wrong if another gateway sends to
-the same worker; a wrong guess costs or saves one run of the encoder and never affects results.
+that are sent, by this gateway and, as announced, by others: an item enters when it is encoded, is pinned while a
+request still has to prefill it, and the item that has been unpinned for longest is evicted when another needs the
+space. A wrong guess costs or saves one run of the encoder and never affects results.
 """
 
 from __future__ import annotations

@@ -212,9 +212,10 @@ def next_noted(length: int, num_blocks: int) -> int:
 
 
 @compiled
-def note(table: Words, ids: Words, offset: np.uint64, noted: Words, out: Words) -> tuple[int, int]:
+def note(table: Words, ids: Words, offset: np.uint64, noted: Words, out: Words, every: bool) -> tuple[int, int]:
     """Write the last block of each stored length to `noted` and increment its count in `table`, under its id + offset.
-    Blocks whose count was 0 are written to `out`. Returns the sizes of both."""
+    With `every`, `ids` are such blocks already. Blocks whose count was 0 are written to `out`. Returns the sizes of
+    both."""
     num_noted = count = 0
     length = 1 if len(ids) else 0
     while length:
@@ -228,7 +229,7 @@ def note(table: Words, ids: Words, offset: np.uint64, noted: Words, out: Words) 
             table[~place, 0], table[~place, 1] = key + offset, _ONE
             out[count] = key
             count += 1
-        length = next_noted(length, len(ids))
+        length = next_noted(length, len(ids)) if not every else (length + 1) % (len(ids) + 1)
     return num_noted, count
 
 

@@ -17,12 +17,13 @@ from typing import Final
 import numpy as np
 
 from medialane.core.kv_events import BlockIds
+from medialane.core.pending_work import MAX_BLOCK_IDS
 from medialane.routing import native_match as native
 from medialane.routing.block_holders import BlockHolders
 from medialane.routing.native_view import View
 
 #: Most ids stored per prefix: growing by half each time, enough for any prompt.
-_MAX_STORED: Final = 64
+_MAX_STORED: Final = MAX_BLOCK_IDS
 _FIRST_LENGTH: Final = 256  # a prompt's ids fit in half of it
 #: Pending ids are counted per block and slot, under the key id + slot * constant. Two pairs collide with probability
 #: 2^-64, like block ids.
@@ -32,7 +33,8 @@ _MASK: Final = (1 << 64) - 1
 
 @dataclass(slots=True, eq=False)
 class PendingPrefix:
-    """A prompt that was sent to a slot. An opaque handle for `PendingBlocks.forget`; expires at `deadline`."""
+    """A prompt that was sent to a slot: a handle for `PendingBlocks.forget`; expires at `deadline`. `ids` are those
+    stored, the last one is the prefix's last block."""
 
     slot: int
     ids: BlockIds
@@ -61,11 +63,12 @@ class PendingBlocks:
         """The slots that will hold each block, for `native_match`: bits are slots."""
         return self._holders.view
 
-    def note(self, slot: int, ids: BlockIds, *, deadline: float) -> PendingPrefix:
-        """Register a prompt sent to the slot; `ids` start at the prompt's start. Deadlines must not decrease."""
+    def note(self, slot: int, ids: BlockIds, *, deadline: float, is_sampled: bool = False) -> PendingPrefix:
+        """Register a prompt sent to the slot; `ids` start at the prompt's start, or are the `ids` of another gateway's
+        PendingPrefix (`is_sampled`, at most MAX_BLOCK_IDS). Deadlines must not decrease."""
         if 4 * (self._num_counts + _MAX_STORED) > 3 * len(self._counts):
             self._grow()
-        num_stored, count = native.note(self._counts, ids, _offset(slot), self._stored, self._changed)
+        num_stored, count = native.note(self._counts, ids, _offset(slot), self._stored, self._changed, is_sampled)
         prefix = PendingPrefix(slot, self._stored[:num_stored].copy(), deadline)
         self._prefixes[prefix] = None
         if deadline < self._next_deadline:

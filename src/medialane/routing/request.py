@@ -15,7 +15,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     `block_ids` are those of its full blocks of `block_size` tokens, in order, contiguous and writable; `media` are in
     the order of their offsets. `handover_bytes` is the size of its media if sent to a worker on another host. `lora` is
     the adapter's name, `model` the model that the worker must serve, `rank` the data-parallel rank that the client
-    requested (None: any). `request_id` identifies the request in decision records.
+    requested (None: any). `excluded` are workers that must not be chosen. `request_id` identifies the request in
+    decision records.
     """
 
     block_ids: BlockIds
@@ -28,6 +29,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     session_id: str | None = None
     rank: int | None = None
     request_id: str = ""
+    excluded: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         ids = self.block_ids

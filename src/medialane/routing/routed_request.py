@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from cachetools import TTLCache
 
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import RoutingDecision
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput
@@ -92,6 +93,11 @@ class RoutedRequest:
         if self._pending is not None:
             self._begun = self._state.begin(*self._pending)
             self._pending = None
+
+    def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
+        """See `Reservation.announce`. To be called right after `begin`."""
+        if self._begun is not None and self._begun.reservation is not None and self._begun.reservation.is_queued:
+            self._begun.reservation.announce(send)
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
         """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""

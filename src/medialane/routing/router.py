@@ -18,6 +18,7 @@ from cachetools import TTLCache
 
 from medialane.core.errors import NoWorkerReady
 from medialane.core.kv_events import BlockIds, KvChange
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
@@ -27,7 +28,7 @@ from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.request import RoutingRequest
-from medialane.routing.reservation import SlotState
+from medialane.routing.reservation import AnnouncedReservation, SlotState
 from medialane.routing.routed_request import RoutedRequest, RouterState
 from medialane.routing.slots import SlotTable, WorkerRank
 from medialane.routing.warm_up import warm_up
@@ -133,6 +134,11 @@ class Router:
     def clear_encoder(self, slot: int) -> None:
         """Forget the worker's encoder cache contents: it was cleared."""
         self._caches.clear(self._slots[slot].number)
+
+    def announced(self, slot: int, work: PendingWork) -> AnnouncedReservation:
+        """Count a request that another gateway has sent to the worker. The caller must end the result, unless the slot
+        leaves before."""
+        return self._state.slots.reserve_announced(self._slots[slot], work)
 
     def pick(self, request: RoutingRequest) -> RoutedRequest:
         """Select a slot for this request. The caller must call `begin` right after sending it. Raises NoWorkerReady."""

@@ -28,7 +28,8 @@ _NEWEST: Final = 0.04
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One rank of one worker: its reported state, and the requests sent from here that have not been prefilled.
+    """One rank of one worker: its reported state, and the requests sent from here that have not ended. Requests that
+    another gateway has announced (`num_announced`) are among `num_in_flight` and `num_queued` until their first token.
     `parts` are those of its base cost (ms): queue, running sequences, KV pressure."""
 
     number: int
@@ -40,6 +41,7 @@ class Slot:
     load: WorkerLoad
     num_in_flight: int = 0
     num_queued: int = 0
+    num_announced: int = 0
     queued_ms: float = 0.0
     parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -54,7 +56,7 @@ class Slot:
 
     @property
     def num_waiting_elsewhere(self) -> int:
-        """Waiting sequences that are not requests of this gateway."""
+        """Waiting sequences that are neither requests of this gateway nor announced."""
         waiting = self.load.num_waiting
         return min(waiting, self.num_sequences - self.num_in_flight) if waiting else 0
 
@@ -138,7 +140,11 @@ class SlotTable:
 
     def candidates(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that accept the request."""
-        return self.open & self.serving(request)
+        found = self.open & self.serving(request)
+        for worker_id in request.excluded:
+            for number in self._by_worker.get(worker_id, ()):
+                found &= ~(1 << number)
+        return found
 
     def serving(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that serve the model, the adapter and the rank, open or not."""
@@ -151,9 +157,10 @@ class SlotTable:
                 self._serving[asked] = found
         return found
 
-    def queue(self, slot: Slot, work_ms: float) -> None:
-        """Count a request of `work_ms` that is sent to the slot."""
+    def queue(self, slot: Slot, work_ms: float, *, announced: bool = False) -> None:
+        """Count a request of `work_ms` that is sent to the slot, by this gateway or by another that announced it."""
         slot.num_in_flight += 1
+        slot.num_announced += announced
         slot.num_queued += 1
         slot.queued_ms += work_ms
         self._request_ms += _NEWEST * (work_ms - self._request_ms)
@@ -165,15 +172,16 @@ class SlotTable:
         slot.queued_ms = slot.queued_ms - work_ms if slot.num_queued else 0.0  # drops the rounding error
         self.update(slot)
 
-    def finish(self, slot: Slot) -> None:
-        """Remove a finished request from those in flight."""
+    def finish(self, slot: Slot, *, announced: bool = False) -> None:
+        """Remove a finished request, or an announced one that is no longer queued, from those in flight."""
         slot.num_in_flight -= 1
+        slot.num_announced -= announced
         self.update(slot)
 
     def update(self, slot: Slot) -> None:
         """Update the slot's row of the table after a change."""
         number, limit, table = slot.number, self._config.max_in_flight, self.table
-        if slot.draining or (limit and slot.num_in_flight >= limit):
+        if slot.draining or (limit and slot.num_in_flight - slot.num_announced >= limit):
             self._close(number)
             return
         if not self.open >> number & 1:
@@ -185,7 +193,7 @@ class SlotTable:
         table[BASE_COST, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
-        """Return the expected time to work off the queue: our requests by their own work, those of others by the
+        """Return the expected time to work off the queue: our and announced requests by their own work, others by the
         mean."""
         return slot.queued_ms + slot.num_waiting_elsewhere * self._request_ms
 

@@ -50,6 +50,7 @@ def _use(index: BlockIndex, request: RoutingRequest) -> BlockIndex:
         pass
     for slot in range(20):  # enough pending prefixes to grow their table, too
         prefix = index.note(slot, ids)
+    index.note(0, prefix.ids, is_sampled=True)
     index.forget(prefix)
     index.holds(0, 0)
     index.match(ids, 1)

@@ -14,6 +14,7 @@ import msgspec
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report
 from medialane.core.kv_events import KvChange
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, WorkerLoad
 from medialane.observability.worker_metrics import MetricMirror
 from medialane.rpc.client_calls import ClientCalls
@@ -27,11 +28,14 @@ from medialane.rpc.messages import (
     AdminFailed,
     ArenaMapped,
     Failed,
+    Gateways,
     Hello,
     KvBlocks,
     LoadReport,
     MetricValues,
     Output,
+    Pending,
+    PendingEnded,
     Ping,
     Pong,
     Refused,
@@ -105,6 +109,15 @@ class RpcClient:
         """Requests that the worker has not released."""
         return len(self._requests)
 
+    @property
+    def num_gateways(self) -> int:
+        """The gateways that are registered with the worker, including this one."""
+        return self._reports.num_gateways
+
+    def announce(self, work: PendingWork) -> Callable[[bool], None]:
+        """See `ClientReports.announce`. Pointless unless `num_gateways` is above 1."""
+        return self._reports.announce(work)
+
     def submit(self, request: EngineRequest) -> RemoteRequest:
         """Send a request. Errors are raised by its iteration. If it cannot be sent, these are
 
@@ -122,15 +135,20 @@ class RpcClient:
         *,
         on_blocks: Callable[[KvChange], None],
         on_loads: Callable[[Sequence[WorkerLoad]], None],
+        on_pending: Callable[[int, PendingWork], None] | None = None,
+        on_pending_ended: Callable[[int, bool], None] | None = None,
         on_arena: Callable[[], None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Register callbacks until the connection is closed: `on_blocks` for the worker's blocks and their changes, in
-        order, one per iteration of the event loop; `on_loads` for each report; `on_arena` when the worker has mapped
-        another arena, or none; finally `on_lost`, when `closed` is set.
+        order, one per iteration of the event loop; `on_loads` for each report; `on_pending` with a number and the work
+        that another gateway has sent to the worker, `on_pending_ended` with its number and whether it was computed;
+        `on_arena` when the worker has mapped another arena, or none; finally `on_lost`, when `closed` is set.
         `on_blocks` also gets changes received earlier. Call once, on an open connection."""
         self._on_lost, self._on_arena = on_lost, on_arena
-        self._reports.watch(on_blocks=on_blocks, on_loads=on_loads)
+        self._reports.watch(
+            on_blocks=on_blocks, on_loads=on_loads, on_pending=on_pending, on_pending_ended=on_pending_ended
+        )
 
     @property
     def metrics(self) -> MetricMirror:
@@ -168,12 +186,10 @@ class RpcClient:
                 self._requests.on_released(request_id)
             case Failed(request_id, report):
                 self._requests.on_failed(request_id, report)
-            case LoadReport(loads):
-                self._reports.receive_loads(loads)
             case ArenaMapped(arena):
                 self._mapped(arena)
-            case KvBlocks(change):
-                self._reports.receive_blocks(change)
+            case LoadReport() | KvBlocks() | Pending() | PendingEnded() | Gateways():
+                self._reports.received(message)
             case AdminDone() | AdminFailed() | MetricValues():
                 self._calls.received(message)
             case Pong():

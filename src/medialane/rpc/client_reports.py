@@ -1,18 +1,21 @@
-"""Load and KV blocks that a worker reports unsolicited; `session_reports` is the worker's side."""
+"""Load, KV blocks and pending work of other gateways that a worker reports unsolicited, and this gateway's pending
+work; `session_reports` is the worker's side."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Final
 
 import msgspec
 
 from medialane.core.errors import ProtocolViolation
 from medialane.core.kv_events import KvChange
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import ModelCard, WorkerLoad
 from medialane.rpc.block_inbox import BlockInbox
-from medialane.rpc.messages import ResyncBlocks
+from medialane.rpc.messages import Gateways, KvBlocks, LoadReport, Pending, PendingEnded, Report, ResyncBlocks
 
 #: Limits for a worker's card: far beyond any engine, but they bound the state whose size depends on the card.
 _MAX_BLOCK_SIZE: Final = 1 << 16
@@ -21,8 +24,9 @@ _MAX_KV_BLOCKS: Final = 1 << 32
 
 
 class ClientReports:
-    """The latest load of each rank (`loads`, empty before the first report), and changes of KV blocks, delivered to the
-    callbacks of `watch`, one change per iteration of the event loop. Changes are queued until there is a callback."""
+    """The latest load of each rank (`loads`, empty before the first report), the number of gateways registered with
+    the worker, and changes of KV blocks, delivered to the callbacks of `watch`, one change per iteration of the event
+    loop. Changes are queued until there is a callback."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send
@@ -30,8 +34,12 @@ class ClientReports:
         self._num_ranks = 0
         self._on_blocks: Callable[[KvChange], None] | None = None
         self._on_loads: Callable[[Sequence[WorkerLoad]], None] | None = None
+        self._on_pending: Callable[[int, PendingWork], None] | None = None
+        self._on_pending_ended: Callable[[int, bool], None] | None = None
+        self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
+        self.num_gateways = 1
 
     @property
     def num_block_gaps(self) -> int:
@@ -43,9 +51,34 @@ class ClientReports:
         self._num_ranks = max(1, card.data_parallel_size)
         self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
 
-    def watch(self, *, on_blocks: Callable[[KvChange], None], on_loads: Callable[[Sequence[WorkerLoad]], None]) -> None:
+    def watch(
+        self,
+        *,
+        on_blocks: Callable[[KvChange], None],
+        on_loads: Callable[[Sequence[WorkerLoad]], None],
+        on_pending: Callable[[int, PendingWork], None] | None,
+        on_pending_ended: Callable[[int, bool], None] | None,
+    ) -> None:
         self._on_blocks, self._on_loads = on_blocks, on_loads
+        self._on_pending, self._on_pending_ended = on_pending, on_pending_ended
         self._deliver_soon()
+
+    def received(self, message: Report) -> None:
+        """Raises ProtocolViolation."""
+        match message:
+            case LoadReport(loads):
+                self.receive_loads(loads)
+            case KvBlocks(change):
+                self.receive_blocks(change)
+            case Gateways(count):
+                self.num_gateways = count
+            case Pending(number, work):
+                # A rank that the worker does not have is another gateway's fault.
+                if self._on_pending is not None and work.rank < self._num_ranks:
+                    self._on_pending(number, work)
+            case PendingEnded(number, is_computed):
+                if self._on_pending_ended is not None:
+                    self._on_pending_ended(number, is_computed)
 
     def receive_loads(self, loads: Sequence[WorkerLoad]) -> None:
         """Raises ProtocolViolation."""
@@ -54,6 +87,13 @@ class ClientReports:
         self.loads = loads
         if self._on_loads is not None:
             self._on_loads(loads)
+
+    def announce(self, work: PendingWork) -> Callable[[bool], None]:
+        """Announce pending work to the worker's other gateways. Call the returned function once, when it ends, with
+        whether it was computed."""
+        number = next(self._numbers)
+        self._send(Pending(number, work))
+        return lambda is_computed: self._send(PendingEnded(number, is_computed))
 
     def receive_blocks(self, change: KvChange) -> None:
         """Raises ProtocolViolation."""
@@ -67,7 +107,7 @@ class ClientReports:
 
     def lost(self) -> None:
         """Stop deliveries: the connection is closed."""
-        self._on_blocks = self._on_loads = None
+        self._on_blocks = self._on_loads = self._on_pending = self._on_pending_ended = None
         if self._delivery is not None:
             self._delivery.cancel()
 

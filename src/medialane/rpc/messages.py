@@ -15,6 +15,11 @@ gateway sends nothing else. Afterwards:
                             <-      LoadReport(loads)           every heartbeat interval, and when it changed
                             <-      ArenaMapped(arena)          after Welcome, and when it changed
 
+    Pending(number, work)   ->                                  after a request was sent, if there are other gateways,
+                                                                which get it with another number
+    PendingEnded(number)    ->                                  its first token or its end
+                            <-      Gateways(count)             registered ones, when it changed and was or is above 1
+
                             <-      KvBlocks(change)            all blocks after Welcome, then batched changes
     ResyncBlocks            ->                                  followed by all blocks
 
@@ -28,7 +33,8 @@ gateway sends nothing else. Afterwards:
 
 Outputs of different requests interleave freely. A request whose content cannot be decoded gets Failed and Released. Any
 other frame that is not one of these messages closes the connection, which fails its requests and makes the worker
-release them. Inline tensors are sent in raw frames before their request (`payload`).
+release them, and end their pending work at the other gateways. Inline tensors are sent in raw frames before their
+request (`payload`).
 """
 
 from __future__ import annotations
@@ -39,10 +45,11 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
+from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -136,6 +143,27 @@ class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     change: KvChange
 
 
+class Pending(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request sent to the worker, in both directions: announced by its gateway, and relayed to the others. `number`
+    identifies it on this connection, in this direction."""
+
+    number: int
+    work: PendingWork
+
+
+class PendingEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request has its first token (`is_computed`), or has ended without one."""
+
+    number: int
+    is_computed: bool
+
+
+class Gateways(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The number of gateways that are registered with the worker. 1 until reported."""
+
+    count: int
+
+
 class AdminDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     result: AdminResult
@@ -165,7 +193,10 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
     with_payload: bool = False
 
 
-ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | ResyncBlocks | Administer | ReadMetrics
+ReportRequest = ResyncBlocks | Pending | PendingEnded
+ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
+
+Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways
 FromWorker = (
     Welcome
     | Refused
@@ -173,12 +204,11 @@ FromWorker = (
     | Failed
     | Released
     | ArenaMapped
-    | LoadReport
     | Pong
-    | KvBlocks
     | AdminDone
     | AdminFailed
     | MetricValues
+    | Report
 )
 
 #: Exceptions of msgspec for malformed messages; RecursionError for an unknown field nested too deeply.

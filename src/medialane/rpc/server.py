@@ -9,6 +9,7 @@ import logging
 from medialane.core.errors import StartupFailed, WorkerLost
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
+from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.handler import Handler
 from medialane.rpc.listener import Listener
 from medialane.rpc.messages import PROTOCOL_VERSION, Hello
@@ -33,6 +34,7 @@ class RpcServer:
         self._unidentified: dict[Session, None] = {}  # oldest first
         self._gateway_ids: dict[Session, str] = {}  # of the identified ones
         self._request_ids: set[str] = set()
+        self._group = GatewayGroup()
         self._stopped = False
 
     @property
@@ -81,7 +83,12 @@ class RpcServer:
     def _open_connection(self) -> Connection:
         """Return the protocol for an accepted connection."""
         session = Session(
-            self._handler, self._config, request_ids=self._request_ids, on_open=self._admit, identify=self._identify
+            self._handler,
+            self._config,
+            request_ids=self._request_ids,
+            group=self._group,
+            on_open=self._admit,
+            identify=self._identify,
         )
         return session.connection
 

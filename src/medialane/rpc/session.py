@@ -15,6 +15,7 @@ from medialane.core.errors import ErrorReport, MedialaneError, ProtocolViolation
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.framing import raw_data
+from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.handler import Handler, report_of
 from medialane.rpc.messages import (
     Abort,
@@ -22,6 +23,8 @@ from medialane.rpc.messages import (
     DropPayload,
     Hello,
     Payload,
+    Pending,
+    PendingEnded,
     Ping,
     Pong,
     ReadMetrics,
@@ -44,8 +47,9 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class Session:
-    """`on_open` is called when the connection has opened, and starts `run` as a task or calls `end`. `identify` checks
-    the gateway's Hello and returns when its earlier sessions have ended; it raises MedialaneError to refuse it."""
+    """`group` has the worker's registered gateways. `on_open` is called when the connection has opened, and starts
+    `run` as a task or calls `end`. `identify` checks the gateway's Hello and returns when its earlier sessions have
+    ended; it raises MedialaneError to refuse it."""
 
     def __init__(
         self,
@@ -53,11 +57,13 @@ class Session:
         config: RpcConfig,
         *,
         request_ids: set[str],
+        group: GatewayGroup,
         on_open: Callable[[Session], None],
         identify: Callable[[Session, Hello], Awaitable[None]],
     ) -> None:
         self._handler = handler
         self._config = config
+        self._group = group
         self._on_open = on_open
         self._identify = identify
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
@@ -67,7 +73,13 @@ class Session:
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
         self.connection = Connection(self, config, max_frame_bytes=max_hello_bytes)
         self._calls = SessionCalls(handler, self.connection.send, self._tasks)
-        self._reports = SessionReports(handler, self.connection, max_frame_bytes=config.max_frame_bytes)
+        self._reports = SessionReports(
+            handler,
+            self.connection,
+            group=group,
+            max_frame_bytes=config.max_frame_bytes,
+            max_pending=config.max_in_flight,
+        )
         self._requests = SessionRequests(
             handler,
             self.connection,
@@ -141,8 +153,8 @@ class Session:
                 self._requests.abort(message.request_id)
             case Ping():
                 self.connection.send(Pong(message.n))
-            case ResyncBlocks():
-                self._reports.resync_blocks()
+            case ResyncBlocks() | Pending() | PendingEnded():
+                self._reports.received(message)
             case Administer() | ReadMetrics():
                 self._calls.start(message)
             case UnreadableSubmit():
@@ -181,7 +193,7 @@ class Session:
         logger.info("gateway %s is registered", hello.gateway_id)
 
     def _requests_changed(self) -> None:
-        self._reports.load_changed()
+        self._group.load_changed()
         self._disconnect_if_drained()
 
     def _disconnect_if_drained(self) -> None:

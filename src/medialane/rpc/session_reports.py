@@ -1,31 +1,46 @@
-"""Unsolicited reports of a worker to one gateway: its load and its KV blocks."""
+"""Unsolicited reports of a worker to one gateway: its load, its KV blocks, and the pending work of other gateways."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from medialane.core.kv_events import KvChange
 from medialane.core.request import WorkerLoad
 from medialane.rpc.block_feed import BlockFeed
 from medialane.rpc.connection import Connection
+from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.handler import Handler
-from medialane.rpc.messages import ArenaMapped, LoadReport
+from medialane.rpc.messages import ArenaMapped, LoadReport, Pending, PendingEnded, ReportRequest, ResyncBlocks
 
 #: Changes of load within this time are reported together.
 LOAD_REPORT_DELAY_S = 0.02
 
 
 class SessionReports:
-    """Reports from `start` until `stop`. Used on the event loop."""
+    """Reports from `start` until `stop`, during which the gateway is a member of `group`. Used on the event loop."""
 
-    def __init__(self, handler: Handler, connection: Connection, *, max_frame_bytes: int) -> None:
+    def __init__(
+        self, handler: Handler, connection: Connection, *, group: GatewayGroup, max_frame_bytes: int, max_pending: int
+    ) -> None:
         self._handler = handler
         self._connection = connection
+        self._group = group
+        self._max_pending = max_pending
+        self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=max_frame_bytes)
         self._unwatch: list[Callable[[], None]] = []
         self._reported: tuple[WorkerLoad, ...] = ()
         self._reporting: asyncio.TimerHandle | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        return self._connection.paused
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._connection.send(message)
 
     def start(self) -> None:
         """Report everything after registration, then changes."""
@@ -36,9 +51,13 @@ class SessionReports:
                 self._handler.watch_blocks(self._blocks_changed),
             ]
             self._send_blocks()
+            self._group.join(self)
 
     def stop(self) -> None:
         """Stop reporting: the connection is closed."""
+        self._group.leave(self)
+        for number in list(self._pending):
+            self._end_pending(number, is_computed=False)
         while self._unwatch:
             self._unwatch.pop()()
         if self._reporting is not None:
@@ -53,10 +72,21 @@ class SessionReports:
         if self._reporting is None and not self._connection.closed.is_set():
             self._reporting = asyncio.get_running_loop().call_later(LOAD_REPORT_DELAY_S, self._report_changed_load)
 
-    def resync_blocks(self) -> None:
-        """Report all blocks again: the gateway has missed changes."""
-        self._feed.resync()
-        self._send_blocks()
+    def received(self, message: ReportRequest) -> None:
+        match message:
+            case ResyncBlocks():
+                self._feed.resync()
+                self._send_blocks()
+            case Pending(number, work):
+                # Beyond the limit it is not relayed: the others then know it from the load alone.
+                if number not in self._pending and len(self._pending) < self._max_pending:
+                    self._pending[number] = self._group.relay(self, work)
+            case PendingEnded(number, is_computed):
+                if number in self._pending:
+                    self._end_pending(number, is_computed=is_computed)
+
+    def _end_pending(self, number: int, *, is_computed: bool) -> None:
+        self._group.relay_end(self, self._pending.pop(number), is_computed=is_computed)
 
     def _report_changed_load(self) -> None:
         self._reporting = None

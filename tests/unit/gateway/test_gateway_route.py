@@ -19,7 +19,7 @@ from medialane.routing import Router
 def link_to(name, *, block_size=16, same_host=True):
     card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
     endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
-    client = SimpleNamespace(num_block_gaps=0)
+    client = SimpleNamespace(num_block_gaps=0, num_gateways=1)
     return SimpleNamespace(address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host)
 
 
