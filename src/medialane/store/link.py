@@ -108,6 +108,8 @@ class StoreLink:
                     backoff.reset()
                 await asyncio.sleep(backoff.next())
         finally:
+            if self._client is not None:
+                await self._client.close()
             self._unmap()
 
     async def welcome(self) -> StoreWelcome:
@@ -119,9 +121,11 @@ class StoreLink:
     async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
         `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
-        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
+        loop, remaining_s = asyncio.get_running_loop(), self._wait_timeout_s  # waits only: a call may take longer
         while True:
-            client = await self._client_before(deadline)
+            started = loop.time()
+            client = await self._client_before(started + remaining_s)
+            remaining_s -= loop.time() - started
             try:
                 return await client.call(make, answer)
             except ConnectionLost:
@@ -155,6 +159,7 @@ class StoreLink:
         try:
             async with asyncio.timeout_at(deadline):
                 while (client := self._client) is None or client.closed.is_set():
+                    self._connected.clear()  # `run` may not have handled the loss yet
                     await self._connected.wait()
         except TimeoutError:
             raise StoreUnavailable(_UNAVAILABLE) from None
