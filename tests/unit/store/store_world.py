@@ -32,7 +32,7 @@ class PatternItems:
         self._arena = arena
         self.gate: asyncio.Event | None = None
 
-    async def find(self, ref, form, processing, *, timeline, upload=None) -> LeasedItem:
+    async def find(self, ref, form, processing, *, timeline, upload=None, admit=None) -> LeasedItem:
         if self.gate is not None:
             await self.gate.wait()
         if upload is not None:
