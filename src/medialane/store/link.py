@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
 from medialane.core.backoff import Backoff
@@ -117,6 +118,15 @@ class StoreLink:
         while (client := self._client) is None:
             await self._connected.wait()
         return client.welcome
+
+    async def call_at(self, arena: str, make: Callable[[int], Call]) -> Reply:
+        """Make a call about entries of `arena`, which another store does not have. Raises like `call`, and
+        StoreUnavailable at once if their store is not connected."""
+        client = self._client
+        if client is not None and client.welcome.arena.id == arena:
+            with suppress(ConnectionLost):
+                return await client.call(make)
+        raise StoreUnavailable("the media store of these entries is lost")
 
     async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with

@@ -172,6 +172,8 @@ class Worker:
             self._unmappable = {offer.id}
         elif offer == self._offer:
             self._announce(offer.id)
+        else:  # the store was lost meanwhile
+            self._shm.detach(offer.id)
 
     def _announce(self, arena: str | None) -> None:
         self._mapped = arena

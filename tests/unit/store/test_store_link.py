@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from store_world import World
 
+from medialane.core.errors import StoreUnavailable
+from medialane.store.holds import StoreEntries
 from waiting import eventually
 
 
@@ -54,3 +56,14 @@ async def test_cancelled_link_closes_its_connection(world, gateway):
     await asyncio.wait([gateway.running])
     assert connection.closed.is_set()
     await eventually(lambda: not world.server._sessions)
+
+
+async def test_entries_of_a_lost_store_are_refused_without_waiting_for_the_next(world, gateway):
+    worker = await world.client()
+    _, entry = gateway.holds[await gateway.find("a")]
+    await world.server.close()
+    await eventually(lambda: worker.link.arena is None)
+    with pytest.raises(StoreUnavailable):
+        async with asyncio.timeout(0.5):
+            await StoreEntries(worker.link).hold([entry])
+    await worker.disconnect()
