@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from medialane_process import kill
-from openai_http import Answer, chat, data_url, in_flight, load, long_chat, picture, text
+from openai_http import Answer, chat, data_url, image, in_flight, load, long_chat, picture, text
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
@@ -216,17 +216,19 @@ async def test_store_killed_during_an_answer_costs_other_media_requests_only_tim
 
 
 async def test_store_killed_while_preparing_answers_from_the_next_store_or_503(serve, ours, plain):
-    part = {"type": "image_url", "image_url": {"url": data_url(huge_jpeg(20)), "max_pixels": 200_704}}
-    right, right_other = [(await plain.succeed(chat(found, ASK))).ids for found in (part, picture(168))]
+    bodies = [
+        chat(image(data_url(huge_jpeg(20))), ASK, mm_processor_kwargs={"max_pixels": 200_704}),
+        chat(picture(168), ASK),
+    ]
+    right = [(await plain.succeed(body)).ids for body in bodies]
     old, arenas, pids = serve.store_pid(), serve.arenas(), serve.preparer_pids()
     before = {pid: cpu_s(pid) for pid in pids}
-    request = asyncio.create_task(ours.post(chat(part, ASK)))
+    preparing = asyncio.create_task(ours.post(bodies[0]))
     await busy_one(pids, before)
     kill(old)
-    before_find = asyncio.create_task(ours.post(chat(picture(168), ASK)))
-    for answer, expected in ((await request, right), (await before_find, right_other)):
+    for answer, expected in zip(await asyncio.gather(preparing, ours.post(bodies[1])), right, strict=True):
         assert is_right_or_503(answer, expected)
-    for body, expected in ((chat(part, ASK), right), (chat(picture(168), ASK), right_other)):
+    for body, expected in zip(bodies, right, strict=True):
         await eventually(lambda b=body, e=expected: answers_or_503(ours, b, e), "the next store prepares it", 120)
         again = await ours.succeed(body)
         assert (again.cache, again.ids) == ("hit", expected)
