@@ -93,8 +93,7 @@ class Sender:
         )
         (encoded,) = MsgpackEncoder().encode(params)
         remote = self.client.submit(EngineRequest(secrets.token_hex(8), prompt, bytes(encoded)))
-        found = [token async for delta in remote for token in delta.completions[0].token_ids]
-        return found
+        return [token async for delta in remote for token in delta.completions[0].token_ids]
 
 
 def plain_picture(num_bytes: int) -> bytes:
