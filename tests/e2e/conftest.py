@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import ONE_PROCESS_ENGINE, START_S, MedialaneProcess, free_port, launch
+from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
-from process_tree import command_of, descendants
 from small_dummies import with_small_dummies
 
 from medialane.cli.server_process import plain_vllm as start_plain_vllm
@@ -36,7 +35,8 @@ SERVER_FLAGS = (
 )
 
 #: Test images are served from the loopback interface.
-MEDIALANE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
+MEDIA_FLAGS = ("--allow-media-network", "127.0.0.0/8")
+STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
@@ -76,7 +76,7 @@ def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
-        ["--workers", "2", "--verbose", *MEDIALANE_FLAGS],
+        ["--workers", "2", "--verbose", *STORE_FLAGS],
         SERVER_FLAGS,
         environ={
             **vllm_environ,
@@ -120,19 +120,14 @@ def plain(plain_vllm) -> OpenAiHttp:
     return OpenAiHttp(plain_vllm.base_url.removesuffix("/v1"), plain_vllm.model)
 
 
-def addresses_of_workers(serve: MedialaneProcess) -> list[str]:
-    commands = map(command_of, descendants(serve.pid))
-    words = [command.split() for command in commands if "medialane worker" in command]
-    return sorted(found[found.index("--listen") + 1] for found in words)
-
-
 @pytest.fixture(scope="session")
 def worker_addresses(serve) -> list[str]:
     """Where the two workers listen."""
-    return addresses_of_workers(serve)
+    return serve.worker_addresses()
 
 
-#: Gateways over the workers of `serve`, each with one transfer path; the arena of `apart` is out of the workers' reach.
+#: Gateways over the workers and the store of `serve`, each with one transfer path. `apart` has a store of its own, with
+#: an arena out of the workers' reach.
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
@@ -144,19 +139,37 @@ PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 
 @pytest.fixture(scope="session")
-def starting_gateways(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[dict[str, MedialaneProcess]]:
+def store_apart(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[list[str]]:
+    """The flags of a gateway of another store, whose arena is in a folder that no worker knows."""
+    folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
+    address, directory = f"unix:{folder}/store.sock", ["--arena-directory", str(folder)]
+    medialane = [sys.executable, "-m", "medialane", "store", starting_serve.model, "--listen", address]
+    process = launch(
+        [*medialane, *STORE_FLAGS, *directory, "--", *SERVER_FLAGS],
+        environ=vllm_environ,
+        log=tmp_path_factory.mktemp("store") / "store.log",
+    )
+    yield ["--store", address, *directory]
+    process.terminate()
+    assert process.wait(STOP_S) == 0
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def starting_gateways(
+    starting_serve, store_apart, vllm_environ, tmp_path_factory
+) -> Iterator[dict[str, MedialaneProcess]]:
     """GATEWAYS, not ready yet: use the fixture `gateways` instead. Children of one process, which `stop` ends."""
     serve = starting_serve
-    apart = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
-    workers = [word for address in addresses_of_workers(serve) for word in ("--worker", address)]
+    workers = [word for address in serve.worker_addresses() for word in ("--worker", address)]
     logs = tmp_path_factory.mktemp("gateways")
     commands, places = [], {}
     for name, flags in GATEWAYS.items():
-        directory = ["--arena-directory", str(apart)] if name == "apart" else []
+        store = store_apart if name == "apart" else ["--store", serve.store_address]
         key = ["--api-key", API_KEY] if name == "features/shm" else []
         places[name] = (free_port(), logs / f"{name.replace('/', '-')}.log")
         port, log = places[name]
-        ours = [serve.model, "--port", str(port), *workers, *flags, *directory, *MEDIALANE_FLAGS]
+        ours = [serve.model, "--port", str(port), *workers, *flags, *store, *MEDIA_FLAGS]
         commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
     process = launch(
         [sys.executable, str(PROGRAM), json.dumps(commands)],
@@ -166,7 +179,6 @@ def starting_gateways(starting_serve, vllm_environ, tmp_path_factory) -> Iterato
     started = {name: MedialaneProcess(process, port, serve.model, log) for name, (port, log) in places.items()}
     yield started
     started["apart"].stop()
-    shutil.rmtree(apart)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -77,17 +77,32 @@ class MedialaneProcess:
         """The gateway's process: a child of `serve`, or this one."""
         return self._only("medialane gateway") if "medialane serve" in command_of(self.pid) else self.pid
 
+    def store_pid(self) -> int:
+        """The store of `serve`."""
+        return self._only("medialane store")
+
+    @property
+    def store_address(self) -> str:
+        words = command_of(self.store_pid()).split()
+        return words[words.index("--listen") + 1]
+
+    def worker_addresses(self) -> list[str]:
+        """Where the workers of `serve` listen."""
+        commands = map(command_of, descendants(self.pid))
+        words = [command.split() for command in commands if "medialane worker" in command]
+        return sorted(found[found.index("--listen") + 1] for found in words)
+
     def worker_pid(self, address: str) -> int:
         """The first process of the worker that listens at `address`."""
         return self._only(f"medialane worker {self.model} --listen {address}")
 
     def preparer_pids(self) -> list[int]:
-        """The forked preparers: processes that map the gateway's arena and have their own seccomp filter."""
-        arenas, outer = self.arenas(), num_filters(self.gateway_pid())
+        """The forked preparers: processes that map the store's arena and have their own seccomp filter."""
+        arenas, outer = self.arenas(), num_filters(self.store_pid())
         return [pid for pid in all_pids() if arenas_of(pid) & arenas and num_filters(pid) > outer]
 
     def arenas(self) -> set[Path]:
-        return arenas_of(self.gateway_pid())
+        return arenas_of(self.store_pid())
 
     def _only(self, command: str) -> int:
         (found,) = _children_running(self.pid, command)

@@ -34,13 +34,16 @@ async def test_gateway_exits_when_an_essential_task_ends(tiny_model, vllm_enviro
     logs = {ending: tmp_path / f"{ending}.log" for ending in ENDINGS}
     ports = {ending: free_port() for ending in ENDINGS}
     worker = f"unix:{tmp_path}/w-{{}}.sock"
-    own = ["--worker", worker.format(0), "--stage", "url", "--preparers", "1", "--arena-size", "64MiB"]
+    store = f"unix:{tmp_path}/store.sock"
+    own = ["--worker", worker.format(0), "--store", store, "--stage", "url"]
     commands = [
         (ending, str(logs[ending]), [str(tiny_model), "--port", str(ports[ending]), *own, "--", *TINY_MODEL_FLAGS])
         for ending in ENDINGS
     ]
     program = Path(__file__).with_name("ending_gateways_program.py")
-    medialane = [sys.executable, "-m", "medialane", "worker", str(tiny_model), "--engine", "simulated"]
+    medialane = [sys.executable, "-m", "medialane"]
+    store_flags = ["--listen", store, "--stage", "url", "--preparers", "1", "--arena-size", "64MiB"]
+    worker_flags = ["--engine", "simulated", "--simulated-workers", "1", "--listen", worker]
     with ExitStack() as stack:
 
         def start(argv, log):
@@ -49,15 +52,18 @@ async def test_gateway_exits_when_an_essential_task_ends(tiny_model, vllm_enviro
             stack.callback(process.terminate)
             return process
 
-        start([*medialane, "--simulated-workers", "1", "--listen", worker], tmp_path / "worker.log")
+        owner = start([*medialane, "store", str(tiny_model), *store_flags], tmp_path / "store.log")
+        start([*medialane, "worker", str(tiny_model), *worker_flags], tmp_path / "worker.log")
         gateways = start([sys.executable, str(program), json.dumps(commands)], tmp_path / "statuses")
         for ending, port in ports.items():
             await eventually(lambda port=port: is_ready(port), f"{ending} is ready", 300, more=logs[ending].read_text)
         arenas = {path for pid in descendants(gateways.pid) for path in arenas_of(pid)}
         os.kill(gateways.pid, signal.SIGUSR1)
         await eventually(lambda: gateways.poll() is not None, "both have exited", STOP_S)
+        assert len(arenas) == 1
+        assert arenas == arenas_of(owner.pid), "the store goes on without them"
     assert json.loads((tmp_path / "statuses").read_text().splitlines()[-1]) == [70, 70]
-    assert len(arenas) == len(ENDINGS)
+    assert owner.returncode == 0
     assert not [path for path in arenas if path.exists()]
     for ending, name in ENDINGS.items():
         log = logs[ending].read_text()

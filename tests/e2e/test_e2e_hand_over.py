@@ -3,6 +3,8 @@
 import pytest
 from openai_http import assert_same, chat, data_url, image, photo, picture, text, video
 
+from waiting import eventually
+
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
@@ -87,8 +89,8 @@ async def test_decoded_stage_sends_pixels_through_shared_memory(gateways):
 async def test_url_stage_sends_the_encoded_image_through_shared_memory_without_preparing(gateways):
     client = gateways["url"]
     before = await client.metrics()
-    first, again = [await client.succeed(chat(picture(84), ASK)) for _ in range(2)]
-    assert (first.copied_bytes, again.copied_bytes) == (len(photo(84)), 0)
+    first, again = [await client.succeed(chat(picture(87), ASK)) for _ in range(2)]
+    assert (first.copied_bytes, again.copied_bytes) == (len(photo(87)), 0)
     page = await client.metrics()
     assert page.value("medialane_preparer_jobs_total") == before.value("medialane_preparer_jobs_total")
     assert page.value("medialane_transfer_fallbacks_total") == 0
@@ -116,8 +118,20 @@ async def test_invalid_image_error_names_its_field(gateways, way):
     assert (await gateways[way].succeed(BODIES["one image"])).ids
 
 
+async def test_second_gateway_finds_what_the_first_has_prepared(gateways):
+    first, second = gateways["features/shm"], gateways["features/inline"]
+    right = await first.succeed(chat(picture(88), ASK))
+    jobs = (await first.metrics()).value("medialane_preparer_jobs_total")
+    again = await second.succeed(chat(picture(88), ASK))
+    assert (right.cache, again.cache, again.ids) == ("miss", "hit", right.ids)
+    assert (await second.metrics()).value("medialane_preparer_jobs_total") == jobs
+
+
 @pytest.mark.parametrize("way", TRANSFER_PATHS)
 async def test_idle_server_holds_no_leases(gateways, way):
-    page = await gateways[way].metrics()
-    assert page.value("medialane_arena_leases") == 0
-    assert sum(page.by("medialane_worker_in_flight", "worker").values()) == 0
+    async def is_idle() -> bool:
+        page = await gateways[way].metrics()
+        in_flight = sum(page.by("medialane_worker_in_flight", "worker").values())
+        return (page.value("medialane_arena_leases"), in_flight) == (0, 0)
+
+    await eventually(is_idle, "the last worker has released", 10)

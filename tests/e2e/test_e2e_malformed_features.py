@@ -3,8 +3,10 @@
 Each time, a valid request on the same connection succeeds afterwards.
 """
 
+import asyncio
+import io
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -13,13 +15,17 @@ import torch
 from openai_http import chat, photo, picture, text
 from PIL import Image as PILImage
 
-from medialane.arena import Arena, ArenaConfig, describe, layout
+from medialane.arena import ENTRY_HEADER_BYTES, describe, layout
 from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
-from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
-from medialane.core.media import Image, MediaSize
+from medialane.core.feature import MediaPayload, PlaceholderRange
+from medialane.core.hashing import content_hash
+from medialane.core.media import Image, MediaRef, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
-from medialane.rpc import ArenaOffer, Hello, RpcClient, RpcConfig
+from medialane.rpc import Hello, RpcClient, RpcConfig
+from medialane.store import StoreLink
+from medialane.store.messages import FindItem
+from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -37,8 +43,6 @@ def processor(serve):
 
 
 def pixels(seed):
-    import io
-
     import numpy as np
 
     return np.array(PILImage.open(io.BytesIO(photo(seed))).convert("RGB"))
@@ -46,28 +50,37 @@ def pixels(seed):
 
 @dataclass
 class Sender:
-    """A test gateway connected to one worker, with one processed image in its arena."""
+    """A test gateway connected to one worker and to the store, in whose arena it writes what it should not."""
 
     client: RpcClient
-    arena: Arena
+    store: StoreLink
     processor: object
+    holds: list[int] = field(default_factory=list)
 
     def item(self, seed=120):
         return self.processor.process(Image(pixels(seed)), b"{}")
 
-    def feature(self, item, place, way, key=None):
+    async def feature(self, item, place, way, key=None):
         """`item` as transmitted."""
-        tensors = self.stored(item) if way == "shm" else inline(item)
+        tensors = await self.stored(item) if way == "shm" else inline(item)
         return MediaPayload("image", key or secrets.token_hex(32), item.header, tensors, item.size, place)
 
-    def stored(self, item) -> tuple[TensorDescriptor, ...]:
-        """Publish the tensors in the arena and keep them there."""
-        reservation = self.arena.reserve(layout(item.specs)[1])
-        tensors = describe(reservation.range, item.specs)
+    async def stored(self, item) -> tuple[TensorDescriptor, ...]:
+        """Write the tensors over an entry that the connection to the store holds: the pixels of a plain picture."""
+        (*_, num_bytes) = layout(item.specs)
+        picture = plain_picture(num_bytes)
+        ref = MediaRef("image", "p", content=content_hash(picture))
+
+        async def send(question) -> None:
+            self.store.payload(question.range)[: len(picture)] = picture
+
+        found = await self.store.call(lambda call: FindItem(call, ref, "decoded", b"{}", len(picture)), send)
+        self.holds.append(found.hold_id)
+        tensors = describe(found.range, item.specs)
+        payload = self.store.payload(found.range)
         for tensor, data in zip(tensors, item.buffers, strict=True):
-            self.arena.view.tensor(tensor, writable=True)[:] = data
-        key = secrets.token_hex(32)
-        self.arena.publish(reservation, key, Feature("image", key, item.header, tensors, item.size)).release()
+            start = tensor.offset - ENTRY_HEADER_BYTES
+            payload[start : start + tensor.spec.nbytes] = data
         return tensors
 
     async def answer(self, prompt) -> list[int]:
@@ -80,9 +93,15 @@ class Sender:
         )
         (encoded,) = MsgpackEncoder().encode(params)
         remote = self.client.submit(EngineRequest(secrets.token_hex(8), prompt, bytes(encoded)))
-        found = [token async for delta in remote for token in delta.completions[0].token_ids]
-        assert await remote.released()
-        return found
+        return [token async for delta in remote for token in delta.completions[0].token_ids]
+
+
+def plain_picture(num_bytes: int) -> bytes:
+    """A PNG of a random colour with at least this many bytes of pixels."""
+    buffer = io.BytesIO()
+    colour = tuple(secrets.token_bytes(3))
+    PILImage.new("RGB", (1024, num_bytes // (3 * 1024) + 2), colour).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def inline(item):
@@ -90,21 +109,21 @@ def inline(item):
 
 
 @pytest_asyncio.fixture
-async def sender(worker_addresses, processor):
-    arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
+async def sender(serve, worker_addresses, processor):
     config = RpcConfig()
-    first = await RpcClient.connect(worker_addresses[0], Hello(gateway_id=secrets.token_hex(16)), config)
-    await first.close()
-    hello = Hello(
-        gateway_id=secrets.token_hex(16),
-        arena=ArenaOffer(arena.id, arena.nonce),
-        processor=first.welcome.card.processor,
-    )
-    client = await RpcClient.connect(worker_addresses[0], hello, config)
-    assert client.welcome.shm
-    yield Sender(client, arena, processor)
+    store = StoreLink(serve.store_address, rpc=config, arena_directory="/dev/shm", wait_timeout_s=10, writable=True)
+    running = asyncio.create_task(store.run())
+    await store.welcome()
+    client = await RpcClient.connect(worker_addresses[0], Hello(gateway_id=secrets.token_hex(16)), config)
+    await eventually(lambda: client.arena == store.arena, "the worker has mapped the store's arena")
+    sender = Sender(client, store, processor)
+    yield sender
     await client.close()
-    arena.close()
+    for hold_id in sender.holds:
+        store.release(hold_id, store.arena)
+    await store.refresh(5)
+    running.cancel()
+    await asyncio.wait([running])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -130,8 +149,8 @@ def places(token_ids) -> list[PlaceholderRange]:
 async def test_valid_features_give_plain_vllms_output(sender, right, way):
     (ids, answer), (ids_of_two, answer_of_two) = right
     (place,) = places(ids)
-    assert await sender.answer(ExpandedPrompt(ids, (sender.feature(sender.item(), place, way),))) == answer
-    features = [sender.feature(sender.item(120 + i), p, way) for i, p in enumerate(places(ids_of_two))]
+    assert await sender.answer(ExpandedPrompt(ids, (await sender.feature(sender.item(), place, way),))) == answer
+    features = [await sender.feature(sender.item(120 + i), p, way) for i, p in enumerate(places(ids_of_two))]
     assert await sender.answer(ExpandedPrompt(ids_of_two, tuple(features))) == answer_of_two
 
 
@@ -199,7 +218,7 @@ MALFORMED = (
 async def test_feature_not_matching_its_prompt_is_rejected(sender, right, way, malform):
     ids, answer = right[0]
     (place,) = places(ids)
-    good = sender.feature(sender.item(), place, way)
+    good = await sender.feature(sender.item(), place, way)
     with pytest.raises(InvalidFeature):
         await sender.answer(ExpandedPrompt(ids, (malform(good, ids),)))
     assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
@@ -241,14 +260,14 @@ async def test_inconsistent_feature_is_rejected(sender, right, way, name):
     (place,) = places(ids)
     item = sender.item()
     with pytest.raises(InvalidFeature):
-        await sender.answer(ExpandedPrompt(ids, (sender.feature(with_field(item, *CHANGES[name]), place, way),)))
-    assert await sender.answer(ExpandedPrompt(ids, (sender.feature(item, place, way),))) == answer
+        await sender.answer(ExpandedPrompt(ids, (await sender.feature(with_field(item, *CHANGES[name]), place, way),)))
+    assert await sender.answer(ExpandedPrompt(ids, (await sender.feature(item, place, way),))) == answer
 
 
 async def test_tensor_shape_not_matching_the_header_is_rejected(sender, right):
     ids, answer = right[0]
     (place,) = places(ids)
-    good = sender.feature(sender.item(), place, "shm")
+    good = await sender.feature(sender.item(), place, "shm")
     (tensor,) = good.tensors
     rows, width = tensor.spec.shape
     smaller = TensorDescriptor(TensorSpec(tensor.spec.dtype, (rows - 4, width)), tensor.range, tensor.offset)
@@ -271,7 +290,7 @@ async def test_tensor_shape_not_matching_the_header_is_rejected(sender, right):
 async def test_invalid_descriptor_fails_the_hand_over(sender, right, change):
     ids, answer = right[0]
     (place,) = places(ids)
-    good = sender.feature(sender.item(), place, "shm")
+    good = await sender.feature(sender.item(), place, "shm")
     (tensor,) = good.tensors
     astray = TensorDescriptor(tensor.spec, msgspec.structs.replace(tensor.range, **change), tensor.offset)
     with pytest.raises(HandoverFailed):
@@ -281,7 +300,7 @@ async def test_invalid_descriptor_fails_the_hand_over(sender, right, change):
 
 async def test_misordered_or_overlapping_features_are_rejected(sender, right):
     ids, answer = right[1]
-    first, second = (sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids)))
+    first, second = [await sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids))]
     on_one = msgspec.structs.replace(second, placeholder=first.placeholder)
     for wrong in ((second, first), (first, on_one), (first, first)):
         with pytest.raises(InvalidFeature):
@@ -291,7 +310,7 @@ async def test_misordered_or_overlapping_features_are_rejected(sender, right):
 
 async def test_missing_or_extra_feature_is_rejected(sender, right):
     ids, answer = right[1]
-    first, second = (sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids)))
+    first, second = [await sender.feature(sender.item(120 + i), p, "inline") for i, p in enumerate(places(ids))]
     extra = msgspec.structs.replace(second, placeholder=PlaceholderRange(len(ids) - 3, 2))
     with pytest.raises(InvalidFeature):
         await sender.answer(ExpandedPrompt(ids, (first, second, extra)))
@@ -301,7 +320,7 @@ async def test_missing_or_extra_feature_is_rejected(sender, right):
 async def test_unsupported_modality_is_rejected(sender, right):
     ids, answer = right[0]
     (place,) = places(ids)
-    good = sender.feature(sender.item(), place, "inline")
+    good = await sender.feature(sender.item(), place, "inline")
     with pytest.raises(PromptRejected, match="At most 0 audio"):
         await sender.answer(ExpandedPrompt(ids, (msgspec.structs.replace(good, modality="audio"),)))
     assert await sender.answer(ExpandedPrompt(ids, (good,))) == answer
@@ -310,7 +329,7 @@ async def test_unsupported_modality_is_rejected(sender, right):
 async def test_out_of_vocabulary_token_ids_are_rejected(sender, right):
     ids, answer = right[0]
     (place,) = places(ids)
-    good = sender.feature(sender.item(), place, "inline")
+    good = await sender.feature(sender.item(), place, "inline")
     with pytest.raises(MedialaneError) as refused:
         await sender.answer(ExpandedPrompt([*ids, 10_000_000], (good,)))
     assert isinstance(refused.value, PromptRejected | InvalidFeature)

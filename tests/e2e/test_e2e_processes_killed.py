@@ -2,23 +2,28 @@
 
 Afterwards `serve` is intact, except for its caches. One kill of each kind: what does not depend on vLLM is tested with
 the simulated engine (tests/seams/test_killed_workers.py). The worker without an engine restarts while the gateway does.
+What a killed process has held is read at the store itself, of which the tests are a client.
 """
 
 import asyncio
 import io
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from medialane_process import kill
-from openai_http import Answer, chat, data_url, in_flight, load, long_chat, picture, text
+from openai_http import Answer, chat, data_url, image, in_flight, load, long_chat, picture, text
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
+from medialane.rpc import RpcConfig
+from medialane.store import StoreLink
 from medialane.worker import EXIT_ENGINE_LOST
 from waiting import eventually
 
@@ -53,6 +58,27 @@ def suspended(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@pytest_asyncio.fixture
+async def store(serve):
+    """The tests' own connection to the store, which holds nothing."""
+    link = StoreLink(serve.store_address, rpc=RpcConfig(), arena_directory="/dev/shm", wait_timeout_s=60)
+    running = asyncio.create_task(link.run())
+    await link.welcome()
+    yield link
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def num_held(store: StoreLink) -> int:
+    """The leases that the store has granted, by its own count."""
+    await store.refresh(5)
+    return store.status.stats.arena.num_leases
+
+
+async def nothing_held(store: StoreLink) -> bool:
+    return await num_held(store) == 0
 
 
 async def idle(ours) -> bool:
@@ -132,34 +158,88 @@ async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, p
     await eventually(lambda: exited in serve.log.read_text(), "it exits by itself, says why, and is restarted", 20)
 
 
-async def test_killed_gateway_restarts_and_leaves_no_arena(serve, ours, plain):
+async def test_killed_gateway_costs_its_own_requests_and_the_cache_stays(serve, ours, plain, store):
     right = (await plain.succeed(chat(picture(165), ASK))).ids
-    old, arenas = serve.gateway_pid(), serve.arenas()
-    below = descendants(old)
-    assert len(arenas) == 1
+    old, arenas, preparers = serve.gateway_pid(), serve.arenas(), serve.preparer_pids()
+    await eventually(lambda: nothing_held(store), "nothing is held before", 20)
     request = asyncio.create_task(broken_off(ours, long_chat(picture(165), PROMPT, stream=True)))
     await eventually(lambda: in_flight(ours, 1), "the request runs", 60)
-    kill(old)
-    assert await request == "connection lost"
-    await eventually(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
-    await eventually(
-        lambda: not any(arenas & arenas_of(pid) for pid in descendants(serve.pid)),
-        "workers and their engines unmap its arena: the next one needs the memory",
-        30,
-    )
+    assert await num_held(store)
+    num_done = store.status.stats.preparers.num_done
+    with suspended(serve.pid):  # the supervisor: what follows happens without the next gateway
+        kill(old)
+        assert await request == "connection lost"
+        await eventually(lambda: nothing_held(store), "the gateway's and then the worker's holds end", 30)
     await serve.answers()
     assert serve.gateway_pid() != old
-    assert not any(path.exists() for path in arenas)
+    assert (serve.arenas(), serve.preparer_pids()) == (arenas, preparers)
     await comes_back(ours, 2)
-    answer = await ours.succeed(chat(picture(165), ASK))
-    assert (answer.cache, answer.ids) == ("miss", right)
     again = [await ours.succeed(chat(picture(165), ASK)) for _ in range(2)]
     assert [(found.cache, found.copied_bytes, found.ids) for found in again] == [("hit", 0, right)] * 2
-    await eventually(lambda: idle(ours), "nothing is held", 20)
+    await eventually(lambda: nothing_held(store), "nothing is held", 20)
+    assert store.status.stats.preparers.num_done == num_done
 
 
-async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, worker_addresses):
+async def test_store_killed_during_an_answer_costs_other_media_requests_only_time(serve, ours, plain):
+    """The supervisor is suspended at first, so that there is no store for as long as requests wait for one."""
+    body = chat(picture(166), PROMPT, max_tokens=2500, ignore_eos=True)
+    right, right_text, right_other = [
+        (await plain.succeed(found)).ids for found in (body, chat(PROMPT), chat(picture(167), ASK))
+    ]
+    old, arenas, others = serve.store_pid(), serve.arenas(), (serve.gateway_pid(), *worker_pids(serve))
+    below = descendants(old)
+    async with ours.opened({**body, "stream": True}) as response:
+        tokens = tokens_of(response)
+        answer = [*await anext(tokens)]
+        with suspended(serve.pid):
+            kill(old)
+            asked_at = time.monotonic()
+            waiting = asyncio.create_task(ours.post(chat(picture(167), ASK)))
+            assert (await ours.succeed(chat(PROMPT))).ids == right_text
+            assert time.monotonic() - asked_at < AT_ONCE_S / 2
+            assert not waiting.done()
+            refused = await waiting
+            assert (refused.status, refused.error["code"]) == (503, "media_store_unavailable")
+            assert refused.headers["retry-after"]
+        async for more in tokens:
+            answer += more
+    assert answer == right
+    await eventually(lambda: answers_or_503(ours, chat(picture(167), ASK), right_other), "images are prepared", 120)
+    await eventually(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
+    assert not any(path.exists() for path in arenas)
+    assert not any(arenas & arenas_of(pid) for pid in descendants(serve.pid)), "its memory is free"
+    assert others == (serve.gateway_pid(), *worker_pids(serve))
+    await is_as_before(serve, ours)
+    again = [await ours.succeed(body) for _ in range(2)]
+    assert [(found.cache, found.ids) for found in again] == [("miss", right), ("hit", right)]
+    assert again[1].copied_bytes == 0, "by shared memory"
+
+
+async def test_store_killed_while_preparing_answers_from_the_next_store_or_503(serve, ours, plain):
+    bodies = [
+        chat(image(data_url(huge_jpeg(20))), ASK, mm_processor_kwargs={"max_pixels": 200_704}),
+        chat(picture(168), ASK),
+    ]
+    right = [(await plain.succeed(body)).ids for body in bodies]
+    old, arenas, pids = serve.store_pid(), serve.arenas(), serve.preparer_pids()
+    before = {pid: cpu_s(pid) for pid in pids}
+    preparing = asyncio.create_task(ours.post(bodies[0]))
+    await busy_one(pids, before)
+    kill(old)
+    for answer, expected in zip(await asyncio.gather(preparing, ours.post(bodies[1])), right, strict=True):
+        assert is_right_or_503(answer, expected)
+    for body, expected in zip(bodies, right, strict=True):
+        await eventually(lambda b=body, e=expected: answers_or_503(ours, b, e), "the next store prepares it", 120)
+        again = await ours.succeed(body)
+        assert (again.cache, again.ids) == ("hit", expected)
+    await eventually(lambda: not any(map(is_alive, [old, *pids])), "the preparers end with their store", 30)
+    assert not any(path.exists() for path in arenas)
+    await is_as_before(serve, ours)
+
+
+async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, store):
     right = (await plain.succeed(chat(picture(163), ASK))).ids
+    old_store, arenas = serve.store_pid(), serve.arenas()
     whole = asyncio.create_task(ours.post(long_chat(picture(163), PROMPT)))
     await eventually(lambda: in_flight(ours, 1), "the first request runs", 60)
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
@@ -168,6 +248,7 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
     ]
     await eventually(lambda: in_flight(ours, 4), "all requests run", 60)
     num_doomed_streams = (await load(ours))[address] - 1
+    assert await num_held(store) >= 4
     killed = serve.worker_pid(address)
     engines = descendants(killed)
     with suspended(serve.pid):  # the supervisor, which would kill the engine
@@ -184,6 +265,41 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
     assert serve.worker_pid(address) != killed
     answers = await asyncio.gather(*(ours.succeed(chat(picture(163), ASK)) for _ in range(4)))
     assert [answer.ids for answer in answers] == [right] * 4
+    await eventually(lambda: nothing_held(store), "nothing is held", 20)
+    assert (serve.store_pid(), serve.arenas()) == (old_store, arenas)
+
+
+def worker_pids(serve) -> list[int]:
+    return [serve.worker_pid(address) for address in serve.worker_addresses()]
+
+
+async def tokens_of(response) -> AsyncIterator[list[int]]:
+    """The token ids of each event of a stream."""
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                yield choice.get("token_ids") or []
+
+
+def is_right_or_503(answer: Answer, right: list[int]) -> bool:
+    """Whether there is an answer; without one, the error says that the store is missing and when to try again."""
+    if answer.status == 200:
+        assert answer.ids == right
+        return True
+    assert (answer.status, answer.error["code"]) == (503, "media_store_unavailable")
+    assert answer.headers["retry-after"]
+    return True
+
+
+async def answers_or_503(ours, body, right: list[int]) -> bool:
+    answer = await ours.post(body)
+    return is_right_or_503(answer, right) and answer.status == 200
+
+
+async def is_as_before(serve, ours) -> None:
+    """One store, two preparers, one arena, nothing held."""
+    await eventually(lambda: len(serve.preparer_pids()) == 2, "there are two preparers", 30)
+    assert len(serve.arenas()) == 1
     await eventually(lambda: idle(ours), "nothing is held", 20)
 
 

@@ -30,8 +30,8 @@ async def test_sigterm_ends_a_worker_cleanly_with_a_request_in_flight(serve, our
 async def test_sigterm_leaves_no_process_arena_or_socket_while_a_worker_restarts(serve, ours, runtime_directory):
     await ours.succeed(chat(picture(200), text("Describe the picture.")))
     everyone = descendants(serve.pid)
-    # A worker and its engine, the worker that restarts, the gateway, its fork server and preparers.
-    assert len(everyone) >= 2 + 1 + 1 + 1 + 2
+    # A worker and its engine, the worker that restarts, the gateway, the store, its fork server and preparers.
+    assert len(everyone) >= 2 + 1 + 1 + 1 + 1 + 2
     arenas = serve.arenas()
     assert arenas
     assert list(runtime_directory.iterdir())

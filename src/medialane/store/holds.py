@@ -43,5 +43,6 @@ class StoreEntries:
         self._link.watch(listener)
 
     async def hold(self, ranges: Sequence[ArenaRange]) -> StoreHold:
-        reply = await self._link.call(lambda call_id: HoldEntries(call_id, list(ranges)))
-        return StoreHold(self._link, cast("EntriesHeld", reply).hold_id, ranges[0].arena)
+        arena = ranges[0].arena
+        reply = await self._link.call_at(arena, lambda call_id: HoldEntries(call_id, list(ranges)))
+        return StoreHold(self._link, cast("EntriesHeld", reply).hold_id, arena)

@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
 from medialane.core.backoff import Backoff
@@ -108,6 +109,8 @@ class StoreLink:
                     backoff.reset()
                 await asyncio.sleep(backoff.next())
         finally:
+            if self._client is not None:
+                await self._client.close()
             self._unmap()
 
     async def welcome(self) -> StoreWelcome:
@@ -116,12 +119,23 @@ class StoreLink:
             await self._connected.wait()
         return client.welcome
 
+    async def call_at(self, arena: str, make: Callable[[int], Call]) -> Reply:
+        """Make a call about entries of `arena`, which another store does not have. Raises like `call`, and
+        StoreUnavailable at once if their store is not connected."""
+        client = self._client
+        if client is not None and client.welcome.arena.id == arena:
+            with suppress(ConnectionLost):
+                return await client.call(make)
+        raise StoreUnavailable("the media store of these entries is lost")
+
     async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
         `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
-        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
+        loop, remaining_s = asyncio.get_running_loop(), self._wait_timeout_s  # waits only: a call may take longer
         while True:
-            client = await self._client_before(deadline)
+            started = loop.time()
+            client = await self._client_before(started + remaining_s)
+            remaining_s -= loop.time() - started
             try:
                 return await client.call(make, answer)
             except ConnectionLost:
@@ -155,6 +169,7 @@ class StoreLink:
         try:
             async with asyncio.timeout_at(deadline):
                 while (client := self._client) is None or client.closed.is_set():
+                    self._connected.clear()  # `run` may not have handled the loss yet
                     await self._connected.wait()
         except TimeoutError:
             raise StoreUnavailable(_UNAVAILABLE) from None

@@ -1,0 +1,69 @@
+"""A link to the store: what calls do while the connection is lost, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from store_world import World
+
+from medialane.core.errors import StoreUnavailable
+from medialane.store.holds import StoreEntries
+from waiting import eventually
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    world = await World(monkeypatch).start()
+    yield world
+    await world.close()
+
+
+@pytest.fixture
+async def gateway(world):
+    client = await world.client()
+    yield client
+    await client.disconnect()
+    client.world.kill(client)
+
+
+async def test_call_in_the_iteration_in_which_the_connection_is_lost_waits_for_the_next(world, gateway):
+    lost = gateway.link._client
+
+    async def call_at_the_loss() -> int:
+        while not lost.closed.is_set():  # noqa: ASYNC110 - before the link is woken by it
+            await asyncio.sleep(0)
+        return await gateway.find("a")
+
+    call = asyncio.create_task(call_at_the_loss())
+    await world.lose_connection(gateway)
+    gateway.release(await call)
+
+
+async def test_only_waiting_counts_towards_the_deadline(world, gateway):
+    gateway.link._wait_timeout_s = 0.5
+    world.items.gate = asyncio.Event()
+    call = asyncio.create_task(gateway.find("a"))
+    await asyncio.sleep(0.6)  # time: the call takes longer than it may wait
+    await world.lose_connection(gateway)
+    world.items.gate.set()
+    gateway.release(await call)
+
+
+async def test_cancelled_link_closes_its_connection(world, gateway):
+    connection = gateway.link._client
+    gateway.running.cancel()
+    await asyncio.wait([gateway.running])
+    assert connection.closed.is_set()
+    await eventually(lambda: not world.server._sessions)
+
+
+async def test_entries_of_a_lost_store_are_refused_without_waiting_for_the_next(world, gateway):
+    worker = await world.client()
+    _, entry = gateway.holds[await gateway.find("a")]
+    await world.server.close()
+    await eventually(lambda: worker.link.arena is None)
+    with pytest.raises(StoreUnavailable):
+        async with asyncio.timeout(0.5):
+            await StoreEntries(worker.link).hold([entry])
+    await worker.disconnect()

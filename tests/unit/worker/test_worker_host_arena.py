@@ -1,0 +1,62 @@
+"""The arena that a worker has mapped follows the store of its host."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.tensor import ArenaOffer
+from medialane.worker import FakeEngine, Worker, WorkerConfig
+from waiting import eventually
+
+
+class SlowEngine(FakeEngine):
+    """Maps an arena when `mapped` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapped = asyncio.Event()
+
+    async def attach_arena(self, arena: str, nonce: bytes) -> bool:
+        attached = await super().attach_arena(arena, nonce)
+        await self.mapped.wait()
+        return attached
+
+
+class Host:
+    """A `HostArena` whose store is found and lost by the test."""
+
+    def watch(self, listener) -> None:
+        self.tell = listener
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    yield arena
+    arena.close()
+
+
+def num_mappings(arena: Arena) -> int:
+    return Path("/proc/self/maps").read_text().count(arena.path.name)
+
+
+async def test_arena_of_a_store_that_is_lost_while_it_is_being_mapped_is_unmapped(arena):
+    engine, host, before = SlowEngine(), Host(), num_mappings(arena)
+    worker = Worker(engine, WorkerConfig(), arena_directory=str(arena.path.parent), host_arena=host)
+    reported: list[str | None] = []
+    worker.watch_arena(reported.append)
+    watching = asyncio.create_task(worker.watch())
+    host.tell(ArenaOffer(arena.id, arena.nonce))
+    await eventually(lambda: engine.arenas == [arena.id])
+    host.tell(None)
+    engine.mapped.set()
+    await eventually(lambda: engine.arenas == [])
+    assert num_mappings(arena) == before
+    assert reported == [None]
+    watching.cancel()
+    await asyncio.wait([watching])
+    worker.close()
