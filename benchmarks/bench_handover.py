@@ -1,13 +1,14 @@
 """`medialane bench handover`: time from 'entry ready' to 'tensor view usable in the EngineCore process'.
 
-medialane: three processes, two hops. The feature is in the arena and the prompt is prepared; then `Gateway.generate`
-(route, hand-over, Submit over the RPC's unix socket), the `Worker` (checks descriptors, builds views, decodes the
-item), vLLM's encoder with our consumer, EngineCore's IPC socket, EngineCore's input thread with our decoder; finally
-the first and last element are read. vLLM: two processes, one hop. The processed tensors are in the front end's heap,
-where vLLM's processor leaves them; then vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through
-the socket) or `torch_shm` (moved into torch's shared memory). The time to bring the tensors to that heap is not
-counted, in vLLM's favour. `no feature` is the same hop for a text request: a lower bound for all transfer paths. Not
-included in any: tokenising, a worker's feature checks (`checks`, measured separately), the scheduler, the model.
+medialane: three processes, two hops, and the store, a fourth. The feature is in the arena, the gateway holds it, and
+the prompt is prepared; then `Gateway.generate` (route, hand-over, Submit over the RPC's unix socket), the `Worker`
+(holds the feature at the store, checks descriptors, builds views, decodes the item), vLLM's encoder with our consumer,
+EngineCore's IPC socket, EngineCore's input thread with our decoder; finally the first and last element are read. vLLM:
+two processes, one hop. The processed tensors are in the front end's heap, where vLLM's processor leaves them; then
+vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through the socket) or `torch_shm` (moved into
+torch's shared memory). The time to bring the tensors to that heap is not counted, in vLLM's favour. `no feature` is the
+same hop for a text request: a lower bound for all transfer paths. Not included in any: tokenising, a worker's feature
+checks (`checks`, measured separately), the scheduler, the model.
 
 The prompt has the same number of tokens at every size: longer prompts cost the same with every transfer path.
 `answered` includes the response to the sender. `read all` is the time that EngineCore then takes to read every byte
@@ -20,9 +21,8 @@ import asyncio
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -35,11 +35,13 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 import handover_ends as ends
 from harness import Bar, Options, Report, median, percentile
-from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
+from host_store import store_link
+from medialane.arena import ArenaConfig
 from medialane.cli.sample_images import sample_pixels
 from medialane.config import process_environ
 from medialane.core.feature import (
     Feature,
+    Hold,
     MediaPayload,
     MediaPrompt,
     PlacedFeature,
@@ -47,7 +49,7 @@ from medialane.core.feature import (
     PreparedPrompt,
     StagedItem,
 )
-from medialane.core.media import Image, MediaRef, MediaSize
+from medialane.core.media import Image, MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.stage import StageName
 from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
@@ -55,11 +57,12 @@ from medialane.observability.metrics import Metrics
 from medialane.prepare.fake import FakeAssembler
 from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
-from medialane.rpc import ArenaOffer, Hello, RpcConfig
+from medialane.rpc import Hello, RpcConfig
+from medialane.store import StoreEntries, StoreLink
 from medialane.transfer import ShmTransport, TransferConfig
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.features import decode_item, encode_item
+from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.validation import FeatureChecker
@@ -95,45 +98,55 @@ def run(options: Options) -> Report:
 
 
 @contextmanager
-def _processes(folder: str) -> Iterator[tuple[ends.Addresses, Connection, Connection]]:
-    """Run the front end and EngineCore as vLLM starts them for `torch_shm`: spawned, with one queue between them."""
+def _processes(folder: str) -> Iterator[tuple[ends.Addresses, dict[str, Feature], Connection, Connection]]:
+    """Run the store, and the front end and EngineCore as vLLM starts them for `torch_shm`: spawned, with one queue
+    between them. Yields also the features in the store, by size."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     context = multiprocessing.get_context("spawn")
     addresses = ends.Addresses(
-        f"ipc://{folder}/input", f"ipc://{folder}/output", f"unix://{folder}/worker", ArenaConfig().directory
+        f"ipc://{folder}/input",
+        f"ipc://{folder}/output",
+        f"unix://{folder}/worker",
+        f"unix://{folder}/store",
+        ArenaConfig().directory,
     )
     tensors = torch.multiprocessing.get_context("spawn").Queue()
     seen, seen_there = context.Pipe(duplex=False)
     requests, wishes_there = context.Pipe()
+    published, published_there = context.Pipe(duplex=False)
     started = [
+        context.Process(target=ends.run_store, args=(addresses, published_there), daemon=True),
         context.Process(target=ends.run_engine_core, args=(addresses, tensors, seen_there), daemon=True),
         context.Process(target=ends.run_front_end, args=(addresses, tensors, wishes_there), daemon=True),
     ]
     for process in started:
         process.start()
     try:
-        for theirs in (seen_there, wishes_there):
+        for theirs in (published_there, seen_there, wishes_there):
             theirs.close()  # so that EOF is read from the pipe when the process exits
+        features = _receive(published, START_S)
         _receive(requests, START_S)
-        yield addresses, requests, seen
+        yield addresses, features, requests, seen
     finally:
         for process in reversed(started):
             process.terminate()
             process.join(10)
 
 
-async def _measure(addresses: ends.Addresses, requests: Connection, seen: Connection, *, rounds: int) -> Hop:
-    arena = Arena.create(ArenaConfig(size_bytes=256 << 20))
-    try:
-        arena.prefault(threading.Event())
-        leases = {size: _publish(arena, size) for size in ends.SIZES}
-        workers, gateway = _gateway(arena, addresses)
+async def _measure(
+    addresses: ends.Addresses, features: dict[str, Feature], requests: Connection, seen: Connection, *, rounds: int
+) -> Hop:
+    async with store_link(addresses.store) as link:
+        await link.welcome()
+        entries = StoreEntries(link)
+        held = {size: (found, await entries.hold([found.tensors[0].range])) for size, found in features.items()}
+        workers, gateway = _gateway(link, addresses)
         linked = asyncio.create_task(workers.run())
         async with asyncio.timeout(START_S):
-            while not gateway.ready:  # noqa: ASYNC110 - links offer no event for it
+            while not any(worker.same_host for worker in workers.endpoints()):  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         try:
-            hop = Hop(gateway, leases, requests, seen)
+            hop = Hop(gateway, held, requests, seen)
             await hop.run(rounds)
             await hop.run_whole(min(rounds, WHOLE_ROUNDS))
             return hop
@@ -141,28 +154,19 @@ async def _measure(addresses: ends.Addresses, requests: Connection, seen: Connec
             linked.cancel()
             await asyncio.wait([linked])
             gateway.close()
-            for lease in leases.values():
-                lease.release()
-    finally:
-        arena.close()
 
 
-def _publish(arena: Arena, size: str) -> Lease[Feature]:
-    header, specs, buffers = encode_item(ends.make_item(size))
-    reservation = arena.reserve(layout(specs)[1])
-    tensors = describe(reservation.range, specs)
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        arena_view = reservation.buffer
-        start = tensor.offset - 64
-        arena_view[start : start + buffer.nbytes] = buffer
-    return arena.publish(reservation, size, Feature("image", size, header, tensors, MediaSize(width=1024, height=768)))
-
-
-def _gateway(arena: Arena, addresses: ends.Addresses) -> tuple[WorkerPool, Gateway]:
+def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, Gateway]:
     """The gateway with its own components, except those that create features."""
     metrics = Metrics(CollectorRegistry())
-    hello = Hello(gateway_id="bench", arena=ArenaOffer(arena.id, arena.nonce), processor=ends.CARD.processor)
-    link = WorkerLink(addresses.worker, hello, rpc=RpcConfig(), config=GatewayConfig(), metrics=metrics)
+    link = WorkerLink(
+        addresses.worker,
+        Hello(gateway_id="bench", processor=ends.CARD.processor),
+        rpc=RpcConfig(),
+        config=GatewayConfig(),
+        metrics=metrics,
+        own_arena=lambda: store.arena,
+    )
     workers = WorkerPool([link])
     nothing: Any = None
     gateway = Gateway(
@@ -182,12 +186,12 @@ class Hop:
     """Sends one feature at a time over each transfer path, and records the times."""
 
     def __init__(
-        self, gateway: Gateway, leases: dict[str, Lease[Feature]], requests: Connection, seen: Connection
+        self, gateway: Gateway, held: Mapping[str, tuple[Feature, Hold]], requests: Connection, seen: Connection
     ) -> None:
         self.times = {(size, way): Times() for size in ends.SIZES for way in (OURS, *PEERS)}
         self.bare = Times()
         self._gateway = gateway
-        self._leases = leases
+        self._held = held
         self._wishes = requests
         self._seen = seen
         self._sums = {size: ends.checksum(ends.make_item(size)[ends.PIXELS].data) for size in ends.SIZES}
@@ -226,7 +230,7 @@ class Hop:
         self._num_sent += 1
         request_id = f"{prefix}-{self._num_sent}"
         if way == OURS:
-            started, answered = await _send_ours(self._gateway, request_id, self._leases[size])
+            started, answered = await _send_ours(self._gateway, request_id, *self._held[size])
         else:
             self._wishes.send(ends.HeapRequest(way, request_id, list(ends.SIZES).index(size)))
             started, answered = _receive(self._wishes)
@@ -243,13 +247,12 @@ class FoundMedia:
         return self._items
 
 
-async def _send_ours(gateway: Gateway, request_id: str, lease: Lease[Feature]) -> tuple[int, int]:
+async def _send_ours(gateway: Gateway, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:
     """Send one request from its prepared prompt on; return (started, answered) in ns."""
     ids = ends.token_ids()
-    feature = lease.value
     placed = PlacedFeature(feature, PlaceholderRange(*ends.PLACEHOLDER))
     ref = MediaRef("image", "image", data=b"")
-    media = FoundMedia((StagedItem(ref, feature, lease),))
+    media = FoundMedia((StagedItem(ref, feature, hold),))
     prepared = PreparedPrompt(ids, (placed,), (feature.mm_hash,), MediaPrompt(ids, ()), media)
     with open_scope():
         async with asyncio.timeout(ANSWER_S):

@@ -1,6 +1,7 @@
 """`medialane bench loop`: lag of the gateway's event loop while 10 MB data URLs are received.
 
-The gateway is a separate process with all components (vLLM's app, intake, arena, preparers); a fake worker responds.
+The gateway is a separate process with all components (vLLM's app, intake), and has a store, with preparers; a fake
+worker responds.
 This process sends 50 requests at a time, each with one photo of 7.5 MB as a data URL, at the lowest priority, as
 clients run elsewhere. First all photos are new, then the same are sent again.
 
@@ -23,7 +24,7 @@ import msgspec
 import pybase64
 import uvloop
 
-from gateway_process import gateway_process, until_ready, worker
+from gateway_process import Peers, gateway_process, until_ready, worker
 from harness import Bar, Options, Report, median, percentile
 from medialane.arena import ArenaConfig
 from medialane.cli.sample_images import sample_jpeg
@@ -54,11 +55,11 @@ def run(options: Options) -> Report:
     config = Config(arena=ArenaConfig(size_bytes=1 << 30))
     niceness = os.nice(0)
     with tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder:
-        address = f"unix://{folder}/worker"
-        with gateway_process(model, address, config=config, flags=FLAGS, alongside=watch) as gateway:
+        peers = Peers.in_folder(folder)
+        with gateway_process(model, peers, config=config, flags=FLAGS, alongside=watch) as gateway:
             os.nice(19 - niceness)
             num_requests = QUICK_NUM_REQUESTS if options.quick else NUM_REQUESTS
-            phases = uvloop.run(_load(model, address, gateway.url, num_requests))
+            phases = uvloop.run(_load(model, peers, gateway.url, num_requests=num_requests, config=config))
             return _report(phases, gateway.end())
 
 
@@ -77,12 +78,12 @@ def _waited_ns(schedstat: int) -> int:
     return int(os.pread(schedstat, 100, 0).split()[1])
 
 
-async def _load(model: str, address: str, url: str, num_requests: int) -> dict[str, tuple[int, int]]:
+async def _load(model: str, peers: Peers, url: str, *, num_requests: int, config: Config) -> dict[str, tuple[int, int]]:
     """Send all requests, twice. Returns the start and end of each phase."""
     phases = {}
     encoded = pybase64.b64encode(sample_jpeg(0, WIDTH, HEIGHT, quality=QUALITY)[2:])
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with worker(address), aiohttp.ClientSession(connector=connector) as session:
+    async with worker(peers, config), aiohttp.ClientSession(connector=connector) as session:
         await until_ready(session, url)
         started = time.perf_counter_ns()
         await asyncio.sleep(IDLE_S)

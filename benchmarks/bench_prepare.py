@@ -2,11 +2,11 @@
 
 Ours, for 1, 2, ... preparers: `PreparerPool.prepare_item`, after copying the bytes into the arena, with enough
 concurrency to keep the preparers busy; a preparer decodes, runs vLLM's processor and writes to the arena. `whole
-gateway` is `Gateway.prepare` with all other components; like vLLM's renderer it hashes the bytes and expands
-placeholders, so it is the one that is compared. Theirs: vLLM's own chain in one process (`ImageMediaIO.load_bytes`,
-`renderer.render_cmpl`), one request after the other, with one torch thread and with vLLM's default: the faster one is
-compared with one preparer. For comparison with more preparers, one process on all cores: `all threads` of torch, and
-requests `at once` through `render_cmpl_async`.
+gateway` is `Gateway.prepare` with all other components, and a store in the same process, over its socket; like vLLM's
+renderer it hashes the bytes and expands placeholders, so it is the one that is compared. Theirs: vLLM's own chain in
+one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`), one request after the other, with one torch thread and
+with vLLM's default: the faster one is compared with one preparer. For comparison with more preparers, one process on
+all cores: `all threads` of torch, and requests `at once` through `render_cmpl_async`.
 
 All images are distinct within a turn, and dropped after it. Turns alternate, medians count. `CPU ms` is the CPU time
 per image of all processes involved; `others` is the share of the cores that the rest of the machine used in the
@@ -21,6 +21,7 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -38,22 +39,24 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import renderer_from_config
 
 from harness import Bar, Options, Report, median
+from host_store import host_store, store_link
 from load import cpu_seconds, process_tree
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
-from medialane.cli.gateway import PROCESSOR_FACTORY
 from medialane.cli.sample_images import sample_jpeg
+from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
+from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.gateway import Aliases, FeatureSource, Gateway, GatewayConfig, LoopFairness, WorkerPool, open_scope
-from medialane.media import Fetcher, MediaConfig
+from medialane.gateway import Gateway, GatewayConfig, WorkerPool, open_scope
+from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
-from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
+from medialane.store import StoreFeatures, StoreLink
 from medialane.transfer import TransferConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.preparation import FactoryConfig
 from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
 ABOUT = "images per second of 1, 2, ... preparers, compared with vLLM's renderer in one process"
@@ -147,14 +150,17 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         stack.callback(arena.close)
         arena.prefault(threading.Event())
         processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, FLAGS)))
-        fetcher = await stack.enter_async_context(Fetcher(MediaConfig()))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="medialane-bench-"))
         pools = {count: await stack.enter_async_context(_pool(model, arena, count)) for count in _counts()}
         fairness = LoopFairness()
         stack.callback(fairness.close)
-        gateways = {
-            count: _gateway(arena, pools[count], fetcher=fetcher, processor=processor, fairness=fairness)
-            for count in pools
-        }
+        gateways = {}
+        for count, pool in pools.items():
+            address = f"unix://{folder}/store-{count}"
+            await stack.enter_async_context(host_store(address, arena, pool))
+            link = await stack.enter_async_context(store_link(address, writable=True))
+            await link.welcome()
+            gateways[count] = _gateway(link, processor=processor, fairness=fairness)
         ours: dict[str, tuple[int, Prepare]] = {}
         for count, pool in pools.items():
             ours[_name(count)] = (count, partial(_through_pool, arena, pool))
@@ -164,7 +170,7 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
                 working = [os.getpid(), *process_tree(os.getpid())[1:]]
                 async with _timed(speeds.setdefault(name, Turns()), working, renderer_pid, len(jpegs)):
                     await _prepare_all(prepare, jpegs, 2 * count)
-                arena.clear()
+                await _drop_all(arena)
             for name, way in PEERS.items():
                 async with _timed(speeds.setdefault(name, Turns()), [renderer_pid], None, len(jpegs)):
                     renderer.send((way, jpegs))
@@ -176,7 +182,7 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
         for count, pool in pools.items():
             with _watched(arena, pool, memory.setdefault(_name(count), [Memory() for _ in range(count)])):
                 await _prepare_all(ours[_name(count)][1], jpegs, 2 * count)
-            arena.clear()
+            await _drop_all(arena)
             gateways[count].close()
     return _report(speeds, memory)
 
@@ -204,18 +210,10 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
         await pool.close()
 
 
-def _gateway(arena: Arena, pool: PreparerPool, *, fetcher: Fetcher, processor: Any, fairness: LoopFairness) -> Gateway:
+def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> Gateway:
     """The gateway with its own components, except those after preparation."""
     nothing: Any = None
-    features = FeatureSource(
-        arena=arena,
-        pool=pool,
-        fetcher=fetcher,
-        media=MediaConfig(),
-        processor_digest="",
-        fairness=fairness,
-        aliases=Aliases(max_aliases=1, ttl_s=60),
-    )
+    features = StoreFeatures(link, processor_digest="", fairness=fairness, media=MediaConfig())
     return Gateway(
         config=GatewayConfig(stage="features"),
         transfer=TransferConfig(),
@@ -252,6 +250,14 @@ async def _prepare_all(prepare: Prepare, jpegs: Sequence[bytes], concurrency: in
     async with asyncio.TaskGroup() as clients:
         for _ in range(concurrency):
             clients.create_task(client())
+
+
+async def _drop_all(arena: Arena) -> None:
+    """Free all entries, once the holds have ended: the gateway releases them by a message to the store."""
+    async with asyncio.timeout(START_S):
+        while arena.stats().num_leases:  # noqa: ASYNC110 - polled between turns only
+            await asyncio.sleep(0.001)
+    arena.clear()
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """Repeated images, and sessions, over two real vLLM workers: cache-aware routing and round-robin.
 
-One pair of workers and two gateways over it, used alternately with separate images and texts.
+One pair of workers, and one store and two gateways over it, used alternately with separate images and texts.
 
 `repeated images`: the images of a turn fit in the KV caches of both workers together but not in one: with round-robin
 they evict each other, like the hot images of a larger fleet. There are several requests about each image, each time in
@@ -186,13 +186,16 @@ async def _servers(model: str) -> AsyncIterator[dict[str, str]]:
     """Run two workers and two gateways over them: router -> URL."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
+        store = f"unix:{folder}/store.sock"
+        flags = ["--preparers", "1", "--arena-size", "1GiB"]
+        stack.enter_context(_command(folder, "store", model, "--listen", store, *flags))
         addresses = [f"unix:{folder}/worker-{n}.sock" for n in range(2)]
         for address in addresses:
-            stack.enter_context(_command(folder, "worker", model, "--listen", address))
+            stack.enter_context(_command(folder, "worker", model, "--listen", address, "--store", store))
         to_workers = [word for address in addresses for word in ("--worker", address)]
         ports = {name: _free_port() for name in (OURS, PEER)}
         for name, port in ports.items():
-            flags = [*to_workers, "--port", str(port), "--router", name, "--preparers", "1", "--arena-size", "512MiB"]
+            flags = [*to_workers, "--store", store, "--port", str(port), "--router", name]
             stack.enter_context(_command(folder, "gateway", model, *flags))
         urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         for url in urls.values():

@@ -35,7 +35,7 @@ from pathlib import Path
 import aiohttp
 import uvloop
 
-from gateway_process import GatewayProcess, gateway_process, until_ready, worker
+from gateway_process import GatewayProcess, Peers, gateway_process, until_ready, worker
 from harness import REPOSITORY, Bar, Options, Report, median
 from load import process_tree
 from medialane.arena import ArenaConfig
@@ -219,14 +219,15 @@ def run(options: Options) -> Report:
             media=MediaConfig(allowed_media_networks=("127.0.0.1/32",), max_cached_urls=256),
             prepare=PrepareConfig(num_preparers=NUM_PREPARERS),
         )
-        address = f"unix://{folder}/worker"
-        with origin(files()) as files_url, gateway_process(model, address, config=config, flags=FLAGS) as gateway:
+        peers = Peers.in_folder(folder)
+        with origin(files()) as files_url, gateway_process(model, peers, config=config, flags=FLAGS) as gateway:
             soak = uvloop.run(
                 _soak(
                     gateway,
                     model,
                     files_url=files_url,
-                    address=address,
+                    peers=peers,
+                    config=config,
                     shm=shm,
                     num_requests=num_requests,
                     time_s=time_s,
@@ -248,10 +249,18 @@ def _shared_memory() -> Iterator[Path]:
 
 
 async def _soak(
-    gateway: GatewayProcess, model: str, *, files_url: str, address: str, shm: Path, num_requests: int, time_s: float
+    gateway: GatewayProcess,
+    model: str,
+    *,
+    files_url: str,
+    peers: Peers,
+    config: Config,
+    shm: Path,
+    num_requests: int,
+    time_s: float,
 ) -> Soak:
     connector = aiohttp.TCPConnector(limit=0)
-    async with worker(address, delay_s=TOKEN_S), aiohttp.ClientSession(connector=connector) as session:
+    async with worker(peers, config, delay_s=TOKEN_S), aiohttp.ClientSession(connector=connector) as session:
         await until_ready(session, gateway.url)
         soak = Soak(gateway, session, shm)
         await soak.run(Requests(model, files_url), num_requests, time_s)

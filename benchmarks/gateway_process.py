@@ -1,4 +1,5 @@
-"""A whole gateway in a separate process (vLLM's app, intake, arena, preparers), and a fake worker.
+"""A whole gateway in a separate process (vLLM's app, intake), its media store in a child process of that, with the
+preparers, and a fake worker.
 
 The worker runs in the benchmark's own process. To observe the gateway from inside, a benchmark passes a function of its
 module, `alongside`, which runs on the gateway's event loop until the gateway stops.
@@ -9,22 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
+import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import msgspec
 import uvloop
 
-from medialane.cli import gateway, gateway_command
+from host_store import store_link
+from medialane.cli import gateway, gateway_command, store
 from medialane.cli.tuning import tune_process
 from medialane.config import Config, enter_environ
+from medialane.core.parent_death import signal_on_parent_death
 from medialane.core.request import EngineRequest, OutputDelta
+from medialane.core.tensor import TensorDescriptor
 from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
 from medialane.rpc.fake import FAKE_CARD
+from medialane.store import StoreEntries, StoreLink
 
 #: vLLM is imported twice and processors are loaded: takes minutes on shared cores.
 START_S = 300.0
@@ -33,8 +40,25 @@ START_S = 300.0
 Alongside = Callable[[list[Any]], Coroutine[Any, Any, None]]
 
 
+class Peers(NamedTuple):
+    """Addresses of the gateway's worker and of its store."""
+
+    worker: str
+    store: str
+
+    @classmethod
+    def in_folder(cls, folder: str) -> Self:
+        return cls(f"unix://{folder}/worker", f"unix://{folder}/store")
+
+
 class AgreeingWorker(FakeHandler):
-    """Accepts any gateway: reports the gateway's processor settings as its own, and that it maps the arena."""
+    """Accepts any gateway: reports the gateway's processor settings as its own, and that it maps the store's arena.
+    Like a real worker it holds what a request refers to, but reads nothing."""
+
+    def __init__(self, link: StoreLink, *, delay_s: float) -> None:
+        super().__init__(card=FAKE_CARD, delay_s=delay_s)
+        self._entries = StoreEntries(link)
+        link.watch(lambda offer: self.map_arena(None if offer is None else offer.id))
 
     async def register(self, hello: Hello) -> Welcome:
         welcome = await super().register(hello)
@@ -42,30 +66,35 @@ class AgreeingWorker(FakeHandler):
         return msgspec.structs.replace(welcome, card=card)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        ranges = {t.range for item in request.prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
+        hold = await self._entries.hold(list(ranges)) if ranges else None
         deltas = super().run(request)
         try:
             async for delta in deltas:
                 yield delta
         finally:
             await deltas.aclose()
+            if hold is not None:
+                hold.release()
             self.requests.clear()  # benchmarks send many
 
 
 @contextlib.asynccontextmanager
-async def worker(address: str, *, delay_s: float = 0.0) -> AsyncIterator[AgreeingWorker]:
-    """Run a fake worker that listens at `address`; each of its tokens takes `delay_s`."""
-    handler = AgreeingWorker(card=FAKE_CARD, shm=True, delay_s=delay_s)
-    server = RpcServer(handler, RpcConfig())
-    await server.serve(address)
-    try:
-        yield handler
-    finally:
-        await server.close()
+async def worker(peers: Peers, config: Config, *, delay_s: float = 0.0) -> AsyncIterator[AgreeingWorker]:
+    """Run the fake worker; each of its tokens takes `delay_s`."""
+    async with store_link(peers.store, directory=config.arena.directory) as link:
+        handler = AgreeingWorker(link, delay_s=delay_s)
+        server = RpcServer(handler, RpcConfig())
+        await server.serve(peers.worker)
+        try:
+            yield handler
+        finally:
+            await server.close()
 
 
 @dataclass(frozen=True)
 class GatewayProcess:
-    """A started gateway, possibly not ready yet."""
+    """A started gateway, possibly not ready yet. Its store and its preparers are descendants of process `pid`."""
 
     pid: int
     url: str
@@ -75,13 +104,13 @@ class GatewayProcess:
 
 @contextlib.contextmanager
 def gateway_process(
-    model: str, worker: str, *, config: Config, flags: Sequence[str], alongside: Alongside | None = None
+    model: str, peers: Peers, *, config: Config, flags: Sequence[str], alongside: Alongside | None = None
 ) -> Iterator[GatewayProcess]:
     """Start the gateway; it is killed on exit unless it was stopped before."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     given = {"pipe": theirs, "config": config, "flags": flags, "alongside": alongside}
-    process = context.Process(target=run_gateway, args=(model, worker), kwargs=given)
+    process = context.Process(target=run_gateway, args=(model, peers), kwargs=given)
     process.start()
 
     def end() -> list[Any]:
@@ -102,28 +131,42 @@ def gateway_process(
 
 
 def run_gateway(
-    model: str, worker: str, *, pipe: Connection, config: Config, flags: Sequence[str], alongside: Alongside | None
+    model: str, peers: Peers, *, pipe: Connection, config: Config, flags: Sequence[str], alongside: Alongside | None
 ) -> None:
     """Main function of the gateway process, like `medialane gateway`."""
+    storing = multiprocessing.get_context("spawn").Process(target=run_store, args=(config, model, flags, peers.store))
+    storing.start()
     enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
     tune_process()
-    with gateway.bind("127.0.0.1", 0) as sock:
-        pipe.send(sock.getsockname()[1])
-        pipe.send(uvloop.run(_serve(config, model, worker=worker, sock=sock, flags=flags, alongside=alongside)))
+    try:
+        with gateway.bind("127.0.0.1", 0) as sock:
+            pipe.send(sock.getsockname()[1])
+            noted = uvloop.run(_serve(config, model, peers=peers, sock=sock, flags=flags, alongside=alongside))
+    finally:
+        storing.terminate()
+        storing.join()
+    pipe.send(noted)
+
+
+def run_store(config: Config, model: str, flags: Sequence[str], address: str) -> None:
+    """Main function of the store process, like `medialane store`. Stops with the gateway, however that ends."""
+    signal_on_parent_death(signal.SIGTERM, parent_pid=os.getppid())
+    enter_environ(config, model, flags, on_gpu=False)
+    store.run(config, model, flags, address)
 
 
 async def _serve(
     config: Config,
     model: str,
     *,
-    worker: str,
+    peers: Peers,
     sock: socket.socket,
     flags: Sequence[str],
     alongside: Alongside | None,
 ) -> list[Any]:
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
-    await gateway.serve(config, model, flags, workers=[worker], sock=sock)
+    await gateway.serve(config, model, flags, peers=gateway.Peers([peers.worker], peers.store), sock=sock)
     if watching is not None:
         watching.cancel()
     return noted

@@ -1,4 +1,5 @@
-"""The two processes between which vLLM transfers features, without a model: its front end and its EngineCore.
+"""The two processes between which vLLM transfers features, without a model: its front end and its EngineCore. And
+medialane's store, with the same features in its arena.
 
 Both ends are vLLM's own code: `AsyncMPClient` with its encoder and sockets, and EngineCore's input and output threads
 with their decoders. `EngineCoreEnd` replaces the scheduler and the model: it reads the tensor, responds, and reports
@@ -11,6 +12,7 @@ import asyncio
 import ctypes
 import mmap
 import queue
+import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -46,14 +48,19 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
+from host_store import host_store, store_link
+from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.feature import MediaPayload
+from medialane.core.feature import Feature, MediaPayload
 from medialane.core.kv_events import KvEventBatch
+from medialane.core.media import MediaSize
 from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
 from medialane.core.tensor import TensorDescriptor
 from medialane.rpc import RpcConfig, RpcServer
+from medialane.store import StoreEntries
 from medialane.vllm_bridge import plugin
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
+from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.prepared_input import to_vllm_range
 from medialane.vllm_bridge.validation import placeholder_of
 from medialane.worker import Worker, WorkerConfig
@@ -100,6 +107,7 @@ class Addresses(NamedTuple):
     engine_input: str
     engine_output: str
     worker: str
+    store: str
     arena_directory: str
 
 
@@ -217,6 +225,36 @@ def checksum(pixels: torch.Tensor) -> int:
     return int(pixels.view(-1).view(torch.int64).sum())
 
 
+def run_store(addresses: Addresses, published: Connection) -> None:
+    """Main function of the store's process: one feature of each size is in the arena, and held."""
+    uvloop.run(_store(addresses, published))
+
+
+async def _store(addresses: Addresses, published: Connection) -> None:
+    arena = Arena.create(ArenaConfig(size_bytes=256 << 20, directory=addresses.arena_directory))
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    try:
+        arena.prefault(threading.Event())
+        leases = [_publish(arena, size) for size in SIZES]
+        async with host_store(addresses.store, arena):
+            published.send({lease.value.mm_hash: lease.value for lease in leases})
+            await stop.wait()
+    finally:
+        arena.close()
+
+
+def _publish(arena: Arena, size: str) -> Lease[Feature]:
+    header, specs, buffers = encode_item(make_item(size))
+    reservation = arena.reserve(layout(specs)[1])
+    tensors = describe(reservation.range, specs)
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        arena_view = reservation.buffer
+        start = tensor.offset - 64
+        arena_view[start : start + buffer.nbytes] = buffer
+    return arena.publish(reservation, size, Feature("image", size, header, tensors, MediaSize(width=1024, height=768)))
+
+
 class FrontEnd:
     """vLLM's front end of one EngineCore; sends a feature over each of the transfer paths, one request at a time.
 
@@ -308,10 +346,20 @@ def run_front_end(
 
 
 async def _serve(addresses: Addresses, tensors: Queue[Any], requests: Connection) -> None:
-    specs = make_specs()
     front_end = FrontEnd(addresses, tensors)
-    server = RpcServer(Worker(front_end, WorkerConfig(), arena_directory=addresses.arena_directory), RpcConfig())
-    await server.serve(addresses.worker)
+    directory = addresses.arena_directory
+    async with store_link(addresses.store, directory=directory) as link:
+        worker = Worker(front_end, WorkerConfig(), arena_directory=directory, host_arena=StoreEntries(link))
+        server = RpcServer(worker, RpcConfig())
+        await server.serve(addresses.worker)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(worker.watch())  # maps the store's arena
+            await _send_wishes(front_end, requests)
+
+
+async def _send_wishes(front_end: FrontEnd, requests: Connection) -> None:
+    """Send vLLM's way what the benchmark requests, until it terminates this process."""
+    specs = make_specs()
     waiting = asyncio.Event()
     asyncio.get_running_loop().add_reader(requests.fileno(), waiting.set)
     requests.send("ready")

@@ -78,3 +78,14 @@ def test_setting_that_changes_no_feature_is_ignored(settings_of, settings):
 
 def test_local_paths_are_not_reported(settings, tiny_model):
     assert str(tiny_model.parent) not in "".join(settings.values())
+
+
+def test_model_whose_media_are_disabled_is_served_as_a_text_model(tiny_model):
+    from medialane.vllm_bridge.app import Frontend
+
+    frontend = Frontend(str(tiny_model), ["--language-model-only"])
+    try:
+        assert not frontend.takes_media
+        assert "processor" not in frontend.processor_settings
+    finally:
+        frontend.renderer.shutdown()

@@ -90,5 +90,5 @@ def _release(found: str) -> str:
 
 def settings_of(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
     """Return `processor_settings` of a process that has vLLM's renderer."""
-    has_media = model_config.multimodal_config is not None
-    return processor_settings(model_config, renderer.get_mm_processor() if has_media else None)
+    takes_media = model_config.supports_multimodal_inputs  # false with --language-model-only, too
+    return processor_settings(model_config, renderer.get_mm_processor() if takes_media else None)

@@ -1,0 +1,53 @@
+"""A media store for parts of a gateway or worker that a benchmark runs by themselves, and links to one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.stats import PoolStats, StoreStats
+from medialane.media import Fetcher, MediaConfig
+from medialane.prepare import PreparerPool
+from medialane.rpc import RpcConfig
+from medialane.store import Aliases, EncodedStore, Items, StoreLink, StoreServer
+from medialane.store.messages import StoreStatus
+
+WAIT_S = 30.0
+_NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
+
+
+@asynccontextmanager
+async def host_store(address: str, arena: Arena, pool: PreparerPool | None = None) -> AsyncIterator[None]:
+    """Serve the store of `arena` at `address`. Without a `pool` only what is in the arena already can be used."""
+    media = MediaConfig()
+    preparers: Any = pool
+    async with Fetcher(media, bodies=EncodedStore(arena, media)) as fetcher:
+        aliases = Aliases(max_aliases=1, ttl_s=60)
+        items = Items(arena=arena, pool=preparers, fetcher=fetcher, media=media, aliases=aliases)
+
+        def status() -> StoreStatus:
+            return StoreStatus(StoreStats(arena.stats(), _NO_PREPARERS if pool is None else pool.stats()))
+
+        server = StoreServer(items, arena, RpcConfig(), max_connections=8, processor=dict, status=status)
+        try:
+            await server.serve(address)
+            yield
+        finally:
+            await server.close()
+
+
+@asynccontextmanager
+async def store_link(
+    address: str, *, directory: str = ArenaConfig().directory, writable: bool = False
+) -> AsyncIterator[StoreLink]:
+    """Stay connected to the store at `address`, which need not exist yet."""
+    link = StoreLink(address, rpc=RpcConfig(), arena_directory=directory, wait_timeout_s=WAIT_S, writable=writable)
+    running = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        running.cancel()
+        await asyncio.wait([running])

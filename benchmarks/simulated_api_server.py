@@ -1,0 +1,84 @@
+"""vLLM's own API server over a simulated engine, in one process: `python simulated_api_server.py MODEL [vLLM flags]`.
+
+vLLM's server functions build and serve the app, without medialane's middleware, router or RPC. `RoutedEngineClient` is
+the engine client: it converts each request and each output once, as vLLM's own client does.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import AsyncGenerator
+from typing import NoReturn
+
+import uvloop
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.renderers import renderer_from_config
+
+from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.errors import MedialaneError
+from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.media import MediaRef
+from medialane.core.request import EngineRequest, OutputDelta
+from medialane.vllm_bridge.app import TASKS
+from medialane.vllm_bridge.arguments import create_frontend_config
+from medialane.vllm_bridge.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.seams.arguments import (
+    FlexibleArgumentParser,
+    make_arg_parser,
+    validate_parsed_serve_args,
+)
+from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
+
+
+class InProcessEngine:
+    """A `RequestBackend` for text requests: one engine in this process."""
+
+    ready = True
+    text_bytes = None
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:
+        return self._engine.generate(request, ())
+
+    def fail(self, error: MedialaneError) -> None:
+        """vLLM's app responds from the exception itself."""
+
+    def resolve(self, url: str) -> MediaRef:
+        return _text_only()
+
+    async def by_uuid(self, url: str) -> MediaRef:
+        _text_only()
+
+    async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
+        return _text_only()
+
+    async def administer(self, call: AdminCall) -> list[AdminResult]:
+        return [await self._engine.administer(call)]
+
+
+def _text_only() -> NoReturn:
+    raise NotImplementedError("this server takes text only")
+
+
+async def _serve(args: Namespace) -> None:
+    address, sock = setup_server(args, reuse_port=False)
+    config = create_frontend_config(args)
+    backend = InProcessEngine(SimulatedEngine(SimulatedConfig(), model=args.model))
+    client = RoutedEngineClient(config, renderer_from_config(config), backend, TASKS)
+    with sock:
+        await (await build_and_serve(client, address, sock, args))
+
+
+def main() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", *sys.argv[1:]])
+    validate_parsed_serve_args(args)
+    uvloop.run(_serve(args))
+
+
+if __name__ == "__main__":
+    main()
