@@ -113,7 +113,8 @@ async def sender(serve, worker_addresses, processor):
     config = RpcConfig()
     store = StoreLink(serve.store_address, rpc=config, arena_directory="/dev/shm", wait_timeout_s=10, writable=True)
     running = asyncio.create_task(store.run())
-    await store.welcome()
+    async with asyncio.timeout(30):
+        await store.welcome()
     client = await RpcClient.connect(worker_addresses[0], Hello(gateway_id=secrets.token_hex(16)), config)
     await eventually(lambda: client.arena == store.arena, "the worker has mapped the store's arena")
     sender = Sender(client, store, processor)

@@ -65,7 +65,8 @@ async def store(serve):
     """The tests' own connection to the store, which holds nothing."""
     link = StoreLink(serve.store_address, rpc=RpcConfig(), arena_directory="/dev/shm", wait_timeout_s=60)
     running = asyncio.create_task(link.run())
-    await link.welcome()
+    async with asyncio.timeout(30):
+        await link.welcome()
     yield link
     running.cancel()
     await asyncio.wait([running])
