@@ -45,6 +45,7 @@ class Cluster:
     def __init__(self, parts, supervisor, ends, sockets):
         self.parts, self.supervisor, self.ends = parts, supervisor, ends
         self._addresses = {name: f"unix:{path}" for name, path in sockets.items()}
+        self._num_begun = 0
 
     def num_in_flight(self, name):
         client = self.parts.links.links[self._addresses[name]].client
@@ -67,15 +68,22 @@ class Cluster:
             params = msgspec.msgpack.encode({"max_tokens": max_tokens, "output_kind": 1})
             wanted = EngineRequest(f"r{seed}", ExpandedPrompt(prepared.token_ids), params)
             async with asyncio.timeout(20), aclosing(self.parts.gateway.generate(wanted, prepared)) as deltas:
-                return [token async for delta in deltas for token in delta.completions[0].token_ids]
+                found = []
+                async for delta in deltas:
+                    self._num_begun += not found
+                    found += delta.completions[0].token_ids
+                return found
 
     async def long_answers(self, number):
-        """Start this many, on both workers."""
+        """Start this many, on both workers; all have a token."""
         with open_scope():  # so that all of them start at once
             await asyncio.gather(*(self.parts.gateway.prepare(prompt(png(seed=seed))) for seed in range(number)))
+        self._num_begun = 0
         tasks = [asyncio.create_task(self.answer(seed, max_tokens=NUM_TOKENS)) for seed in range(number)]
-        await eventually(lambda: sum(map(self.num_in_flight, NAMES)) == number)
+        await eventually(lambda: self._num_begun == number)
         assert all(map(self.num_in_flight, NAMES))
+        last = self.parts.gateway.routes._router.decisions  # without a token, a request would be sent to another worker
+        await eventually(lambda: all(found.first_token_ms is not None for found in last(number)))
         return tasks
 
     async def is_back(self, name, killed):

@@ -37,6 +37,17 @@ def test_equal_prompt_matches_completely(length):
     assert pending(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
 
 
+@given(st.integers(0, 2000), st.integers(0, 2000))
+def test_ids_of_a_prefix_match_at_another_gateway_as_the_prompt_does_here(length, shared):
+    here, there = PendingBlocks(), PendingBlocks()
+    prefix = here.note(2, blocks(range(length)), deadline=1)
+    again = there.note(2, prefix.ids, deadline=1, is_sampled=True)
+    other = [*range(shared), *range(5000, 5100)]
+    assert pending(there, other) == pending(here, other)
+    there.forget(again)
+    assert pending(there, other) == [0] * 8
+
+
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
 def test_shared_prefix_match_is_at_least_two_thirds_and_never_too_long(one, other, shared):
     shared = min(one, other, shared)

@@ -76,6 +76,25 @@ def test_request_ended_before_its_first_token_leaves_no_state(world):
         assert world.taken() == (0, 0, [0], 0)
 
 
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_announced_request_counts_at_another_gateway_until_its_first_token(world, is_computed):
+    there, sent, ended = World(), [], []
+    reservation = world.reserve()
+    reservation.announce(lambda work: sent.append(work) or ended.append)
+    announced = there.state.reserve_announced(there.slot, *sent)
+    assert there.taken() == world.taken() == (1, 1, [6], 1)
+    assert there.slot.queued_ms == world.slot.queued_ms
+    if is_computed:
+        reservation.prefilled(0)
+    reservation.release()
+    assert ended == [is_computed]
+    for _ in range(2):
+        announced.end(is_computed=is_computed)
+        assert there.taken() == (0, 0, [6 * is_computed], int(is_computed))
+    there.now += 1  # its events may have been late
+    assert there.taken() == (0, 0, [0], int(is_computed))
+
+
 def test_removed_slot_is_not_updated_even_if_its_number_is_reused(world):
     reservation = world.reserve()
     state = world.state

@@ -80,7 +80,9 @@ async def test_invalid_work_closes_the_connection_of_its_sender_only(net, raw):
     (seen,) = await connected(net, 1)
     gateway = await raw()
     await gateway.next(Gateways)
-    gateway.send(Pending(1, msgspec.structs.force_setattr(bad := PendingWork(0, b"", (), 1.0), "work_ms", -1.0) or bad))
+    invalid = PendingWork(0, b"", (), 1.0)
+    msgspec.structs.force_setattr(invalid, "work_ms", -1.0)
+    gateway.send(Pending(1, invalid))
     await eventually(lambda: seen.client.num_gateways == 1)
     assert seen.begun == {}
     assert await tokens_of(seen.client.submit(engine_request("r"))) == [1, 2, 3]
@@ -99,7 +101,9 @@ async def test_changed_load_is_reported_to_all_gateways_before_the_next_heartbea
     config = RpcConfig(heartbeat_interval_s=60, heartbeat_timeout_s=120)
     await net.serve(FakeHandler(delay_s=0.1), config)
     seen = await connected(net, 2, config)
-    await eventually(lambda: all(one.loads for one in seen))
     assert await tokens_of(seen[sender].client.submit(engine_request("r"))) == [1, 2, 3]
     for one in seen:
-        await eventually(lambda one=one: [load.num_running for (load,) in one.loads] == [0, 1, 0])
+        await eventually(
+            lambda one=one: [load.num_running for (load,) in one.loads][-2:] == [1, 0],
+            more=lambda one=one: one.loads,
+        )

@@ -1,0 +1,98 @@
+"""A request whose worker is lost before its first token is answered by another worker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from contextlib import AsyncExitStack, aclosing
+
+import pytest
+from gateway_parts import FakeWorker, Parts, png, prompt, request
+
+from medialane.core.errors import WorkerLost
+from medialane.gateway import GatewayConfig, open_scope
+from waiting import eventually
+
+FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
+
+
+@pytest.fixture
+async def open_parts(arena, preparers):
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+
+        async def start(count, **config):
+            workers = [FakeWorker(f"{folder}/{number}.sock", arena=arena) for number in range(count)]
+            for worker in workers:
+                stack.push_async_callback(worker.close)
+                await worker.start()
+            settings = GatewayConfig(**config, **FAST)
+            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
+
+        yield start
+    gc.collect()
+
+
+async def reader_of(workers, others=()):
+    """The worker that has a request, none of `others`."""
+
+    def found():
+        return [worker for worker in workers if worker not in others and worker.engine.num_reading]
+
+    await eventually(found)
+    return found()[0]
+
+
+async def image_answer(parts, **params):
+    with open_scope():
+        return await parts.answer(prompt(png()), **params)
+
+
+@pytest.mark.parametrize("stage", ["features", "url"])
+@pytest.mark.parametrize("loss", ["connection", "engine"])
+async def test_request_without_a_token_is_answered_by_another_worker(open_parts, stage, loss):
+    parts, workers = await open_parts(2, stage=stage)
+    expected = await image_answer(parts)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    first = await reader_of(workers)
+    if loss == "engine":
+        first.engine.die()
+    else:
+        first.drop_connections()
+    assert await task == expected
+    assert parts.count("medialane_rerouted_requests_total") == 1
+    workers_tried = [found.decision.worker_id for found in parts.gateway.routes._router.decisions(2)]
+    assert set(workers_tried) == {worker.address for worker in workers}
+    await eventually(lambda: parts.num_held == 0)
+
+
+async def test_request_with_a_token_is_not_repeated(open_parts):
+    parts, workers = await open_parts(2)
+    with open_scope():
+        wanted = request("r", [1, 2, 3], max_tokens=100, token_s=0.05)
+        async with aclosing(parts.gateway.generate(wanted, None)) as deltas:
+            await anext(deltas)
+            (await reader_of(workers)).drop_connections()
+            with pytest.raises(WorkerLost):
+                async for _ in deltas:
+                    pass
+    assert parts.count("medialane_rerouted_requests_total") == 0
+
+
+async def test_lost_error_is_reported_if_no_other_worker_is_left(open_parts):
+    parts, workers = await open_parts(1)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    (await reader_of(workers)).drop_connections()
+    with pytest.raises(WorkerLost):
+        await task
+
+
+async def test_request_that_ends_every_engine_reaches_three_workers_once_each(open_parts):
+    parts, workers = await open_parts(5)
+    for worker in workers:
+        worker.engine.die()
+    with pytest.raises(WorkerLost), open_scope():
+        await parts.generate(request("r", [1, 2, 3]), None)
+    tried = [found.decision.worker_id for found in parts.gateway.routes._router.decisions()]
+    assert len(tried) == len(set(tried)) == 3
