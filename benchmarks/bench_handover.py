@@ -35,7 +35,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 import handover_ends as ends
 from harness import Bar, Options, Report, median, percentile
-from host_store import store_link
+from local_store import store_link
 from medialane.arena import ArenaConfig
 from medialane.cli.sample_images import sample_pixels
 from medialane.config import process_environ

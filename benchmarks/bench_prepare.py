@@ -39,8 +39,8 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import renderer_from_config
 
 from harness import Bar, Options, Report, median
-from host_store import host_store, store_link
 from load import cpu_seconds, process_tree
+from local_store import host_store, store_link
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.sample_images import sample_jpeg
 from medialane.cli.store import PROCESSOR_FACTORY

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from host_store import store_link
+from local_store import store_link
 from medialane.cli import gateway, gateway_command, store
 from medialane.cli.tuning import tune_process
 from medialane.config import Config, enter_environ

@@ -48,7 +48,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
-from host_store import host_store, store_link
+from local_store import host_store, store_link
 from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.feature import Feature, MediaPayload

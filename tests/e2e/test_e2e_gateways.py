@@ -72,7 +72,7 @@ class Served:
 @pytest.fixture
 async def served(tiny_model, vllm_environ):
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/tmp"))  # a short path, for sockets
-    settings = {"gateways": "2", "stage": "url", "preparers": "1", "arena-size": "64MiB", "port": "0"}
+    settings = {"gateways": "2", "stage": "features", "preparers": "1", "arena-size": "64MiB", "port": "0"}
     config, hardware, log = local.with_port(load_config(settings, environ={})), Hardware((), 2), Log()
     with local.shared_listener(config, hardware) as listener:
         parts = local.parts(
