@@ -216,5 +216,10 @@ async def load(ours: OpenAiHttp) -> dict[str, float]:
     return (await ours.metrics()).by("medialane_worker_in_flight", "worker")
 
 
+async def num_begun(ours: OpenAiHttp) -> float:
+    """Requests with an image that have had a token."""
+    return sum((await ours.metrics()).by("medialane_media_items_total", "outcome").values())
+
+
 async def in_flight(ours: OpenAiHttp, number: int) -> bool:
     return sum((await load(ours)).values()) == number

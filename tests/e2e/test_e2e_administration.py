@@ -3,6 +3,8 @@
 import pytest
 from openai_http import chat, picture, text
 
+from waiting import eventually
+
 pytestmark = pytest.mark.vllm
 
 ASK = text("What is in the picture?")
@@ -16,12 +18,16 @@ def families(page):
 async def test_every_plain_vllm_metric_is_exposed_per_worker(ours, plain, worker_addresses):
     for server in (ours, plain):
         await server.succeed(chat(picture(90), ASK))
+
+    async def both_are_shown() -> bool:
+        return set((await ours.metrics()).by("vllm:num_requests_running", "worker")) == set(worker_addresses)
+
+    await eventually(both_are_shown, "both workers have connected", 60)
     shown, right = families(await ours.metrics()), families(await plain.metrics())
     assert right.keys() - shown.keys() == set()
     workers_own = {name for name, labels in shown.items() if "worker" in labels}
     assert len(workers_own) > 60
     assert all(shown[name] - {"worker"} == right[name] for name in workers_own & right.keys())
-    assert set((await ours.metrics()).by("vllm:num_requests_running", "worker")) == set(worker_addresses)
 
 
 async def test_requests_and_tokens_are_counted_immediately(ours):

@@ -14,14 +14,13 @@ pytestmark = pytest.mark.vllm
 
 
 async def test_sigterm_ends_a_worker_cleanly_with_a_request_in_flight(serve, ours, runtime_directory):
-    request = asyncio.create_task(ours.post(long_chat(picture(201), text("Tell a long story."))))
+    request = asyncio.create_task(ours.post(long_chat(picture(201), text("Tell a long story."), stream=True)))
     await eventually(lambda: in_flight(ours, 1), "the request runs", 60)
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     stopped = serve.worker_pid(address)
     family, folders = [stopped, *descendants(stopped)], set(runtime_directory.iterdir())
     os.kill(stopped, signal.SIGTERM)
-    failed = await request
-    assert (failed.status, failed.error["code"]) == (503, "worker_lost")
+    assert (await request).error["code"] == "worker_lost"
     await eventually(lambda: not any(map(is_alive, family)), "all that it started has ended", 60)
     await eventually(lambda: "exited (exit status 0)" in serve.log.read_text(), "its exit is clean", 20)
     assert folders - set(runtime_directory.iterdir()), "it removes its engine's sockets"

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from gateway_parts import Parts, png, prompt
-
 from host_store import store_address
+
 from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
 from medialane.cluster.process_spec import SocketExists
 from medialane.core.errors import NoWorkerReady, WorkerLost
