@@ -53,7 +53,7 @@ _TEXT_PATHS = (TransferPath("features", "inline"),)
 
 #: Workers that a request is sent to, one after the other, while each is lost before the first token. Not more: the
 #: request itself may be what ends their engines.
-_MAX_WORKERS = 3
+_MAX_WORKERS = 2
 
 
 class _Call(NamedTuple):
