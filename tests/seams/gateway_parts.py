@@ -11,10 +11,10 @@ from typing import Self
 
 import msgspec
 import numpy as np
+from host_store import RPC, HostStore, StoreClientTask, store_address
 from PIL import Image as PILImage
 from prometheus_client import CollectorRegistry
 
-from host_store import RPC, HostStore, StoreClientTask, store_address
 from medialane.arena import Arena
 from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPrompt
