@@ -176,6 +176,7 @@ async def _start(
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
         _check_store(frontend, (await store.welcome()).processor)
+        store.expect(frontend.processor_settings)
     tasks.start(links.run(), "connecting to workers")
     return frontend, *await _app(components, gateway, peers)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
@@ -15,6 +15,7 @@ from medialane.core.errors import (
     HandoverFailed,
     MedialaneError,
     NoWorkerReady,
+    StartupFailed,
     StoreUnavailable,
 )
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
@@ -60,6 +61,7 @@ class StoreLink:
         self._holds: set[int] = set()
         self._holds_arena = ""  # the entries that are held are in this arena
         self._problem: str | None = None
+        self._expected: Mapping[str, str] | None = None
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
 
     @property
@@ -118,6 +120,11 @@ class StoreLink:
         while (client := self._client) is None:
             await self._connected.wait()
         return client.welcome
+
+    def expect(self, processor: Mapping[str, str]) -> None:
+        """Connect only to stores that process media with these settings from now on: features are cached under their
+        digest. A store that processes none is accepted, too."""
+        self._expected = processor
 
     async def call_at(self, arena: str, make: Callable[[int], Call]) -> Reply:
         """Make a call about entries of `arena`, which another store does not have. Raises like `call`, and
@@ -198,6 +205,7 @@ class StoreLink:
         client = await StoreClient.connect(self.address, hello, self._rpc, self._holds)
         welcome = client.welcome
         try:
+            self._check_processor(welcome)
             self._view = self._map(welcome)
         except MedialaneError:
             await client.close()
@@ -213,6 +221,13 @@ class StoreLink:
         self._connected.set()
         self._tell(welcome.arena)
         logger.info("the media store is connected: %s", self.address)
+
+    def _check_processor(self, welcome: StoreWelcome) -> None:
+        """Raise StartupFailed if a store that was restarted would make other features than the one before."""
+        theirs = welcome.processor
+        if theirs and self._expected is not None and theirs != self._expected:
+            names = sorted(n for n in theirs.keys() | self._expected.keys() if theirs.get(n) != self._expected.get(n))
+            raise StartupFailed(f"its processor settings differ from this gateway's: {', '.join(names)}")
 
     def _map(self, welcome: StoreWelcome) -> ArenaView:
         """Map the store's arena. Raises HandoverFailed if this process has another /dev/shm."""

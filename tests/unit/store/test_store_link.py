@@ -67,3 +67,16 @@ async def test_entries_of_a_lost_store_are_refused_without_waiting_for_the_next(
         async with asyncio.timeout(0.5):
             await StoreEntries(worker.link).hold([entry])
     await worker.disconnect()
+
+
+async def test_store_restarted_with_other_processor_settings_is_not_used(world, gateway, caplog):
+    gateway.link.expect({"model": "a", "dtype": "float16"})
+    gateway.link._wait_timeout_s = 0.3
+    world.server._processor = lambda: {"model": "b", "dtype": "float16"}
+    await gateway.link._client.close()
+    with pytest.raises(StoreUnavailable):
+        await gateway.find("a")
+    assert any("processor settings differ from this gateway's: model" in r.getMessage() for r in caplog.records)
+    world.server._processor = lambda: {"model": "a", "dtype": "float16"}
+    gateway.link._wait_timeout_s = 5
+    gateway.release(await gateway.find("a"))
