@@ -1,4 +1,4 @@
-"""Connects a gateway to a worker."""
+"""Connects to a worker or a store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from medialane.rpc.address import TcpAddress, UnixAddress, parse_address
 
 
 async def dial(address: str, protocol: asyncio.Protocol) -> None:
-    """Connect `protocol` to the worker at `address`. Raises
+    """Connect `protocol` to the process at `address`. Raises
 
     * NoWorkerReady: no process listens at the address, and only then;
     * WorkerLost: the address is unreachable;
@@ -24,10 +24,10 @@ async def dial(address: str, protocol: asyncio.Protocol) -> None:
         else:
             await _dial_tcp(target, protocol)
     except (ConnectionRefusedError, FileNotFoundError):
-        raise NoWorkerReady("no worker listens at this address") from None
+        raise NoWorkerReady("no process listens at this address") from None
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise WorkerLost(f"the worker cannot be reached: {reason}") from error
+        raise WorkerLost(f"the address cannot be reached: {reason}") from error
 
 
 async def _dial_tcp(target: TcpAddress, protocol: asyncio.Protocol) -> None:

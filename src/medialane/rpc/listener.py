@@ -1,4 +1,4 @@
-"""The worker's listening socket."""
+"""The listening socket of a worker or a store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Listener:
                 )
             server = await loop.create_server(protocol, target.host, target.port)
         except OSError as error:
-            raise StartupFailed(f"a worker cannot listen at {address}: {_reason(error)}") from error
+            raise StartupFailed(f"cannot listen at {address}: {_reason(error)}") from error
         return cls(server, format_tcp(target.host, server.sockets[0].getsockname()[1]), None)
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ def _inode(path: str) -> int:
 
 
 def _unlink(path: str, inode: int) -> None:
-    """Remove our socket's file, unless another worker has replaced it."""
+    """Remove our socket's file, unless another process has replaced it."""
     try:
         if _inode(path) == inode:
             os.unlink(path)
     except OSError as error:
-        logger.warning("cannot remove a worker's socket: %s", error.strerror)
+        logger.warning("cannot remove a socket: %s", error.strerror)
 
 
 def _reason(error: OSError) -> str:

@@ -56,8 +56,7 @@ class RpcServer:
 
     async def stop(self) -> None:
         """Fail and cancel every request, refuse registrations, and wait up to `release_timeout_s` until all requests
-        are released. Others are logged; gateways must not reuse the memory that they read, so this server keeps
-        listening, and their connections stay open. Idempotent.
+        are released. Others are logged; their connections stay open until `close`. Idempotent.
         """
         self._stopped = True
         for session in list(self._sessions):
@@ -68,11 +67,8 @@ class RpcServer:
             logger.error("%d requests have not been released", self.num_in_flight)
 
     async def close(self) -> None:
-        """Stop if not yet stopped, close all connections, and stop listening last.
-
-        A gateway that finds no listener assumes that its media are no longer read. So if requests were not released by
-        `stop`, terminate the engine that reads for them before calling this. They are cancelled again. Idempotent.
-        """
+        """Stop if not yet stopped, close all connections, and stop listening last. Requests that `stop` has not seen
+        released are cancelled again. Idempotent."""
         if not self._stopped:
             await self.stop()
         await self._end_sessions()
