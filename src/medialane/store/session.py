@@ -86,14 +86,14 @@ class StoreSession:
         self.pidfd: int | None = None
         self.connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
 
-    # The methods below are called by the connection; see connection.Peer.
-
     def replace(self) -> ClientUse:
         """End this session: the client has connected again. Returns what it holds; the caller owns that."""
         use, self.use = self.use, ClientUse()
         self._cancel()
         self.connection.end(StoreUnavailable("the client has connected again"))
         return use
+
+    # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
         self.pidfd = pidfd_of(connection.peer_pid)
@@ -122,7 +122,8 @@ class StoreSession:
             case FindItem() | ResolveAlias() | HoldEntries():
                 self._start(message)
             case Proceed(call_id):
-                if (question := self._questions.pop(call_id, None)) is not None:
+                question = self._questions.pop(call_id, None)
+                if question is not None and not question.done():  # its task may just have been cancelled
                     question.set_result(None)
             case Cancel(call_id):
                 if (task := self._tasks.get(call_id)) is not None:
