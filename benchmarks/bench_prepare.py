@@ -48,12 +48,12 @@ from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.gateway import Gateway, GatewayConfig, WorkerPool, open_scope
+from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, WorkerPool, open_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
-from medialane.store import StoreFeatures, StoreLink
+from medialane.store import StoreLink
 from medialane.transfer import TransferConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler

@@ -9,10 +9,11 @@ from typing import Self
 from medialane.arena import Arena
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stats import PoolStats, StoreStats
+from medialane.gateway import StoreFeatures
 from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import PreparerPool
 from medialane.rpc import RpcConfig
-from medialane.store import Aliases, Items, StoreFeatures, StoreLink, StoreServer
+from medialane.store import Aliases, Items, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)

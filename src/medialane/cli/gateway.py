@@ -33,6 +33,7 @@ from medialane.gateway import (
     IntakeMiddleware,
     ScopeMiddleware,
     ScrapeMiddleware,
+    StoreFeatures,
     WorkerLink,
     WorkerPool,
     WorkerScrape,
@@ -47,7 +48,7 @@ from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.rpc import Hello
-from medialane.store import StoreFeatures, StoreLink
+from medialane.store import StoreLink
 from medialane.transfer import InlineTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
 

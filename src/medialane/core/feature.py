@@ -112,10 +112,6 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 class Hold(Protocol):
     """A pin on an entry of the arena (`arena.Lease`): its bytes stay in place until `release`, called exactly once."""
 
-    def duplicate(self) -> Hold:
-        """Return a second, independent hold on the same entry. Raises RuntimeError after `release`."""
-        ...
-
     def release(self) -> None: ...
 
 

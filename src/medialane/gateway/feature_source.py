@@ -1,4 +1,4 @@
-"""The source of a request's media: the interface that the gateway needs, implemented by `store.StoreFeatures`."""
+"""The source of a request's media: the interface that the gateway needs, implemented by `StoreFeatures`."""
 
 from __future__ import annotations
 

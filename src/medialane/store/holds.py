@@ -11,26 +11,18 @@ from medialane.store.messages import EntriesHeld, HoldEntries
 
 
 class StoreHold:
-    """A hold on one item (`core.feature.Hold`). Duplicates share the hold at the store, which ends with the last."""
+    """A hold on one item, or on the items of one request (`core.feature.Hold`)."""
 
-    def __init__(self, link: StoreLink, hold_id: int, arena: str, users: list[StoreHold] | None = None) -> None:
+    def __init__(self, link: StoreLink, hold_id: int, arena: str) -> None:
         self._link = link
-        self._hold_id = hold_id
+        self._hold_id: int | None = hold_id
         self._arena = arena
-        self._users = [] if users is None else users
-        self._users.append(self)
-
-    def duplicate(self) -> StoreHold:
-        if self not in self._users:
-            raise RuntimeError("the hold was already released")
-        return StoreHold(self._link, self._hold_id, self._arena, self._users)
 
     def release(self) -> None:
-        if self not in self._users:
+        hold_id, self._hold_id = self._hold_id, None
+        if hold_id is None:
             raise RuntimeError("the hold was already released")
-        self._users.remove(self)
-        if not self._users:
-            self._link.release(self._hold_id, self._arena)
+        self._link.release(hold_id, self._arena)
 
 
 class StoreEntries:

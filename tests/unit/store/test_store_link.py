@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from store_world import World
 
 from medialane.core.errors import StoreUnavailable
+from medialane.core.hashing import content_hash
+from medialane.core.loop_fairness import LoopFairness
+from medialane.core.media import MediaRef
+from medialane.gateway import StoreFeatures
+from medialane.media import MediaConfig
+from medialane.observability.timeline import StageTimeline
 from medialane.store.holds import StoreEntries
 from waiting import eventually
 
@@ -80,3 +87,31 @@ async def test_store_restarted_with_other_processor_settings_is_not_used(world, 
     world.server._processor = lambda: {"model": "a", "dtype": "float16"}
     gateway.link._wait_timeout_s = 5
     gateway.release(await gateway.find("a"))
+
+
+async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world, gateway, monkeypatch):
+    fairness = LoopFairness()
+    features = StoreFeatures(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
+    payload, at_payload, num_writes = gateway.link.payload, asyncio.Event(), 0
+
+    def watched(entry):
+        nonlocal num_writes
+        num_writes += 1
+        at_payload.set()
+        return payload(entry)
+
+    monkeypatch.setattr(gateway.link, "payload", watched)
+    data = b"u" * (4 << 20)
+    sent = MediaRef("image", "p", data=data)
+    budget = SimpleNamespace(processed_bytes=lambda _: 0)
+    finding = asyncio.create_task(features.processed(sent, b"{}", StageTimeline(), budget))
+    await at_payload.wait()
+    before = num_writes
+    await gateway.link._client.close()
+    item = await asyncio.wait_for(finding, 5)
+    assert num_writes > before
+    with world.arena.lookup(content_hash(data)) as lease:
+        start = lease.range.offset + 64
+        assert bytes(world.arena.view.memory[start : start + len(data)]) == data
+    item.hold.release()
+    fairness.close()

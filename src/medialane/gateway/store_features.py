@@ -1,10 +1,10 @@
-"""Finds media items at the store of this host (implements `gateway.FeatureSource`)."""
+"""Finds media items at the store of this host (implements `FeatureSource`)."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -14,6 +14,7 @@ from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
+from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size
 from medialane.observability.timeline import StageTimeline
 from medialane.store.holds import StoreHold
@@ -25,24 +26,6 @@ from medialane.store.messages import AliasResolved, FindItem, Form, ItemFound, Q
 _PIECE_BYTES = 512 * 1024
 
 V = TypeVar("V")
-
-
-class ImageBudget(Protocol):
-    """The images of one request, as far as their sizes are known; `gateway.image_budget` implements it."""
-
-    def has_counted(self, ref: MediaRef) -> bool: ...
-
-    def decoded_bytes(self, ref: MediaRef) -> int:
-        """Return the bytes of the image's pixels; 0 if it has not been counted, as for `processed_bytes`."""
-        ...
-
-    def processed_bytes(self, ref: MediaRef) -> int:
-        """Return the fewest bytes of the image's tensors; 0 if unknown."""
-        ...
-
-    async def add(self, ref: MediaRef, width: int, height: int) -> None:
-        """Count an image, once. Raises PromptTooLong."""
-        ...
 
 
 class _Wanted(NamedTuple):
@@ -147,7 +130,8 @@ class StoreFeatures:
         timeline.copied_bytes += len(data)
 
     def _item(self, found: ItemFound, value: V | None) -> FoundItem[V]:
-        if value is None:
-            raise ProtocolViolation("the store has found an item in another form")
         hold = StoreHold(self._link, found.hold_id, found.range.arena)
+        if value is None:
+            hold.release()
+            raise ProtocolViolation("the store has found an item in another form")
         return FoundItem(found.content_hash, value, hold, found.is_hit)
