@@ -57,6 +57,10 @@ class StoreClient:
         self._num_calls = 0
         self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
+        #: Set when the store has reported that it has started.
+        self.started = asyncio.Event()
+        #: Why the store has refused this client.
+        self.refusal: MedialaneError | None = None
 
     @classmethod
     async def connect(cls, address: str, hello: StoreHello, config: RpcConfig, holds: set[int]) -> StoreClient:
@@ -137,6 +141,8 @@ class StoreClient:
         match message:
             case StoreStatus():
                 self.status = message
+                if message.has_started:
+                    self.started.set()
                 if self._refreshed is not None:
                     self._refreshed.set()
             case StoreWelcome():
@@ -145,7 +151,8 @@ class StoreClient:
                 self._welcome.set_result(message)
                 self._connection.start_heartbeat()
             case StoreRefused(report):
-                self._connection.end(from_report(report))
+                self.refusal = from_report(report)
+                self._connection.end(self.refusal)
             case SendData() | ImageSize() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
                 self._reply(message)
 
