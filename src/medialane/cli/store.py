@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
 import msgspec
 import uvloop
@@ -117,9 +116,11 @@ async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]
         logger.info("removed the arena of a store that has exited: %s", dead.path)
     arena = Arena.create(config.arena, grows=True)
     stop, loop = threading.Event(), asyncio.get_running_loop()
-    prefault = asyncio.create_task(
-        asyncio.to_thread(arena.prefault, stop, partial(loop.call_soon_threadsafe, arena.prefaulted))
-    )
+
+    def on_progress(num_bytes: int) -> None:
+        loop.call_soon_threadsafe(arena.prefaulted, num_bytes)
+
+    prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop, on_progress))
     try:
         yield arena, prefault
     finally:
