@@ -246,6 +246,10 @@ class FoundMedia:
     async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
         return self._items
 
+    @property
+    def is_lost(self) -> bool:
+        return False
+
 
 async def _send_ours(gateway: Gateway, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:
     """Send one request from its prepared prompt on; return (started, answered) in ns."""

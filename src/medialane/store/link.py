@@ -15,6 +15,7 @@ from medialane.core.backoff import Backoff, first_of
 from medialane.core.errors import (
     HandoverFailed,
     MedialaneError,
+    MediaLost,
     NoWorkerReady,
     StartupFailed,
     StoreUnavailable,
@@ -170,9 +171,9 @@ class StoreLink:
             raise ConnectionLost(error.message) from error
 
     def tensor(self, descriptor: TensorDescriptor) -> memoryview:
-        """Return the bytes of a tensor of an entry that is held. Raises HandoverFailed if its store is lost."""
-        if self._view is None:
-            raise HandoverFailed("the media store is not connected")
+        """Return the bytes of a tensor of an entry that is held. Raises MediaLost if its store is lost."""
+        if self._view is None or self._view.id != descriptor.range.arena:
+            raise MediaLost("the media store of these entries is lost")
         return self._view.tensor(descriptor)
 
     async def _client_before(self, deadline: float) -> StoreClient:
