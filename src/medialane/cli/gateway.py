@@ -152,7 +152,8 @@ async def _start(
     that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     frontend = await asyncio.to_thread(Frontend, model, vllm_args)
-    gateway_config = _fit(config.gateway, frontend)
+    shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
+    gateway_config = _fit(shared, frontend)
     if config.media.jpeg_scaled_decode:
         _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)

@@ -109,8 +109,9 @@ class StoreServer:
         """Raise StartupFailed if features made here would be others than the client wants."""
         ours, theirs = self._processor(), hello.processor
         if ours and theirs and ours != theirs:
-            names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-            raise StartupFailed(f"processor settings of gateway and media store differ: {', '.join(names)}")
+            name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            here, there = ours.get(name), theirs.get(name)
+            raise StartupFailed(f"processor setting {name} is {here} in the media store and {there} in this gateway")
 
     def _earlier_use(self, hello: StoreHello) -> ClientUse:
         """Return what the client held on its earlier connection, which is closed if it still exists."""

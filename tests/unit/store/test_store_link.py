@@ -93,7 +93,7 @@ async def test_store_restarted_with_other_processor_settings_is_not_used(world, 
     await gateway.link._client.close()
     with pytest.raises(StoreUnavailable):
         await gateway.find("a")
-    assert any("settings of gateway and media store differ: model" in r.getMessage() for r in caplog.records)
+    assert any("setting model is b in the media store and a in this gateway" in r.getMessage() for r in caplog.records)
     world.processor = SETTINGS
     gateway.link._wait_timeout_s = 5
     gateway.release(await gateway.find("a"))
@@ -109,7 +109,7 @@ async def test_store_that_has_loaded_other_settings_refuses_the_gateway(world, g
     assert not ready.done(), "it is connected, but its features might be of another processor"
     world.processor = OTHER_SETTINGS
     world.server.loaded()
-    with pytest.raises(StartupFailed, match="settings of gateway and media store differ: model"):
+    with pytest.raises(StartupFailed, match="setting model is b in the media store and a in this gateway"):
         await asyncio.wait_for(ready, 5)
     assert not worker.link._client.closed.is_set(), "it wants no features"
 
