@@ -688,7 +688,8 @@ async def test_request_over_the_limit_is_rejected_until_another_ends(arena, prep
     async with Parts(arena, preparers, [worker], config=GatewayConfig(max_requests=1, **FAST)) as parts:
         with open_scope():
             await parts.gateway.prepare(prompt(png()))
-            with pytest.raises(PreparersBusy) as refused:
+            await parts.gateway.prepare(prompt(png()))  # another prompt of the same request
+            with open_scope(), pytest.raises(PreparersBusy) as refused:
                 await parts.gateway.prepare(prompt(png()))
             assert refused.value.retry_after_s
         with open_scope():
