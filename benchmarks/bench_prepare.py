@@ -159,7 +159,7 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
             address = f"unix://{folder}/store-{count}"
             await stack.enter_async_context(host_store(address, arena, pool))
             link = await stack.enter_async_context(store_link(address, writable=True))
-            await link.welcome()
+            await link.ready()
             gateways[count] = _gateway(link, processor=processor, fairness=fairness)
         ours: dict[str, tuple[int, Prepare]] = {}
         for count, pool in pools.items():

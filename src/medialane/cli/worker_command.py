@@ -89,7 +89,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     directory = config.arena.directory
 
     async def serve() -> int:
-        async with _host_arena(config, args.store) as host_arena:
+        async with _host_arena(config, args.store if engine.takes_media else None) as host_arena:
             return await serve_worker(
                 config.worker, config.rpc, engine, args.listen, arena_directory=directory, host_arena=host_arena
             )

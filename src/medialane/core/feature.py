@@ -150,6 +150,11 @@ class StagedMedia(Protocol):
         """
         ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether any of them was in the arena of a store that is lost."""
+        ...
+
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """A prepared media prompt, together with its media.

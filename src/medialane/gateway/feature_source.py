@@ -44,6 +44,11 @@ class FeatureSource(Protocol):
         """
         ...
 
+    @property
+    def arena(self) -> str | None:
+        """The id of the arena in which items are found; None if the store is not connected."""
+        ...
+
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
         """Return the feature key of `ref`, without preparing it. `content` is its content hash."""
         ...

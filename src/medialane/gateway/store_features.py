@@ -62,6 +62,10 @@ class StoreFeatures:
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
         return cast("AliasResolved", reply).ref
 
+    @property
+    def arena(self) -> str | None:
+        return self._link.arena
+
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
         return feature_key(
             processor=self._digest,

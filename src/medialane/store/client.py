@@ -60,6 +60,10 @@ class StoreClient:
         self._num_calls = 0
         self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
+        #: Set when the store has reported that it has started.
+        self.started = asyncio.Event()
+        #: Why the store has refused this client.
+        self.refusal: MedialaneError | None = None
 
     @classmethod
     async def connect(
@@ -142,6 +146,8 @@ class StoreClient:
         match message:
             case StoreStatus():
                 self.status = message
+                if message.has_started:
+                    self.started.set()
                 if self._refreshed is not None:
                     self._refreshed.set()
             case StoreWelcome():
@@ -153,7 +159,8 @@ class StoreClient:
                 self._on_reclaim()
                 self._connection.send(Reclaimed(), at_once=True)
             case StoreRefused(report):
-                self._connection.end(from_report(report))
+                self.refusal = from_report(report)
+                self._connection.end(self.refusal)
             case SendData() | ImageSize() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
                 self._reply(message)
 

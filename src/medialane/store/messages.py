@@ -52,25 +52,27 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     """Registration of a client. `client_id` is unique per process; a second connection of it replaces the first, and
     takes over those of its holds that are in `holds`; they are holds on entries of `arena`.
 
-    `processor` is the digest of the processor settings for which a gateway wants features, part of their keys.
+    `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
+    of the features' keys.
     """
 
     version: int = PROTOCOL_VERSION
     client_id: str
-    processor: str = ""
+    processor: dict[str, str] = {}
     arena: str = ""
     holds: list[int] = []
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The store's arena, and the settings with which its preparers process media; empty if they do not."""
+    """The store's arena."""
 
     pid: int
     arena: ArenaOffer
-    processor: dict[str, str] = {}
 
 
 class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Also sent after StoreWelcome, once the store knows its processor settings: those of the client are others."""
+
     error: ErrorReport
 
 
@@ -170,10 +172,12 @@ class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`problem` describes what is wrong with media preparation, None if nothing is."""
+    """`problem` describes what is wrong with media preparation, None if nothing is. `has_started` is whether the store
+    has loaded its processor; until then, items that need a preparer wait for it."""
 
     stats: StoreStats
     problem: str | None = None
+    has_started: bool = True
 
 
 ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | Reclaimed | StorePing

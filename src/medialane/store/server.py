@@ -28,7 +28,8 @@ RECLAIM_TIMEOUT_S = 0.5
 class StoreServer:
     """Serves `items` to the gateways and workers of this host. Call `serve` once, and `close` in any case.
 
-    `processor` returns the settings with which media are processed, `status` what clients are told at each heartbeat.
+    `processor` returns the settings with which media are processed, empty if they are not or if that is not known yet;
+    `status` returns what is reported to clients at each heartbeat.
     """
 
     def __init__(
@@ -54,6 +55,21 @@ class StoreServer:
     async def serve(self, address: str) -> None:
         """Start listening. Raises StartupFailed."""
         self._listener = await Listener.listen(address, self._open)
+
+    def loaded(self) -> None:
+        """The processor's settings are known: refuse clients that want features of others."""
+        for session in list(self._sessions):
+            if session.hello is not None:
+                try:
+                    self._check_processor(session.hello)
+                except StartupFailed as error:
+                    session.refuse(error)
+
+    def started(self) -> None:
+        """Report the status to all clients now."""
+        for session in self._sessions:
+            if session.hello is not None:
+                session.beat()
 
     async def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
@@ -85,13 +101,22 @@ class StoreServer:
             session.connection.end(StoreUnavailable("the store has reached its limit of connections"))
 
     def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
-        """Raises StartupFailed for a client of another release."""
+        """Raises StartupFailed for a client of another release, or with other processor settings."""
         if hello.version != PROTOCOL_VERSION:
             raise StartupFailed(f"client speaks protocol {hello.version}, store {PROTOCOL_VERSION}: same release?")
+        self._check_processor(hello)
         session.use = self._earlier_use(hello)
         session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())
         offer = ArenaOffer(self._arena.id, self._arena.nonce)
-        return StoreWelcome(pid=os.getpid(), arena=offer, processor=dict(self._processor()))
+        return StoreWelcome(pid=os.getpid(), arena=offer)
+
+    def _check_processor(self, hello: StoreHello) -> None:
+        """Raise StartupFailed if features made here would be others than the client wants."""
+        ours, theirs = self._processor(), hello.processor
+        if ours and theirs and ours != theirs:
+            name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            here, there = ours.get(name), theirs.get(name)
+            raise StartupFailed(f"processor setting {name} is {here} in the media store and {there} in this gateway")
 
     async def _reclaim(self) -> bool:
         """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""

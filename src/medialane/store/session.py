@@ -18,6 +18,7 @@ from medialane.core.errors import (
     to_report,
 )
 from medialane.core.feature import Feature
+from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.observability.timeline import StageTimeline
 from medialane.rpc.config import RpcConfig
@@ -86,11 +87,16 @@ class StoreSession:
         self._questions: dict[int, asyncio.Future[None]] = {}
         self._last_call_id = 0
         self.hello: StoreHello | None = None
+        self._processor = ""  # the digest of its settings
         #: What the client may still read or write.
         self.use = ClientUse()
         #: The client's process, opened while it was alive. None if it is in a PID namespace that is invisible here.
         self.pidfd: int | None = None
         self.connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+
+    def refuse(self, error: MedialaneError) -> None:
+        self.connection.send(StoreRefused(to_report(error)))
+        self.connection.close()
 
     def replace(self) -> ClientUse:
         """End this session: the client has connected again. Returns what it holds; the caller owns that."""
@@ -158,10 +164,9 @@ class StoreSession:
         try:
             welcome = self._register(self, hello)
         except MedialaneError as error:
-            self.connection.send(StoreRefused(to_report(error)))
-            self.connection.close()
+            self.refuse(error)
             return
-        self.hello = hello
+        self.hello, self._processor = hello, digest(hello.processor)
         self.connection.send(welcome)
         self.connection.send(self._status())
         self.connection.start_heartbeat()
@@ -196,8 +201,8 @@ class StoreSession:
         return AliasResolved(call.call_id, self._items.resolve(call.ref))
 
     async def _find(self, call: FindItem) -> Reply:
-        hello, timeline = self.hello, StageTimeline()
-        processing = Processing("" if hello is None else hello.processor, call.options)
+        timeline = StageTimeline()
+        processing = Processing(self._processor, call.options)
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
         find = partial(
             self._items.find,
