@@ -21,7 +21,9 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
-FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB")
+#: On a busy machine the processor takes longer to load than items wait by default.
+WAIT = ("--prepare-queue-timeout", "200")
+FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB", *WAIT)
 
 
 class Served:
