@@ -229,6 +229,7 @@ def _gateway(components: _Components) -> Gateway:
         processor_digest=digest(components.frontend.processor_settings),
         fairness=components.fairness,
         media=components.config.media,
+        retention_s=components.config.store.hold_retention_s,
     )
     inline = InlineTransport(components.store.tensor)
     return Gateway(

@@ -114,7 +114,7 @@ async def _host_arena(config: Config, address: str | None) -> AsyncIterator[Stor
     )
     running = asyncio.create_task(link.run(), name="store link")
     try:
-        yield StoreEntries(link)
+        yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -66,6 +66,7 @@ class StoreLink:
         self._refusal: StartupFailed | None = None
         self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
+        self._reclaimers: list[Callable[[], None]] = []
 
     @property
     def arena(self) -> str | None:
@@ -76,6 +77,14 @@ class StoreLink:
     def max_payload_bytes(self) -> int:
         """The largest item that fits into the arena; unlimited while it is unknown."""
         return sys.maxsize if self._view is None else self._view.max_payload_bytes
+
+    @property
+    def retainable_bytes(self) -> int:
+        """Bytes of entries that this client may hold without using them; 0 while memory is short or unknown."""
+        if self.status is None:
+            return 0
+        arena = self.status.stats.arena
+        return 0 if arena.pinned_bytes > arena.size_bytes // 2 else arena.size_bytes // 8
 
     @property
     def status(self) -> StoreStatus | None:
@@ -104,6 +113,10 @@ class StoreLink:
         self._listeners.append(listener)
         if self._client is not None:
             listener(self._client.welcome.arena)
+
+    def watch_reclaim(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when the store needs memory: it releases the holds that are not in use. Must not block."""
+        self._reclaimers.append(listener)
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -210,7 +223,7 @@ class StoreLink:
     async def _connect(self) -> None:
         sent = list(self._holds)
         hello = StoreHello(client_id=self._client_id, processor=self._processor, arena=self._holds_arena, holds=sent)
-        client = await StoreClient.connect(self.address, hello, self._rpc, self._holds)
+        client = await StoreClient.connect(self.address, hello, self._rpc, holds=self._holds, on_reclaim=self._reclaim)
         welcome = client.welcome
         try:
             self._view = self._map(welcome)
@@ -246,6 +259,10 @@ class StoreLink:
     def _tell(self, arena: ArenaOffer | None) -> None:
         for listener in self._listeners:
             listener(arena)
+
+    def _reclaim(self) -> None:
+        for listener in self._reclaimers:
+            listener()
 
     def _unmap(self) -> None:
         """Close the mapping. Entries that are being read stay mapped until their readers have finished."""

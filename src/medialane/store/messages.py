@@ -12,10 +12,12 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
-                            <-      EntriesHeld(call, hold)
+                            <-      EntriesHeld(call, holds)    one hold each
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
+                            <-      Reclaim                 memory is short: release what is not in use
+    Reclaimed               ->                              after that
     Ping                    ->                              every heartbeat interval, and before a scrape of metrics
                             <-      StoreStatus             at once after StoreWelcome and Ping, and every heartbeat
 
@@ -138,8 +140,10 @@ class HoldEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One hold for each range, in their order."""
+
     call_id: int
-    hold_id: int
+    hold_ids: list[int]
 
 
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -155,6 +159,14 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hold_ids: list[int]
 
 
+class Reclaim(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Release the holds that are not in use. The store waits for Reclaimed before it refuses an item."""
+
+
+class Reclaimed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
 class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
@@ -168,11 +180,11 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     has_started: bool = True
 
 
-ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | StorePing
+ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | Reclaimed | StorePing
 Question = SendData | ImageSize
 Call = FindItem | ResolveAlias | HoldEntries
 Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
-FromStore = StoreWelcome | StoreRefused | Question | Reply | StoreStatus
+FromStore = StoreWelcome | StoreRefused | Question | Reply | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
 _FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)

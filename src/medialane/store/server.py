@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from medialane.arena import Arena
 from medialane.core.errors import StartupFailed, StoreUnavailable
@@ -19,6 +20,9 @@ from medialane.store.messages import PROTOCOL_VERSION, StoreHello, StoreStatus, 
 from medialane.store.session import StoreSession
 
 logger = logging.getLogger(__name__)
+
+#: Longest time in which clients release what they do not use; a client whose event loop is healthy takes milliseconds.
+RECLAIM_TIMEOUT_S = 0.5
 
 
 class StoreServer:
@@ -85,6 +89,7 @@ class StoreServer:
             self._config,
             register=self._register,
             status=self._status,
+            reclaim=self._reclaim,
             on_open=self._admit,
             on_lost=self._lost,
         ).connection
@@ -112,6 +117,14 @@ class StoreServer:
             name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
             here, there = ours.get(name), theirs.get(name)
             raise StartupFailed(f"processor setting {name} is {here} in the media store and {there} in this gateway")
+
+    async def _reclaim(self) -> bool:
+        """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""
+        before = self._arena.stats().pinned_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECLAIM_TIMEOUT_S):
+                await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
+        return self._arena.stats().pinned_bytes < before
 
     def _earlier_use(self, hello: StoreHello) -> ClientUse:
         """Return what the client held on its earlier connection, which is closed if it still exists."""

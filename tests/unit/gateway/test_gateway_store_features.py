@@ -52,6 +52,13 @@ class Link:
         self.memory = bytearray(8 << 20)
         self.num_pieces, self.lost_after = 0, sys.maxsize
         self.writing = asyncio.Event()
+        self.arena, self.retainable_bytes = ENTRY.arena, 1 << 20
+
+    def watch(self, listener):
+        pass
+
+    def watch_reclaim(self, listener):
+        pass
 
     async def call(self, make, answer=None):
         self.calls.append(make(7))
@@ -304,3 +311,61 @@ def test_key_is_the_one_under_which_the_store_publishes(features):
     expected = feature_key(processor="digest", content="hash", io=ref.io, options=b'{"scale":2}', salt="tenant")
     assert features.key(ref, b"{}", content="hash") == expected
     assert features.key(ref, b'{"other":1}', content="hash") != expected
+
+
+async def retaining(link, fairness):
+    return StoreFeatures(link, processor_digest="digest", fairness=fairness, media=MediaConfig(), retention_s=60)
+
+
+async def find_twice(features, first, second, options=(b"{}", b"{}")):
+    found = []
+    for ref, its_options in zip((first, second), options, strict=True):
+        found.append(await features.processed(ref, its_options, StageTimeline(), Budget()))
+        found[-1].hold.release()
+    return found
+
+
+async def test_item_that_is_sent_again_is_not_asked_for_again(link, fairness):
+    features, timeline = await retaining(link, fairness), StageTimeline()
+    link.reply = msgspec.structs.replace(found(), is_hit=False)
+    ref = MediaRef("image", PARAM, data=DATA)
+    (await features.processed(ref, b"{}", StageTimeline(), Budget())).hold.release()
+    again = await features.processed(msgspec.structs.replace(ref, param="other"), b"{}", timeline, Budget())
+    assert len(link.calls) == 1
+    assert (again.is_hit, again.value, timeline.num_hits, timeline.num_misses) == (True, FEATURE, 1, 0)
+    assert not link.released
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": picture(61)},
+        {"io": b'{"a":1}'},
+        {"options": b'{"a":1}'},
+        {"salt": "tenant"},
+        {"modality": "video"},
+        {"is_embeds": True},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+async def test_another_item_is_asked_for(link, fairness, other):
+    ref = MediaRef("image", PARAM, data=DATA)
+    await find_twice(await retaining(link, fairness), ref, msgspec.structs.replace(ref, **other))
+    assert len(link.calls) == 2
+
+
+async def test_other_options_and_another_form_are_asked_for(link, fairness):
+    features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
+    await find_twice(features, ref, ref, (b"{}", b'{"a":1}'))
+    (await features.decoded(ref, StageTimeline(), Budget())).hold.release()
+    assert len(link.calls) == 3
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [MediaRef("image", PARAM, url="http://x/y.png"), MediaRef("image", PARAM, data=DATA, alias=Alias("u", "image"))],
+    ids=["a URL's content may have changed", "the store binds the alias"],
+)
+async def test_store_is_always_asked(link, fairness, ref):
+    await find_twice(await retaining(link, fairness), ref, ref)
+    assert len(link.calls) == 2
