@@ -1,0 +1,129 @@
+"""The command line `serve --gateways 2` with TLS, as a user gives it, over a simulated worker."""
+
+import asyncio
+import os
+import shutil
+import signal
+import ssl
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import trustme
+from medialane_process import START_S, MedialaneProcess, free_port, launch
+from openai_http import OpenAiHttp, chat, picture
+from process_tree import command_of, descendants, is_alive
+
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
+from waiting import eventually
+
+pytestmark = pytest.mark.vllm
+
+PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
+#: On a busy machine the processor takes longer to load than items wait by default.
+WAIT = ("--prepare-queue-timeout", "200")
+FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB", *WAIT)
+
+
+class Served:
+    """The command's process, and a client of the shared port."""
+
+    def __init__(self, process, client):
+        self.process, self.client = process, client
+
+    def pid(self, command):
+        (found,) = [pid for pid in descendants(self.process.pid) if command in command_of(pid)]
+        return found
+
+    async def by_gateway(self, name):
+        """The samples of a family, summed for each gateway."""
+        page = await self.client.metrics()
+        return {str(i): page.value(name, gateway=str(i)) for i in range(2)}
+
+    async def both_are_up(self):
+        return await self.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
+
+    async def idle(self):
+        page = await self.client.metrics()
+        return not page.value("medialane_arena_leases") and not page.value("medialane_worker_running")
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model, vllm_environ, tmp_path_factory):
+    folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/tmp"))  # a short path, for sockets
+    authority, port = trustme.CA(), free_port()
+    certificate, trust = authority.issue_cert("127.0.0.1"), ssl.create_default_context()
+    authority.configure_trust(trust)
+    key, chain = folder / "key.pem", folder / "cert.pem"
+    certificate.private_key_pem.write_to_path(key)
+    certificate.cert_chain_pems[0].write_to_path(chain)
+    runtime = folder / "run"
+    runtime.mkdir()
+    tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(chain)]
+    log = tmp_path_factory.mktemp("gateways") / "serve.log"
+    process = launch(
+        [sys.executable, str(PROGRAM), str(tiny_model), "--port", str(port), *FLAGS, "--", *TINY_MODEL_FLAGS, *tls],
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime)},
+        log=log,
+    )
+    found = MedialaneProcess(process, port, str(tiny_model), log)
+    yield Served(found, OpenAiHttp(f"https://127.0.0.1:{port}", str(tiny_model), trust=trust))
+    found.stop()
+    assert not list(runtime.iterdir())
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def served(serving):
+    ready = "Ctrl-C stops it"
+    await eventually(
+        lambda: ready in serving.process.log.read_text(), "it is ready", START_S, more=serving.process.tail
+    )
+    return serving
+
+
+async def test_killed_gateway_comes_back_on_the_same_port(served):
+    assert await served.both_are_up()
+    await both_answer(served)
+    arenas, killed = served.process.arenas(), served.pid("--gateway-index 0")
+    os.kill(killed, signal.SIGKILL)
+    await eventually(lambda: not is_alive(killed), "it is gone", 5)
+    for _ in range(4):  # while it restarts, the other one gets all connections
+        await served.client.succeed(chat(picture(2), max_tokens=1))
+    assert await served.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
+    await eventually(served.both_are_up, "it is back", START_S)
+    assert served.process.log.read_text().count("exited (") == 1
+    assert served.pid("--gateway-index 0") != killed
+    await both_answer(served)
+    assert served.process.arenas() == arenas
+
+
+async def both_answer(served):
+    """Requests over TLS reach both gateways."""
+    before = await served.by_gateway("medialane_request_seconds_count")
+
+    async def counted():
+        await served.client.succeed(chat(picture(2), max_tokens=1))
+        after = await served.by_gateway("medialane_request_seconds_count")
+        return all(after[i] > before[i] for i in after)
+
+    await eventually(counted, "both have answered", 60)
+
+
+async def test_media_requests_wait_for_a_killed_store_and_are_answered(served):
+    """It listens within seconds, and answers when it has loaded its processor."""
+    killed = served.process.store_pid()
+    os.kill(killed, signal.SIGKILL)
+    await eventually(lambda: not is_alive(killed), "it is gone", 5)
+    await asyncio.gather(*[served.client.succeed(chat(picture(n), max_tokens=1)) for n in range(3, 6)])
+    assert served.process.store_pid() != killed
+    await eventually(lambda: served.idle(), "nothing is held or running", 30)
+
+
+async def test_stop_leaves_nothing(served):
+    everyone, arenas = descendants(served.process.pid), served.process.arenas()
+    assert arenas
+    assert served.process.stop() == 0, served.process.tail()
+    await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
+    assert not [path for path in arenas if path.exists()]

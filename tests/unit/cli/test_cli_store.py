@@ -1,0 +1,73 @@
+"""A store's start: it listens first, and ends if its model takes no media."""
+
+import asyncio
+import os
+import secrets
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from medialane.cli import store
+from medialane.cluster.process_spec import NOT_NEEDED
+from medialane.config import Config, load_config
+from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
+from medialane.rpc import RpcConfig
+from medialane.store import StoreLink
+from waiting import eventually
+
+SETTINGS = {"arena-size": "64MiB", "preparers": "1"}
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    folder = Path("/dev/shm") / f"medialane-test-{secrets.token_hex(6)}"
+    folder.mkdir()
+    yield load_config({**SETTINGS, "arena-directory": str(folder)}, environ={})
+    assert not list(folder.iterdir()), "the arena is removed"
+    folder.rmdir()
+
+
+@pytest.fixture
+def address():
+    path = Path(f"/tmp/medialane-test-{secrets.token_hex(6)}.sock")
+    yield f"unix:{path}"
+    assert not path.exists()
+
+
+async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, monkeypatch, caplog):
+    monkeypatch.setattr(store, "PROCESSOR_FACTORY", NO_PROCESSOR_FACTORY)
+    async with asyncio.timeout(30):
+        assert await store._serve(config, "model", [], address) == NOT_NEEDED
+    assert "this model takes no media" in caplog.text
+
+
+async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, monkeypatch):
+    may_load = asyncio.Event()
+
+    class SlowPool(PreparerPool):
+        async def start(self) -> None:
+            await may_load.wait()
+            await super().start()
+
+    monkeypatch.setattr(store, "PreparerPool", SlowPool)
+    config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
+    serving = asyncio.create_task(store._serve(config, "model", [], address))
+    link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
+    running = asyncio.create_task(link.run())
+    await eventually(lambda: link.arena is not None and link.status is not None)
+    ready = asyncio.create_task(link.ready())
+    await eventually(lambda: _free(link) > 0)
+    assert not ready.done()
+    assert not link.status.has_started
+    may_load.set()
+    await asyncio.wait_for(ready, 30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 30) == 0
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def _free(link: StoreLink) -> int:
+    return link.status.stats.arena.largest_hole_bytes
