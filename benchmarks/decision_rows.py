@@ -95,8 +95,8 @@ class _HashedRoutes(Routes):
         super().__init__(router, workers, Metrics(CollectorRegistry()))
         self.router = router
 
-    def _block_ids(self, _request: EngineRequest, _known: Known) -> NDArray[np.uint64]:
-        return self.ids
+    def _block_ids(self, _request: EngineRequest, _known: Known) -> dict[int, NDArray[np.uint64]]:
+        return {BLOCK: self.ids}
 
 
 def _routes(num_slots: int) -> _HashedRoutes:
