@@ -141,8 +141,12 @@ def _select_size(masks: Words, block_sizes: Scores, size: int) -> None:
 @compiled_part
 def _write_tokens(tokens: Scores, blocks: Prefixes, size: int, is_more: bool) -> None:
     """Write lengths in tokens; with `is_more`, add them: a slot has one block size, its other lengths are 0."""
-    for slot in range(len(tokens)):
-        tokens[slot] = blocks[slot] * size + (tokens[slot] if is_more else 0.0)
+    if is_more:
+        for slot in range(len(tokens)):
+            tokens[slot] += blocks[slot] * size
+    else:
+        for slot in range(len(tokens)):
+            tokens[slot] = blocks[slot] * size
 
 
 @compiled_part
