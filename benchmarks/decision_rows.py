@@ -95,8 +95,8 @@ class _HashedRoutes(Routes):
         super().__init__(router, workers, Metrics(CollectorRegistry()))
         self.router = router
 
-    def _block_ids(self, _request: EngineRequest, _known: Known) -> NDArray[np.uint64]:
-        return self.ids
+    def _block_ids(self, _request: EngineRequest, _known: Known) -> dict[int, NDArray[np.uint64]]:
+        return {BLOCK: self.ids}
 
 
 def _routes(num_slots: int) -> _HashedRoutes:
@@ -112,7 +112,7 @@ def _link(number: int) -> Any:
     """The attributes of a worker's link that the router reads."""
     name = f"w{number}"
     endpoint = Endpoint(name, "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD)
-    return SimpleNamespace(address=name, client=SimpleNamespace(), endpoints=lambda: [endpoint])
+    return SimpleNamespace(address=name, client=SimpleNamespace(num_gateways=1), endpoints=lambda: [endpoint])
 
 
 def _prepared(token_ids: list[int], number: int) -> PreparedPrompt:

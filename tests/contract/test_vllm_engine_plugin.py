@@ -1,9 +1,11 @@
 """The private seams of vLLM that let EngineCore read tensors from arenas: failures show what an upgrade broke."""
 
 import copy
+import gc
 import inspect
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,19 +16,23 @@ from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
     MultiModalKwargsItem,
+    MultiModalKwargsItems,
     PlaceholderRange,
 )
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, core, core_client
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.errors import InvalidFeature
-from medialane.core.feature import Feature
+from medialane.core.errors import HandoverFailed, InvalidFeature
+from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import MediaSize
+from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
 from medialane.vllm_bridge import arena_decoder
 from medialane.vllm_bridge.arena_decoder import KEY, ArenaDecoder
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
+from medialane.vllm_bridge.engine import VllmEngine
 from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.features import encode_item
 from medialane.vllm_bridge.plugin import register
@@ -160,6 +166,54 @@ def test_freed_entry_fails_only_its_request(engine, arena, entry):
     assert engine.medialane_refused("r")
     assert not engine.medialane_refused("another")
     assert pixel_values(received(sent(entry, arena.view))).numel() == 5000
+
+
+class FailingEngine(VllmEngine):
+    """A worker's engine whose EngineCore fails each request; `asked` are the utilities that were called."""
+
+    def __init__(self, item):
+        self._arenas = {"a" * 32}  # EngineCore has mapped an arena
+        self._reader = SimpleNamespace(engine_input=self._engine_input)
+        self._release_timeout_s = 1.0
+        self._item = item
+        self.asked = []
+
+    async def _engine_input(self, _request, _tensors):
+        place = PlaceholderRange(offset=0, length=4)
+        return mm_input(
+            [1, 2, 3, 4], MultiModalKwargsItems({"image": [self._item]}), {"image": ["a"]}, {"image": [place]}
+        )
+
+    async def _outputs(self, request, engine_input):
+        engine_input.clear()
+        completion = CompletionOutput(0, "", [], None, None, finish_reason="error")
+        yield RequestOutput(request.request_id, None, None, None, [completion], finished=True)
+
+    async def _ask(self, method, *args, timeout_s):
+        self.asked.append(method)
+        return [True]
+
+
+MEDIA = (MediaPayload("image", "a", b"", ()),)
+
+
+@pytest.mark.parametrize("prompt", [ExpandedPrompt([1], MEDIA), SourcePrompt([1], MEDIA, stage="decoded")])
+async def test_failure_of_a_request_without_tensors_in_an_arena_does_not_ask_engine_core(prompt):
+    failing = FailingEngine(item_of(torch.zeros(4)))
+    (delta,) = [delta async for delta in failing.generate(EngineRequest("r", prompt, b""), [])]
+    assert delta.completions[0].finish_reason == "error"
+    assert failing.asked == []
+
+
+async def test_failure_of_a_request_with_tensors_in_an_arena_asks_engine_core(arena, entry):
+    failing = FailingEngine(ArenaItem(HEADER, [entry], [arena.view.tensor(entry)]))
+    with pytest.raises(HandoverFailed):
+        async for _ in failing.generate(EngineRequest("r", ExpandedPrompt([1], MEDIA), b""), []):
+            pass
+    asked = failing.asked
+    del failing
+    gc.collect()  # the traceback references frames, which reference views of the arena
+    assert asked == ["medialane_refused"]
 
 
 def _with_meta(message, **changes):

@@ -85,16 +85,20 @@ UNCOUNTED = Uncounted()
 class FakeWorker:
     """A worker over a fake engine, which can be killed and started again at the same address."""
 
-    def __init__(self, path: str, *, card: ModelCard | None = None, arena: Arena, **engine: object) -> None:
+    def __init__(
+        self, path: str, *, card: ModelCard | None = None, arena: Arena, kind: type = FakeEngine, **engine: object
+    ) -> None:
+        """An engine of another `kind` must have an attribute `attaches`."""
+        self._kind = kind
         self.address = f"unix:{path}"
         self._arena = arena
         self._engine_settings = {**engine, **({} if card is None else {"card": card})}
-        self.engine = FakeEngine(**self._engine_settings)
+        self.engine = kind(**self._engine_settings)
         self.attaches = self.engine.attaches
         self._server: RpcServer | None = None
 
     async def start(self) -> None:
-        self.engine = FakeEngine(**self._engine_settings)
+        self.engine = self._kind(**self._engine_settings)
         self.registry = CollectorRegistry()  # as a new process has one
         directory = str(self._arena.path.parent)
         self._store = StoreClientTask(store_address(self._arena), directory)

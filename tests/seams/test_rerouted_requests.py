@@ -11,7 +11,7 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from medialane.core.errors import WorkerLost
-from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway import GatewayConfig, Handover, WorkerLink, open_scope
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -62,9 +62,54 @@ async def test_request_without_a_token_is_answered_by_another_worker(open_parts,
         first.drop_connections()
     assert await task == expected
     assert parts.count("medialane_rerouted_requests_total") == 1
-    workers_tried = [found.decision.worker_id for found in parts.gateway.routes._router.decisions(2)]
+    decisions = parts.gateway.routes._router.decisions(2)
+    workers_tried = [found.decision.worker_id for found in decisions]
+    assert all(found.is_sent for found in decisions), "both were sent, the first in vain"
     assert set(workers_tried) == {worker.address for worker in workers}
     await eventually(lambda: parts.num_held == 0)
+
+
+@pytest.mark.parametrize("stage", ["features", "url"])
+async def test_choice_of_a_worker_that_is_lost_before_the_request_is_sent_is_recorded_as_unsent(
+    open_parts, monkeypatch, stage
+):
+    parts, _ = await open_parts(2, stage=stage)
+    submit, tried = WorkerLink.submit, []
+
+    def lost_at_first(link, wanted):
+        tried.append(link.address)
+        if len(tried) == 1:
+            raise WorkerLost("the connection was lost before the request was sent")
+        return submit(link, wanted)
+
+    monkeypatch.setattr(WorkerLink, "submit", lost_at_first)
+    await image_answer(parts)
+    router = parts.gateway.routes._router
+    found = [(record.decision.worker_id, record.is_sent) for record in reversed(router.decisions(2))]
+    assert found == [(tried[0], False), (tried[1], True)]
+    assert router.num_unsent == 1
+
+
+@pytest.mark.parametrize("stage", ["features", "url"])
+async def test_choice_of_a_request_that_is_cancelled_before_it_is_sent_is_recorded_as_unsent(
+    open_parts, monkeypatch, stage
+):
+    parts, _ = await open_parts(2, stage=stage)
+    begun = asyncio.Event()
+
+    async def never(*_):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Handover, "prompt", never)
+    task = asyncio.create_task(image_answer(parts))
+    await begun.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    router = parts.gateway.routes._router
+    assert [record.is_sent for record in router.decisions()] == [False]
+    assert router.num_unsent == 1
+    assert all(slot.num_in_flight == 0 for slot in router._slots)
 
 
 async def test_request_with_a_token_is_not_repeated(open_parts):

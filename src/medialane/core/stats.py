@@ -54,13 +54,14 @@ class StoreStats(msgspec.Struct, frozen=True):
 
 
 class RoutingStats(msgspec.Struct, frozen=True):
-    """The router's state about workers' caches, and its mispredictions; per worker the age of its last KV change and
-    the number of gaps in them."""
+    """The router's state about workers' caches, its mispredictions, and its choices whose request was never sent; per
+    worker the age of its last KV change and the number of gaps in them."""
 
     num_blocks: int
     num_entries: int
     num_encoder_items: int
     num_unexplained: int
     num_never_stored: int
+    num_unsent: int
     event_lag_s: Mapping[str, float]
     num_event_gaps: Mapping[str, int]

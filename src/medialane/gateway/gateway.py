@@ -270,7 +270,8 @@ class Gateway:
         prompt = request.prompt
         if prepared is not None:
             if not STAGES[transfer_path.stage].is_processed:
-                self._begin(call, transfer_path)  # other requests may be routed while its media are being fetched
+                # Other requests may be routed while its media are being fetched.
+                self._begin(call, transfer_path, is_sent=False)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         sent = msgspec.structs.replace(
@@ -281,9 +282,9 @@ class Gateway:
         scope.defer(remote.abort)
         return remote
 
-    def _begin(self, call: _Call, transfer_path: TransferPath) -> None:
+    def _begin(self, call: _Call, transfer_path: TransferPath, *, is_sent: bool = True) -> None:
         with call.scope.timeline.measure("route"):
-            self.routes.begin(call.route, call.request.request_id)
+            self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
             call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, call.route.routed.decision))
 
 

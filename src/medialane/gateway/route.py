@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from opentelemetry import trace
 
-from medialane.core.block_hash import prompt_block_ids
+from medialane.core.block_hash import prompt_block_ids, token_array
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds, KvChange
@@ -27,9 +27,6 @@ if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not 
     from medialane.routing import AnnouncedReservation, RoutedRequest, Router
 
 logger = logging.getLogger(__name__)
-
-#: Used until the first worker has joined; until then, no request can be routed anyway.
-_INITIAL_BLOCK_SIZE = 16
 
 #: Most requests of other gateways that are counted at one worker.
 _MAX_ANNOUNCED = 4096
@@ -63,26 +60,13 @@ class Routes:
         self._slots: dict[str, list[int]] = {}
         self._announced: dict[str, dict[int, AnnouncedReservation]] = {}
         self._event_lag_s: dict[str, float] = {}
-        self._block_size = _INITIAL_BLOCK_SIZE
         workers.listen(self)
 
     def joined(self, link: WorkerLink) -> None:
-        endpoints = link.endpoints()
         self._announced[link.address] = {}
         slots = self._slots[link.address] = []
-        for endpoint in endpoints:
+        for endpoint in link.endpoints():
             slots.append(self._router.join(endpoint))  # noqa: PERF401 - `left` must find these slots if a later join raises
-        card = endpoints[0].card
-        if card is None:
-            return
-        if len(self._slots) > 1 and card.block_size != self._block_size:
-            logger.warning(
-                "worker %s has KV blocks of %d tokens, others of %d: caches with the other block size are ignored",
-                link.address,
-                card.block_size,
-                self._block_size,
-            )
-        self._block_size = card.block_size
 
     def left(self, link: WorkerLink) -> None:
         self._event_lag_s.pop(link.address, None)
@@ -112,7 +96,7 @@ class Routes:
             found.end(is_computed=is_computed)
 
     def moved(self, link: WorkerLink) -> None:
-        for slot in self._slots[link.address]:
+        for slot in self._slots.get(link.address, ()):  # none if joining has failed and the connection is being closed
             self._router.move(slot, same_host=link.same_host)
 
     def encoder_cleared(self, link: WorkerLink) -> None:
@@ -125,9 +109,11 @@ class Routes:
         """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
         on. Raises NoWorkerReady."""
         known = self._known(request, prepared)
+        block_ids = self._block_ids(request, known)
+        block_size = next(iter(block_ids))
         routing_request = RoutingRequest(
-            block_ids=self._block_ids(request, known),
-            block_size=self._block_size,
+            block_ids=block_ids.pop(block_size),
+            block_size=block_size,
             num_tokens=len(known.token_ids) + len(known.unplaced_items),  # each has at least one
             media=known.media + known.unplaced_items,
             handover_bytes=_num_bytes(prepared),
@@ -136,6 +122,7 @@ class Routes:
             rank=request.data_parallel_rank,
             request_id=request.request_id,
             excluded=excluded,
+            other_block_ids=block_ids,
         )
         started = time.perf_counter()
         routed = self._router.pick(routing_request)
@@ -143,12 +130,11 @@ class Routes:
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
         return Route(self._workers.links[routed.worker_id], routed, known, rank)
 
-    def begin(self, route: Route, request_id: str) -> None:
+    def begin(self, route: Route, request_id: str, *, is_sent: bool = True) -> None:
         """Count the request at its worker, announce it to other gateways, and log the decision. To be called as soon as
-        it is sent, before any other request may be routed. Idempotent."""
-        if route.routed.has_begun:
+        it is sent, before any other request may be routed; or before it is sent, and then again. Idempotent."""
+        if not route.routed.begin(is_sent=is_sent):
             return
-        route.routed.begin()
         client = route.link.client
         if client is not None and client.num_gateways > 1:
             route.routed.announce(client.announce)
@@ -186,18 +172,24 @@ class Routes:
             num_encoder_items=self._router.num_encoder_items,
             num_unexplained=counts.num_unexplained,
             num_never_stored=counts.num_never_stored,
+            num_unsent=self._router.num_unsent,
             event_lag_s=dict(self._event_lag_s),
             num_event_gaps=gaps,
         )
 
-    def _block_ids(self, request: EngineRequest, known: Known) -> BlockIds:
-        return prompt_block_ids(
-            known.token_ids,
-            block_size=self._block_size,
-            media=known.media,
-            lora=request.lora_name,
-            cache_salt=request.cache_salt,
-        )
+    def _block_ids(self, request: EngineRequest, known: Known) -> dict[int, BlockIds]:
+        """Return the prompt's block ids by each block size of the workers."""
+        tokens = token_array(known.token_ids)
+        return {
+            block_size: prompt_block_ids(
+                tokens,
+                block_size=block_size,
+                media=known.media,
+                lora=request.lora_name,
+                cache_salt=request.cache_salt,
+            )
+            for block_size in self._router.block_sizes
+        }
 
     def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:
         """Return the prompt as the engine will see it, as far as that is known."""
@@ -239,6 +231,7 @@ def _record(found: DecisionRecord) -> dict[str, object]:
         "number": found.number,
         "time": found.time_s,
         "request_id": found.request_id,
+        "sent": found.is_sent,
         "policy": found.decision.policy,
         **routing_report(found.decision, found.reported_cached_tokens),
         "first_token_ms": None if found.first_token_ms is None else round(found.first_token_ms, 2),

@@ -226,6 +226,8 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
     text = "Prompts with fewer cached tokens than predicted, or whose blocks were never reported as stored"
     missed = {"fewer_cached": stats.num_unexplained, "never_stored": stats.num_never_stored}
     yield _counter("medialane_routing_missed_predictions", text, "kind", missed)
+    text = "Routing decisions whose request was cancelled, failed or rerouted before it was sent"
+    yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
     text = "Age of a worker's latest KV event on arrival"
     yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
     text = "Gaps in a worker's KV events that required a snapshot, on this connection"

@@ -25,14 +25,14 @@ _UNKNOWN_EMBEDS: Final = 1024
 
 
 class EncoderItem(msgspec.Struct, frozen=True):
-    """A distinct item of a prompt. It need not be encoded if the first `num_blocks` blocks are cached."""
+    """A distinct item of a prompt. It need not be encoded if the first `end` tokens are cached."""
 
     mm_hash: str
     num_embeds: int
-    num_blocks: int
+    end: int
 
 
-def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderItem, ...]:
+def encoder_items(media: Sequence[MediaSpan]) -> tuple[EncoderItem, ...]:
     """Return the distinct items, in the order in which a growing prefix covers them.
 
     vLLM encodes an item once, however often a prompt contains it, and not at all if all of its tokens are cached. A
@@ -42,19 +42,19 @@ def encoder_items(media: Sequence[MediaSpan], block_size: int) -> tuple[EncoderI
     if not media:
         return ()
     if len(media) == 1:
-        return (_item(media[0], block_size),)
+        return (_item(media[0]),)
     found: dict[str, EncoderItem] = {}
     for span in media:
-        item = _item(span, block_size)
+        item = _item(span)
         known = found.get(item.mm_hash)
-        if known is None or known.num_blocks < item.num_blocks:
+        if known is None or known.end < item.end:
             found[item.mm_hash] = item
-    return tuple(sorted(found.values(), key=attrgetter("num_blocks")))
+    return tuple(sorted(found.values(), key=attrgetter("end")))
 
 
-def _item(span: MediaSpan, block_size: int) -> EncoderItem:
-    num_blocks = -(-(span.offset + (span.length or 1)) // block_size)
-    return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, num_blocks)
+def _item(span: MediaSpan) -> EncoderItem:
+    end = span.offset + (span.length or 1)
+    return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, end)
 
 
 class ScoringInput(msgspec.Struct, frozen=True, eq=False):
@@ -84,7 +84,7 @@ class Rates(NamedTuple):
 class SlotCost(NamedTuple):
     """The cost of an offer at one slot, and the part of the prompt that is cached there."""
 
-    cached_blocks: int
+    cached_tokens: int
     needed: list[EncoderItem]
     num_to_encode: int
     parts: CostParts
@@ -107,18 +107,18 @@ class CostModel:
             temperature=config.temperature_ms,
         )
 
-    def terms(self, offer: ScoringInput, slot: Slot, cached_blocks: int) -> SlotCost:
-        """Return the cost breakdown of one slot, which has the first `cached_blocks` of the prompt."""
+    def terms(self, offer: ScoringInput, slot: Slot, cached_tokens: int) -> SlotCost:
+        """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
         config, request = self._config, offer.request
         queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode = [], 0, 0
         for item, holders in zip(offer.items, offer.holders, strict=True):
-            if item.num_blocks > cached_blocks:
+            if item.end > cached_tokens:
                 needed.append(item)
                 if not holders >> slot.number & 1:
                     num_embeds += item.num_embeds
                     num_to_encode += 1
-        computed_tokens = request.num_tokens - cached_blocks * request.block_size
+        computed_tokens = request.num_tokens - cached_tokens
         prefill = config.request_ms + computed_tokens * config.prefill_ms_per_token
         encoder = num_embeds * config.encoder_ms_per_token
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib
@@ -134,4 +134,4 @@ class CostModel:
             contention=(prefill + encoder) * config.contention_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
-        return SlotCost(cached_blocks, needed, num_to_encode, parts)
+        return SlotCost(cached_tokens, needed, num_to_encode, parts)

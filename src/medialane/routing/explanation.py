@@ -6,17 +6,12 @@ from medialane.core.request import Alternative, RoutingDecision
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import ScoringInput, SlotCost
 from medialane.routing.policies import Choice
-from medialane.routing.slots import Slot, SlotTable
+from medialane.routing.slots import Slot
 
 
-def explain(
-    offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, slots: SlotTable, policy: PolicyName
-) -> RoutingDecision:
-    """Describe the choice, with the state of the slots before the request counts at its own."""
-    block_size = offer.request.block_size
-    alternatives = tuple(
-        [Alternative(*slots[slot].place, score, blocks * block_size) for slot, score, blocks in choice.alternatives]
-    )
+def explain(offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, policy: PolicyName) -> RoutingDecision:
+    """Describe the choice, with the state of the slot before the request counts there."""
+    alternatives = tuple([Alternative(*other.place, score, tokens) for other, score, tokens in choice.alternatives])
     return RoutingDecision(
         worker_id=slot.place[0],
         rank=slot.place[1],
@@ -24,7 +19,7 @@ def explain(
         policy=policy,
         reason=_reason(offer, choice, policy) if alternatives else "the only candidate",
         num_tokens=offer.request.num_tokens,
-        cached_tokens=terms.cached_blocks * block_size,
+        cached_tokens=terms.cached_tokens,
         num_items=len(offer.items),
         encoder_items_cached=len(offer.items) - terms.num_to_encode,
         expected_ms=terms.parts.expected_ms,
@@ -36,9 +31,9 @@ def explain(
 def _reason(offer: ScoringInput, choice: Choice, policy: PolicyName) -> str:
     if policy != "cost":
         return policy
-    if choice.blocks < choice.longest:
+    if choice.tokens < choice.longest:
         return "longer prefix elsewhere, but higher load"
-    if choice.blocks:
+    if choice.tokens:
         return "longest cached prefix"
     if choice.slot == offer.session_slot:
         return "worker of the session's last request"

@@ -32,19 +32,20 @@ class SlotState:
         """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
         the worker, not inferred from requests in flight."""
         work_ms = terms.parts.prefill + terms.parts.encoder
+        blocks = request.blocks_at(slot.card)
         expected = self.predictions.sent(
             slot.number,
-            request.block_ids,
-            block_size=request.block_size,
-            num_usable=request.max_cached_blocks,
-            num_held=terms.cached_blocks,
+            blocks.ids,
+            block_size=blocks.size,
+            num_usable=blocks.num_usable,
+            num_held=terms.cached_tokens // blocks.size,
             is_reported=is_reported,
         )
-        prefix = self.index.note(slot.number, request.block_ids)
+        prefix = self.index.note(slot.number, blocks.ids)
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = self.caches.pin(slot.number, items)
         self.slots.queue(slot, work_ms)
-        return Reservation(self, slot, request.block_ids, work_ms, expected, prefix, items, pinned)
+        return Reservation(self, slot, blocks.ids, work_ms, expected, prefix, items, pinned)
 
     def reserve_announced(self, slot: Slot, work: PendingWork) -> AnnouncedReservation:
         """Count a request that another gateway has sent to the slot, which must not have left."""

@@ -11,7 +11,7 @@ from cachetools import TTLCache
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import RoutingDecision
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, ScoringInput
+from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.decisions import Decisions
 from medialane.routing.explanation import explain
 from medialane.routing.policies import Choice
@@ -41,17 +41,24 @@ class RouterState:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
-    def begin(self, offer: ScoringInput, choice: Choice, slot: Slot) -> Begun:
+    def begin(self, offer: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool) -> Begun:
         """Record a choice, and count the request at its slot."""
-        request, table = offer.request, self.slots.slots
-        terms = self.costs.terms(offer, slot, choice.blocks)
-        decision = explain(offer, choice, slot, terms, slots=table, policy=self.policy)
-        record = self.decisions.add(request.request_id, decision, time_s=self.wall_clock())
+        request = offer.request
+        terms, decision, record = self.record(offer, choice, slot, is_sent=is_sent)
         if request.session_id is not None:
             self.sessions[request.session_id] = slot.place
-        if not table.is_current(slot):
+        if not self.slots.slots.is_current(slot):
             return Begun(decision, record, None)
         return Begun(decision, record, self.slots.reserve(slot, request, terms, is_reported=choice.is_reported))
+
+    def record(
+        self, offer: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool
+    ) -> tuple[SlotCost, RoutingDecision, int]:
+        """Record a choice. Returns its cost and reason, and the number of the record."""
+        terms = self.costs.terms(offer, slot, choice.tokens)
+        decision = explain(offer, choice, slot, terms, policy=self.policy)
+        number = self.decisions.add(offer.request.request_id, decision, time_s=self.wall_clock(), is_sent=is_sent)
+        return terms, decision, number
 
 
 class RoutedRequest:
@@ -63,7 +70,7 @@ class RoutedRequest:
     reported yet count as pending.
 
     The request's scope must call `release`. All three methods are idempotent and may be called after the slot has left;
-    without `begin`, or after `release`, they do nothing.
+    without `begin`, or after `release`, they only record that the request was not sent.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class RoutedRequest:
         self._picked_at = picked_at
         self._pending: tuple[ScoringInput, Choice, Slot] | None = (offer, choice, slot)
         self._begun: Begun | None = None
+        self._is_sent = self._is_released = False
 
     @property
     def decision(self) -> RoutingDecision:
@@ -85,14 +93,20 @@ class RoutedRequest:
         return self._begun.decision
 
     @property
-    def has_begun(self) -> bool:
-        return self._begun is not None
+    def is_sent(self) -> bool:
+        return self._is_sent
 
-    def begin(self) -> None:
-        """Record the choice and count the request at its slot."""
+    def begin(self, *, is_sent: bool = True) -> bool:
+        """Record the choice and count the request at its slot, the first time, which returns True. With `is_sent` False
+        it is about to be sent: call this again once it was."""
         if self._pending is not None:
-            self._begun = self._state.begin(*self._pending)
-            self._pending = None
+            self._begun = self._state.begin(*self._pending, is_sent=is_sent)
+            self._pending, self._is_sent = None, is_sent
+            return True
+        if self._begun is not None and is_sent and not self._is_sent:
+            self._is_sent = True
+            self._state.decisions.sent(self._begun.record)
+        return False
 
     def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
         """See `Reservation.announce`. To be called right after `begin`."""
@@ -113,6 +127,13 @@ class RoutedRequest:
 
     def release(self) -> None:
         """Release what the request holds; it has finished, failed or been aborted."""
-        self._pending = None
+        if self._is_released:
+            return
+        self._is_released = True
+        if not self._is_sent:
+            self._state.decisions.num_unsent += 1
+        if self._pending is not None:
+            self._state.record(*self._pending, is_sent=False)
+            self._pending = None
         if self._begun is not None and self._begun.reservation is not None:
             self._begun.reservation.release()

@@ -77,16 +77,19 @@ class Router:
         return self._predictions.counts
 
     @property
-    def block_size(self) -> int:
-        """Tokens per KV block, as reported by the workers. Workers with a block size other than the first never
-        match."""
-        cards = (slot.card for slot in self._slots if slot.card is not None)
-        return next((card.block_size for card in cards), _BLOCK_SIZE)
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per KV block, as reported by the workers: at least one number, without duplicates."""
+        return self._slots.block_sizes or (_BLOCK_SIZE,)
 
     @property
     def num_encoder_items(self) -> int:
         """Media items assumed to be in at least one worker's encoder cache."""
         return self._caches.num_items
+
+    @property
+    def num_unsent(self) -> int:
+        """Decisions whose request ended without having been sent."""
+        return self._decisions.num_unsent
 
     def decisions(self, count: int | None = None) -> list[DecisionRecord]:
         """Return the last decisions, newest first; at most `count`."""
@@ -141,11 +144,12 @@ class Router:
         return self._state.slots.reserve_announced(self._slots[slot], work)
 
     def pick(self, request: RoutingRequest) -> RoutedRequest:
-        """Select a slot for this request. The caller must call `begin` right after sending it. Raises NoWorkerReady."""
+        """Select a slot for this request. The caller must call `begin` right after sending it, and `release` in any
+        case. Raises NoWorkerReady."""
         candidates = self._slots.candidates(request)
         if not candidates:
             raise self._no_candidate(request)
-        items = encoder_items(request.media, request.block_size)
+        items = encoder_items(request.media)
         offer = ScoringInput(
             request,
             items,

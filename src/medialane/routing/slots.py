@@ -14,7 +14,7 @@ import numpy as np
 
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
-from medialane.routing.native_choice import BASE_COST, FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES
+from medialane.routing.native_choice import BASE_COST, BLOCK_SIZE, FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES
 from medialane.routing.native_view import Scores
 from medialane.routing.request import RoutingRequest
 
@@ -76,6 +76,8 @@ class SlotTable:
         self._by_worker: dict[str, set[int]] = {}
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
         self._request_ms = config.request_ms
+        #: Tokens per KV block, of all slots; changes only when a slot joins or leaves.
+        self.block_sizes: tuple[int, ...] = ()
         self.open = 0  # bit mask of the slots that accept requests
         self.table: Scores = _table(_FIRST_CAPACITY)  # rows as in `native_choice`
 
@@ -115,6 +117,8 @@ class SlotTable:
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
+        self.table[BLOCK_SIZE, number] = slot.card.block_size if slot.card is not None else 0
+        self._find_block_sizes()
         self.move(slot, same_host=slot.same_host)
         self.update(slot)
         return slot
@@ -131,7 +135,8 @@ class SlotTable:
         if not ranks:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
-        self.table[IS_REMOTE, slot.number] = 0.0
+        self._find_block_sizes()
+        self.table[(IS_REMOTE, BLOCK_SIZE), slot.number] = 0.0
         self._close(slot.number)
 
     def is_current(self, slot: Slot) -> bool:
@@ -223,6 +228,9 @@ class SlotTable:
             self.table = np.concatenate([self.table, _table(self.table.shape[1])], axis=1)
         return len(self._slots) - 1
 
+    def _find_block_sizes(self) -> None:
+        self.block_sizes = tuple(dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None))
+
     def _close(self, number: int) -> None:
         self.open &= ~(1 << number)
         self.table[(BASE_COST, SEQUENCES, FLAT), number] = np.inf
@@ -230,5 +238,5 @@ class SlotTable:
 
 def _table(num_slots: int) -> Scores:
     table = np.full((NUM_ROWS, num_slots), np.inf)
-    table[IS_REMOTE] = 0.0
+    table[(IS_REMOTE, BLOCK_SIZE), :] = 0.0
     return table

@@ -61,6 +61,6 @@ def _choose(request: RoutingRequest, index: BlockIndex) -> None:
     config = RoutingConfig()
     slots = SlotTable(config)
     slots.join(Endpoint("", "", True, WorkerLoad(), 0, same_host=True))
-    offer = ScoringInput(request, encoder_items(request.media, request.block_size), (1,), 1, None)
+    offer = ScoringInput(request, encoder_items(request.media), (1,), 1, None)
     costs = CostModel(config)
     policy("cost", costs=costs, slots=slots, index=index, seed=None).choose(offer)

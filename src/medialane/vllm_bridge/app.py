@@ -63,6 +63,8 @@ class Frontend:
         self.args: Namespace = parse_vllm_args(model, vllm_args)
         check_http(self.args)
         _import_plugins(self.args)
+        # It logs a line for each reasoning item of a request, on the event loop: 35 ms for 1500 of them.
+        logging.getLogger("vllm.entrypoints.openai.responses.utils").setLevel(logging.ERROR)
         try:
             self.config: VllmConfig = create_frontend_config(self.args)
             self.renderer: BaseRenderer = renderer_from_config(self.config)

@@ -42,7 +42,7 @@ from medialane.vllm_bridge.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.engine_core import install
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import engine_args
-from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_media
+from medialane.vllm_bridge.engine_request import RequestReader, clamp, has_arena_items, placed_media
 from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.outputs import to_delta
 from medialane.vllm_bridge.private_folder import PrivateFolder
@@ -209,10 +209,11 @@ class VllmEngine:
             engine_input = await self._reader.engine_input(request, tensors)
             expanded_here = isinstance(request.prompt, SourcePrompt)
             placed = placed_media(engine_input) if expanded_here else []
+            reads_arena = has_arena_items(engine_input)  # vLLM takes items out of its input
             async with aclosing(self._outputs(request, engine_input)) as outputs:
                 first = True
                 async for output in outputs:
-                    if self._arenas and request.prompt.media and _has_error(output):
+                    if reads_arena and _has_error(output):
                         await self._check_refused(request.request_id)
                     yield to_delta(output, first=first, expanded_here=expanded_here, placed=placed)
                     first = False
@@ -330,8 +331,7 @@ class VllmEngine:
             logger.warning("the engine's processes may survive if this process is killed")
 
     async def _check_refused(self, request_id: str) -> None:
-        """Raise HandoverFailed if a request with media failed because EngineCore could not read its items from the
-        arenas."""
+        """Raise HandoverFailed if a request failed because EngineCore could not read its items from the arenas."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
 

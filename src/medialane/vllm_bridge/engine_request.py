@@ -113,6 +113,12 @@ class RequestReader:
         self._sources.close()
 
 
+def has_arena_items(engine_input: Mapping[str, Any]) -> bool:
+    """Return whether EngineCore will read tensors of this input from an arena."""
+    kwargs: Mapping[str, Sequence[Any]] = engine_input.get("mm_kwargs") or {}
+    return any(isinstance(item, ArenaItem) for items in kwargs.values() for item in items)
+
+
 def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
     """Return where vLLM's renderer has placed the items of a prompt, in prompt order."""
     hashes = engine_input.get("mm_hashes") or {}

@@ -625,6 +625,27 @@ def test_body_too_expensive_to_parse_is_rejected_before_parsing(body):
         extracted({**NO_MEDIA, **body})
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "tools", [[TOOL] * 257, [{"type": "namespace", "tools": [TOOL] * 256}], [TOOL, {"tools": [1] * 256}], [[]] * 257]
+)
+def test_body_with_too_many_tools_is_rejected(tools):
+    with pytest.raises(InvalidBody, match="more than 256 tools") as raised:
+        extracted({**NO_MEDIA, "tools": tools})
+    assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [[TOOL] * 256, [{"type": "namespace", "tools": [TOOL] * 255}], {"a": [1] * 300}, "x" * 300, [{"tools": {}}]],
+)
+def test_body_with_as_many_tools_as_permitted_is_accepted(tools):
+    body = json.dumps({**NO_MEDIA, "tools": tools}).encode()
+    assert extract(body, CONFIG).body == body
+
+
 @pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])
 def test_limits_apply_to_invalid_json(body):
     with pytest.raises(InvalidBody):

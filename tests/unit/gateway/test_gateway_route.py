@@ -6,8 +6,10 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.kv_events import KvChange
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
@@ -113,11 +115,40 @@ def test_worker_failing_to_join_can_leave_and_rejoin(make_routes):
     routes.joined(other)
 
 
-def test_workers_with_different_block_sizes_are_logged(make_routes, caplog):
-    make_routes(link_to("w0", block_size=16), link_to("w1", block_size=16))
-    assert not caplog.records
-    make_routes(link_to("w0", block_size=16), link_to("w1", block_size=32))
-    assert "worker w1 has KV blocks of 32 tokens, others of 16" in caplog.text
+@pytest.mark.parametrize("name", ["w0", "w1"])
+def test_prompt_goes_to_the_worker_that_has_cached_it_at_its_own_block_size(make_routes, name):
+    links = {"w0": link_to("w0", block_size=16), "w1": link_to("w1", block_size=32)}
+    routes = make_routes(*links.values())
+    tokens = list(range(200))
+    ids = prompt_block_ids(tokens, block_size=16 if name == "w0" else 32)
+    routes.changed(links[name], KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
+    route = routes.choose(EngineRequest("r0", ExpandedPrompt(tokens), b""), None)
+    routes.begin(route, "r0")
+    assert route.link is links[name]
+    assert route.routed.decision.cached_tokens == 192
+
+
+def test_choice_that_was_never_sent_is_listed_as_such(make_routes):
+    routes = make_routes(link_to("w0"))
+    for number in range(2):
+        route = routes.choose(*left_to_worker(number))
+        if number:
+            routes.begin(route, f"r{number}")
+        route.routed.release()
+    found = msgspec.json.decode(routes.decisions({}))["decisions"]
+    assert [(decision["request_id"], decision["sent"]) for decision in found] == [("r1", True), ("r0", False)]
+    assert routes.stats().num_unsent == 1
+
+
+def test_arena_of_a_worker_whose_joining_has_failed_may_change(make_routes):
+    routes, link = make_routes(), link_to("w0")
+    routes.moved(link)
+    link.endpoints = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        routes.joined(link)
+    routes.moved(link)
+    routes.left(link)
+    routes.moved(link)
 
 
 def test_load_of_a_rank_counts_only_at_that_rank(make_routes):

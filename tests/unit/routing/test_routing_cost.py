@@ -1,5 +1,6 @@
 """Costs: the array over all slots agrees with the terms of one slot, and both are monotonic."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ def span(name, offset, length, **kwargs):
 class World:
     """Slots with caches, and offers to them."""
 
-    def __init__(self, num_slots, *, remote=(), **config):
+    def __init__(self, num_slots, *, remote=(), sizes=None, **config):
         self.config = RoutingConfig(**{"contention_weight": 0.0} | config)
         self.slots = SlotTable(self.config)
         self.caches = EncoderCaches()
@@ -35,18 +36,22 @@ class World:
         self.index = BlockIndex()
         self.policy = policy("cost", costs=self.model, slots=self.slots, index=self.index, seed=None)
         for number in range(num_slots):
+            card = msgspec.structs.replace(CARD, block_size=sizes[number] if sizes else BLOCK)
             endpoint = Endpoint(
-                f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=CARD
+                f"w{number}", "unix:/w", True, WorkerLoad(), 0, same_host=number not in remote, card=card
             )
             self.caches.join(self.slots.join(endpoint).number, CARD.encoder_cache_tokens)
 
     def offer(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
-        ids = np.arange(-(-num_tokens // BLOCK), dtype=np.uint64)
-        request = RoutingRequest(ids, BLOCK, num_tokens, tuple(media), handover_bytes)
+        self.num_tokens = num_tokens
+        sizes = dict.fromkeys([BLOCK, *self.slots.block_sizes])
+        ids = {size: np.arange(size << 32, (size << 32) + num_tokens // size, dtype=np.uint64) for size in sizes}
+        others = {size: found for size, found in ids.items() if size != BLOCK}
+        request = RoutingRequest(ids[BLOCK], BLOCK, num_tokens, tuple(media), handover_bytes, other_block_ids=others)
         self.prefixes = prefixes or [0] * len(self.slots)
         for slot, length in enumerate(self.prefixes):
-            self.index.replace(slot, ids[:length])
-        items = encoder_items(media, BLOCK)
+            self.index.replace(slot, ids[self.slots[slot].card.block_size][:length])
+        items = encoder_items(media)
         holders = tuple(self.caches.holders(item.mm_hash) for item in items)
         return ScoringInput(request, items, holders, self.slots.open, session_slot)
 
@@ -54,24 +59,30 @@ class World:
         self.choice = self.policy.choose(offer)
         return self.slots.table[SCORES, : len(self.slots)].copy()
 
+    def cached_tokens(self, slot):
+        size = slot.card.block_size
+        return min(self.prefixes[slot.number], (self.num_tokens - 1) // size) * size
+
     def hold(self, slot, name, num_embeds):
         self.caches.unpin(slot, self.caches.pin(slot, [(name, num_embeds)]), computed=True)
 
 
 def test_items_are_distinguished_and_ordered_by_covering_prefix():
     media = [span("a", 4, 28), span("b", 32, 10), span("a", 60, 5, num_embeds=4)]
-    assert encoder_items(media, BLOCK) == (EncoderItem("b", 10, 3), EncoderItem("a", 4, 5))
+    assert encoder_items(media) == (EncoderItem("b", 10, 42), EncoderItem("a", 4, 65))
 
 
 def test_item_ending_at_a_block_boundary_is_covered():
-    assert encoder_items([span("a", 0, 16)], BLOCK) == (EncoderItem("a", 16, 1),)
+    world = World(1)
+    world.choice = world.policy.choose(world.offer(media=[span("a", 0, 16)], prefixes=[1]))
+    assert world.model.terms(world.offer(media=[span("a", 0, 16)]), world.slots[0], world.choice.tokens).needed == []
 
 
 @pytest.mark.parametrize("known", [0, 1, 15, 16, 17])
 def test_item_of_unknown_position_is_after_all_known_blocks(known):
-    (item,) = encoder_items([span("a", known, 0)], BLOCK)
+    (item,) = encoder_items([span("a", known, 0)])
     assert item.num_embeds > 0
-    assert item.num_blocks > known // BLOCK
+    assert item.end > known
 
 
 def test_cached_tokens_are_not_prefilled():
@@ -117,6 +128,7 @@ def test_session_affinity_is_a_bonus():
 slot_facts = st.fixed_dictionaries(
     {
         "prefix": st.integers(0, 12),
+        "size": st.sampled_from([8, BLOCK, 32]),
         "queued": st.floats(0, 500),
         "running": st.integers(0, 12),
         "waiting": st.integers(0, 5),
@@ -129,7 +141,12 @@ items = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 180), st.in
 
 
 def build(facts, spans, handover_bytes, session_slot):
-    world = World(len(facts), remote=[n for n, fact in enumerate(facts) if fact["remote"]], contention_weight=0.7)
+    world = World(
+        len(facts),
+        remote=[n for n, fact in enumerate(facts) if fact["remote"]],
+        sizes=[fact["size"] for fact in facts],
+        contention_weight=0.7,
+    )
     for number, fact in enumerate(facts):
         slot = world.slots[number]
         slot.load = WorkerLoad(fact["running"], fact["waiting"], fact["usage"])
@@ -150,10 +167,10 @@ def test_cost_terms_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, s
     world, offer = build(facts, spans, handover_bytes, session_slot)
     costs = world.costs(offer)
     for slot in world.slots:
-        cached_blocks = world.prefixes[slot.number]
-        assert world.model.terms(offer, slot, cached_blocks).parts.total == pytest.approx(costs[slot.number])
-    assert world.choice.longest == max(world.prefixes)
-    assert world.choice.blocks == world.prefixes[world.choice.slot]
+        cached_tokens = world.cached_tokens(slot)
+        assert world.model.terms(offer, slot, cached_tokens).parts.total == pytest.approx(costs[slot.number])
+    assert world.choice.longest == max(map(world.cached_tokens, world.slots))
+    assert world.choice.tokens == world.cached_tokens(world.slots[world.choice.slot])
 
 
 WORSE = [

@@ -34,7 +34,7 @@ class World:
         self.costs = CostModel(config)
 
     def reserve(self):
-        items = encoder_items(REQUEST.media, REQUEST.block_size)
+        items = encoder_items(REQUEST.media)
         terms = self.costs.terms(ScoringInput(REQUEST, items, (0,), 1, None), self.slot, 0)
         return self.state.reserve(self.slot, REQUEST, terms, is_reported=False)
 

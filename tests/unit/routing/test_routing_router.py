@@ -2,6 +2,7 @@
 
 import logging
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -28,6 +29,10 @@ class Clock:
 
 def endpoint(name, *, rank=0, **kwargs):
     return Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, rank=rank, same_host=True, card=CARD, **kwargs)
+
+
+def of_block_size(name, size):
+    return msgspec.structs.replace(endpoint(name), card=msgspec.structs.replace(CARD, block_size=size))
 
 
 def packed(ids):
@@ -381,14 +386,44 @@ def test_pick_changes_no_router_state_before_begin(make):
     assert router._slots[0].num_in_flight == 1
 
 
-def test_request_that_never_began_changes_no_state(make):
+def test_request_that_never_began_is_only_recorded_as_not_sent(make):
     router = make(1)
-    routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)]))
+    routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)], request_id="r1", session_id="s"))
     routed.prefilled(0)
-    routed.release()
-    routed.begin()
-    assert (router.decisions(), len(router.index._pending_blocks), router.num_encoder_items) == ([], 0, 0)
+    for _ in range(2):
+        routed.release()
+    assert not routed.begin()
+    assert [(found.request_id, found.is_sent) for found in router.decisions()] == [("r1", False)]
+    assert router.num_unsent == 1
+    assert (len(router._sessions), len(router.index._pending_blocks), router.num_encoder_items) == (0, 0, 0)
     assert router._slots[0].num_in_flight == 0
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_request_counted_before_it_is_sent_is_recorded_as_sent_only_once_it_was(make, is_sent):
+    router = make(1)
+    routed = router.pick(request(text(1)))
+    assert routed.begin(is_sent=False)
+    assert [found.is_sent for found in router.decisions()] == [False]
+    if is_sent:
+        assert not routed.begin()
+    routed.release()
+    assert [found.is_sent for found in router.decisions()] == [is_sent]
+    assert router.num_unsent == (not is_sent)
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_worker_that_leaves_after_the_choice_is_still_named_among_the_alternatives(make, is_sent):
+    router = make(3)
+    routed = router.pick(request(text(1)))
+    router.leave(1)
+    router.leave(2)
+    router.join(endpoint("new"))
+    if is_sent:
+        routed.begin()
+    routed.release()
+    (found,) = router.decisions()
+    assert {other.worker_id for other in found.decision.alternatives} == {"w1", "w2"}
 
 
 def test_request_whose_worker_left_before_it_began_leaves_no_state(make):
@@ -401,6 +436,111 @@ def test_request_whose_worker_left_before_it_began_leaves_no_state(make):
     routed.prefilled(0)
     routed.release()
     assert (len(router.index._pending_blocks), router._slots[0].num_in_flight) == (0, 0)
+
+
+@pytest.fixture
+def mixed(clock):
+    """Two workers: w0 has blocks of 16 tokens, w1 of 32."""
+    router = Router(clock=clock, wall_clock=lambda: 1.5e9, seed=1)
+    router.join(of_block_size("w0", 16))
+    router.join(of_block_size("w1", 32))
+    return router
+
+
+def request_by_sizes(tokens, *, media=(), **kwargs):
+    ids = {size: prompt_block_ids(tokens, block_size=size, media=media) for size in (16, 32)}
+    return RoutingRequest(ids[16], 16, len(tokens), tuple(media), other_block_ids={32: ids[32]}, **kwargs)
+
+
+def ids_at(asked, name):
+    return asked.block_ids if name == "w0" else asked.other_block_ids[32]
+
+
+def test_block_sizes_are_those_of_the_workers_that_have_joined(mixed):
+    assert mixed.block_sizes == (16, 32)
+    mixed.leave(0)
+    assert mixed.block_sizes == (32,)
+    mixed.leave(1)
+    assert mixed.block_sizes == (16,), "vLLM's default, while there is no worker"
+
+
+@pytest.mark.parametrize("name", ["w0", "w1"])
+def test_prompt_is_matched_by_the_ids_of_each_workers_block_size(mixed, name):
+    asked = request_by_sizes(text(1, 100))
+    slot = int(name[1])
+    mixed.change(slot, change(stored=ids_at(asked, name)))
+    decision = begin(mixed, asked).decision
+    assert (decision.worker_id, decision.cached_tokens) == (name, 96)
+    assert [(other.worker_id, other.cached_tokens) for other in decision.alternatives] == [(f"w{1 - slot}", 0)]
+
+
+@pytest.mark.parametrize(("num_small", "num_large", "best"), [(5, 3, "w1"), (5, 2, "w0"), (4, 2, None)])
+def test_prefixes_are_compared_in_tokens(mixed, num_small, num_large, best):
+    asked = request_by_sizes(text(1, 1000))
+    mixed.change(0, change(stored=ids_at(asked, "w0")[:num_small]))
+    mixed.change(1, change(stored=ids_at(asked, "w1")[:num_large]))
+    decision = begin(mixed, asked).decision
+    tokens = {"w0": 16 * num_small, "w1": 32 * num_large}
+    assert decision.cached_tokens == tokens[decision.worker_id] == max(tokens.values())
+    assert best in (None, decision.worker_id)
+
+
+@pytest.mark.parametrize("other", ["w0", "w1"])
+def test_prompt_in_flight_is_pending_at_a_worker_of_any_block_size(mixed, other):
+    asked = request_by_sizes(text(1, 2000))
+    first = begin(mixed, msgspec.structs.replace(asked, excluded=frozenset([other])))
+    again = begin(mixed, asked)
+    assert again.worker_id == first.worker_id != other
+    assert again.decision.cached_tokens == 1984
+    first.release()
+    again.release()
+    assert begin(mixed, asked).decision.cached_tokens == 0
+
+
+@pytest.mark.parametrize("other", ["w0", "w1"])
+def test_announced_prompt_is_pending_at_another_gateway_by_the_same_ids(mixed, clock, other):
+    there = Router(clock=clock, seed=1)
+    for number, size in ((1, 32), (0, 16)):  # joined in another order
+        there.join(of_block_size(f"w{number}", size))
+    asked, sent = request_by_sizes(text(1, 2000)), []
+    routed = begin(mixed, msgspec.structs.replace(asked, excluded=frozenset([other])))
+    routed.announce(lambda work: sent.append(work) or (lambda _: None))
+    there.announced(1 - routed.slot, *sent)
+    decision = begin(there, asked).decision
+    assert (decision.worker_id, decision.cached_tokens) == (routed.worker_id, 1984)
+
+
+def test_item_is_covered_by_the_cached_tokens_at_any_block_size(mixed):
+    media = [MediaSpan("cat", 20, 40)]
+    asked = request_by_sizes(text(1, 500), media=media)
+    for slot, num_blocks in ((0, 4), (1, 2)):  # 64 tokens
+        mixed.change(slot, change(stored=ids_at(asked, f"w{slot}")[:num_blocks]))
+        only = msgspec.structs.replace(asked, excluded=frozenset([f"w{1 - slot}"]))
+        routed = begin(mixed, only)
+        assert routed.decision.encoder_items_cached == 1
+        routed.release()
+
+
+def test_workers_of_several_block_sizes_cache_as_predicted(mixed, clock):
+    for number in range(60):
+        asked = request_by_sizes(text(number % 5) + text(number))
+        routed = begin(mixed, asked)
+        routed.prefilled(routed.decision.cached_tokens)
+        mixed.change(routed.slot, change(stored=ids_at(asked, routed.worker_id)))
+        routed.release()
+        clock.now += 11
+    counts = mixed.predictions
+    assert (counts.num_never_stored, counts.num_unexplained, counts.num_warnings) == (0, 0, 0)
+    assert counts.num_stored > 0
+    assert {found.decision.worker_id for found in mixed.decisions() if found.decision.cached_tokens} == {"w0", "w1"}
+
+
+def test_worker_whose_block_size_the_request_lacks_is_chosen_without_a_prefix(mixed):
+    mixed.join(of_block_size("w2", 64))
+    routed = begin(mixed, request_by_sizes(text(1), excluded=frozenset(["w0", "w1"])))
+    assert (routed.worker_id, routed.decision.cached_tokens) == ("w2", 0)
+    routed.prefilled(0)
+    routed.release()
 
 
 @pytest.mark.parametrize("ids", [np.arange(4, dtype=np.int64), np.arange(8, dtype=np.uint64)[::2]])
@@ -461,7 +601,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @invariant()
     def queues_are_those_of_the_requests(self):
-        begun = [routed._begun for routed in self.routed if routed.has_begun]
+        begun = [routed._begun for routed in self.routed]
         for slot in self.router._slots:
             mine = [b.reservation for b in begun if b.reservation is not None and b.reservation._slot is slot]
             assert slot.num_in_flight == sum(not r._is_released for r in mine)

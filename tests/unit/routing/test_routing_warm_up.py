@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from medialane.core.feature import MediaSpan
-from medialane.core.request import Endpoint, WorkerLoad
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Router, RoutingConfig, RoutingRequest, native_choice, native_match, native_table
 
 ENTRIES = [
@@ -29,11 +29,14 @@ def test_nothing_is_compiled_after_router_construction():
         entry.disable_compile()
     try:
         for number in range(70):
-            router.join(Endpoint(f"w{number}", "", True, WorkerLoad(), 0, same_host=number % 2 == 0))
+            card = ModelCard("m", 4096, 16 << number % 2, {})
+            router.join(Endpoint(f"w{number}", "", True, WorkerLoad(), 0, same_host=number % 2 == 0, card=card))
         for number in range(300):
             ids = np.arange(number, dtype=np.uint64)
             media = tuple(MediaSpan(f"{number + item}", 0, 16) for item in range(number % 7))
-            routed = router.pick(RoutingRequest(ids, 16, 16 * number, media, handover_bytes=number))
+            others = {32: ids[: number // 2].copy()} if number % 3 else {}
+            asked = RoutingRequest(ids, 16, 16 * number, media, handover_bytes=number, other_block_ids=others)
+            routed = router.pick(asked)
             routed.begin()
             router.index.store(number % 70, ids)
             routed.prefilled(None)

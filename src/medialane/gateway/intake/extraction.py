@@ -16,6 +16,7 @@ from medialane.gateway.intake.request_body import (
     ABSENT,
     UNREADABLE,
     check_num_parts,
+    check_num_tools,
     decode_body,
     string_or_none,
 )
@@ -73,6 +74,7 @@ def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS
         parsed = decode_body(skeleton.data)
         check_num_values(parsed, scan.num_values, limits)
         check_num_parts(parsed, scan.num_values, limits.max_messages)
+        check_num_tools(parsed, limits.max_tools)
         places = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:

@@ -102,7 +102,9 @@ def _num_token_ids(name: str, value: msgspec.Raw) -> int:
             found = decode(value)
         except msgspec.DecodeError:
             continue
-        return sum(1 + len(e) if isinstance(e, list) else isinstance(e, int) for e in found)
+        if found and isinstance(found[0], int):
+            return len(found)
+        return sum(1 + len(e) for e in found if isinstance(e, list))
     message = f"{name} must be a string, a list of strings, a list of token ids, or a list of such lists"
     raise InvalidBody(message, param=name)
 

@@ -53,19 +53,26 @@ _Messages = list[Message | list[msgspec.Raw] | _Scalar] | _Object | _Scalar
 _Conversations = list[Message | list[Message | list[msgspec.Raw] | _Scalar] | _Scalar] | _Object | _Scalar
 
 
+class Tool(msgspec.Struct, gc=False):
+    """A tool; a namespace of the Responses API has tools of its own."""
+
+    tools: list[msgspec.Raw] | _Object | _Scalar = None
+
+
 #: These members have their defaults in a part that cannot contain media, such as text.
 _NUM_HOLDERS = Part.__struct_fields__.index("content") + 1
 _HOLDS_NOTHING = astuple(Part())[:_NUM_HOLDERS]
 
 
 class RequestBody(msgspec.Struct):
-    """Chat completions have `messages` (batches: lists of messages), responses have `input`.
+    """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
 
     Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate).
     """
 
     messages: _Conversations = None
     input: _Messages = None
+    tools: list[Tool | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
     prompt: msgspec.Raw = ABSENT
     tokens: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
@@ -92,6 +99,14 @@ def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
             if num_parts > max_parts:
                 raise InvalidBody(f"the request has more than {max_parts} messages and parts")
             pending += found
+
+
+def check_num_tools(body: RequestBody, max_tools: int) -> None:
+    """Raise InvalidBody if there are more than `max_tools` tools."""
+    tools = body.tools if isinstance(body.tools, list) else []
+    nested = [tool.tools for tool in tools if isinstance(tool, Tool) and isinstance(tool.tools, list)]
+    if len(tools) + sum(map(len, nested)) > max_tools:
+        raise InvalidBody(f"the request has more than {max_tools} tools", param="tools")
 
 
 def parts_with_media(content: object) -> list[tuple[int, Part]]:
