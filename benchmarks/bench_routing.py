@@ -13,38 +13,21 @@ that has it.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Sequence
 
 import harness
 from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import PlaceholderRange
-from medialane.core.kv_events import BlockStored, KvChange, KvEvent
-from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import PolicyName, RoutingConfig
-from medialane.routing.request import RoutingRequest
-from medialane.routing.routed_request import RoutedRequest
-from medialane.routing.router import Router
-from medialane.worker.simulated.config import SimulatedConfig
-from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
-from medialane.worker.simulated.scheduler import Step, answer_token
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.worker.simulated.scheduler import answer_token
+from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import SessionTrace, Turn, session_turns
 
 ABOUT = "policies side by side on simulated workers: cached tokens, time to first token, balance"
 
-#: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
-CONFIG = SimulatedConfig(num_kv_blocks=60_000)
 POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "prefix-only")
-#: Delays of a connection: events and loads are batched.
-EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
 #: Three of four requests ask about the same image, each with a different long question.
@@ -63,166 +46,12 @@ HOT = SessionTrace(
 #: the most runs that may take.
 GUESS_PER_S = 19.0
 CLOSE, _MAX_TRIES = 0.015, 10
-#: Requests before caches and queues have reached a steady state are not counted: this share of the trace.
-WARM_UP = 0.4
-
-
-@dataclass
-class Outcome:
-    """The result of one run."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached: int = 0
-    work_s: list[float] = field(default_factory=list)
-    began_s: float = 0.0
-    last_arrival_s: float = 0.0
-
-    @property
-    def cached(self) -> float:
-        return self.num_cached / self.num_tokens
-
-    @property
-    def utilisation(self) -> float:
-        return sum(self.work_s) / len(self.work_s) / (self.last_arrival_s - self.began_s)
-
-    @property
-    def imbalance(self) -> float:
-        return max(self.work_s) * len(self.work_s) / sum(self.work_s)
-
-
-class SimulatedCluster:
-    """One router and its workers in virtual time."""
-
-    def __init__(self, num_workers: int, config: RoutingConfig, simulated: SimulatedConfig = CONFIG) -> None:
-        self.now = 0.0
-        self.outcome = Outcome(work_s=[0.0] * num_workers)
-        self._simulated = simulated
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._router = Router(config, clock=lambda: self.now, wall_clock=lambda: self.now, seed=1)
-        self._workers = [_Worker(self, number) for number in range(num_workers)]
-        card = simulated_card(simulated, "m")
-        for worker in self._workers:
-            worker.slot = self._router.join(
-                Endpoint(f"w{worker.number}", "", True, WorkerLoad(), 0, same_host=True, card=card)
-            )
-        self.router = self._router
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (time_s, next(self._order), action))
-
-    def run(self, turns: list[Turn]) -> Outcome:
-        for turn in turns:
-            self.at(turn.time_s, lambda turn=turn: self._arrive(turn))  # type: ignore[misc]
-        self.outcome.began_s, self.outcome.last_arrival_s = _counted(turns)[0].time_s, turns[-1].time_s
-        while self._queue:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
-        return self.outcome
-
-    def _arrive(self, turn: Turn) -> None:
-        block_size = self._simulated.block_size
-        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
-        request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
-        routed = self._router.pick(request)
-        routed.begin()
-        self._workers[routed.slot].submit(turn, routed)
-
-
-class _Worker:
-    def __init__(self, cluster: SimulatedCluster, number: int) -> None:
-        self.number = number
-        self.slot = 0
-        self._cluster = cluster
-        self._scheduler = simulated_scheduler(cluster._simulated)
-        self._requests: dict[SimulatedSequence, tuple[RoutedRequest, float]] = {}
-        self._counts: dict[int, int] = {}
-        self._stepping = self._reporting = False
-        self._sequence = itertools.count()
-
-    def submit(self, turn: Turn, routed: RoutedRequest) -> None:
-        items = [Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality) for s in turn.media]
-        sequence = SimulatedSequence(
-            turn.session,
-            turn.token_ids,
-            block_size=self._cluster._simulated.block_size,
-            max_tokens=turn.num_answer_tokens,
-            items=items,
-        )
-        self._requests[sequence] = routed, self._cluster.now
-        self._scheduler.add(sequence)
-        self._load_changed()
-        if not self._stepping:
-            self._step()
-
-    def _step(self) -> None:
-        step = self._scheduler.step()
-        self._stepping = bool(step.tokens)
-        if self._stepping:
-            duration = step_s(self._cluster._simulated, step)
-            outcome = self._cluster.outcome
-            if outcome.began_s <= self._cluster.now <= outcome.last_arrival_s:
-                outcome.work_s[self.number] += duration - self._cluster._simulated.step_ms * 1e-3
-            self._cluster.at(self._cluster.now + duration, lambda: self._complete(step))
-
-    def _complete(self, step: Step) -> None:
-        for sequence in self._scheduler.complete(step):
-            routed, arrived = self._requests[sequence]
-            if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
-                if arrived >= self._cluster.outcome.began_s:
-                    self._count(sequence, arrived)
-                routed.prefilled(sequence.num_cached_tokens)
-            if sequence.finished:
-                routed.release()
-                del self._requests[sequence]
-                self._load_changed()
-        change = self._change(self._scheduler.take_events())
-        if change is not None:
-            self._cluster.at(self._cluster.now + EVENTS_S, lambda: self._cluster.router.change(self.slot, change))
-        self._step()
-
-    def _count(self, sequence: SimulatedSequence, arrived: float) -> None:
-        outcome = self._cluster.outcome
-        outcome.ttft_s.append(self._cluster.now - arrived)
-        outcome.num_tokens += sequence.num_prompt_tokens
-        outcome.num_cached += sequence.num_cached_tokens or 0
-
-    def _change(self, events: list[KvEvent]) -> KvChange | None:
-        """Convert events like a worker's block table, in which a block may be held more than once."""
-        before = dict[int, bool]()
-        for event in events:
-            delta = 1 if isinstance(event, BlockStored) else -1
-            for block_id in getattr(event, "block_hashes", ()):
-                count = self._counts.get(block_id, 0)
-                before.setdefault(block_id, count > 0)
-                self._counts[block_id] = count + delta
-        stored = [i for i, held in before.items() if self._counts[i] > 0 and not held]
-        removed = [i for i, held in before.items() if self._counts[i] == 0 and held]
-        for block_id in before:
-            if not self._counts[block_id]:
-                del self._counts[block_id]
-        if not (stored or removed):
-            return None
-        return KvChange(0, next(self._sequence), _packed(stored), _packed(removed))
-
-    def _load_changed(self) -> None:
-        if not self._reporting:
-            self._reporting = True
-            self._cluster.at(self._cluster.now + LOAD_S, self._report)
-
-    def _report(self) -> None:
-        self._reporting = False
-        scheduler = self._scheduler
-        load = WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
-        self._cluster.router.report(self.slot, load)
-
 
 def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     """Return the share of tokens that one unlimited cache would hit if each request were done when the next arrives."""
     held: set[int] = set()
     num_tokens = num_cached = 0
-    began_s = _counted(turns)[0].time_s
+    began_s = counted(turns)[0].time_s
     for turn in turns:
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
         usable = ids[: (len(turn.token_ids) - 1) // block_size]
@@ -233,10 +62,6 @@ def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
         answered = [*turn.token_ids, *map(answer_token, range(turn.num_answer_tokens - 1))]
         held.update(prompt_block_ids(answered, block_size=block_size, media=turn.media).tolist())
     return num_cached / num_tokens
-
-
-def _counted(turns: list[Turn]) -> list[Turn]:
-    return turns[int(len(turns) * WARM_UP) :]
 
 
 def rate_for(utilisation: float, num_workers: int, trace: SessionTrace, router: PolicyName = "round-robin") -> float:
@@ -324,10 +149,6 @@ def _bars(cost: Outcome, robin: Outcome, limits: dict[float, float], *, prefix: 
         ratio = harness.percentile(cost.ttft_s, share) / harness.percentile(robin.ttft_s, share)
         bars.append(harness.Bar(f"{prefix}ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
     return bars
-
-
-def _packed(ids: list[int]) -> bytes:
-    return np.array(ids, np.dtype("<u8")).tobytes()
 
 
 if __name__ == "__main__":
