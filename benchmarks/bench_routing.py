@@ -1,14 +1,16 @@
 """Routing policies on simulated workers: cache hits, and time to first token.
 
-Everything runs in virtual time, in one process: the simulated engines' own schedulers and caches, and the router;
-connections are modelled as delays of events and loads. So a run does not depend on the machine's load, and is
-deterministic. All policies get the same requests. RPC and worker processes are not included.
+Everything runs in virtual time, in one process (`simulated_cluster`). All policies get the same requests. RPC
+connections and worker processes are not included, but delays of reports are.
 
 Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is measured
 for round-robin, and sets the rate for all policies.
 
 `one hot image` is a case in which a policy that considers only caches fails: all requests would queue at the worker
 that has it.
+
+Several gateways are compared with one: each knows its own requests at once, and those of the others from what the
+workers report. Each request reaches any of them (`by requests`), or a session's requests all reach one (`by sessions`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import harness
 from medialane.core.block_hash import prompt_block_ids
@@ -46,6 +49,28 @@ HOT = SessionTrace(
 #: the most runs that may take.
 GUESS_PER_S = 19.0
 CLOSE, _MAX_TRIES = 0.015, 10
+
+
+class Run(NamedTuple):
+    """A number of gateways, and how requests are spread over them."""
+
+    policy: PolicyName
+    num_gateways: int
+    spread: Spread
+
+
+#: About 80 % of round-robin's capacity, and 70 % of that of `cost`.
+GATEWAYS_PER_S, GATEWAYS_BUSY_PER_S = 110.0, 275.0
+#: The others are compared with the first.
+GATEWAY_RUNS = (
+    Run("cost", 1, "requests"),
+    Run("cost", 2, "requests"),
+    Run("cost", 4, "requests"),
+    Run("cost", 8, "requests"),
+    Run("cost", 8, "sessions"),
+    Run("round-robin", 8, "requests"),
+)
+
 
 def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     """Return the share of tokens that one unlimited cache would hit if each request were done when the next arrives."""
@@ -114,25 +139,98 @@ def compare(
 
 def run(options: harness.Options) -> harness.Report:
     report = harness.Report("routing")
-    trace = SessionTrace(num_turns=2000 if options.quick else 8000)
-    policies: tuple[PolicyName, ...] = POLICIES[:2] if options.quick else POLICIES
-    rates = [
-        GUESS_PER_S * NUM_WORKERS * u if options.quick else rate_for(u, NUM_WORKERS, trace) for u in (MODERATE, HIGH)
-    ]
-    rows, outcomes, best = compare(rates[0], NUM_WORKERS, trace, policies)
-    report.tables[f"at {MODERATE:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
-    cost = outcomes["cost"]
-    report.bars.append(
-        harness.Bar("cached tokens, of the oracle's, at moderate load", cost.cached / best, 0.9, "at least")
-    )
-    rows, outcomes, best = compare(rates[1], NUM_WORKERS, trace, policies)
-    report.tables[f"at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    for part in PARTS:
+        found = part(quick=options.quick)
+        report.tables |= found.tables
+        report.bars += found.bars
+    return report
+
+
+def moderate(*, quick: bool) -> harness.Report:
+    report, outcomes, best = _policies(MODERATE, SessionTrace(), quick=quick)
+    ratio = outcomes["cost"].cached / best
+    report.bars.append(harness.Bar("cached tokens, of the oracle's, at moderate load", ratio, 0.9, "at least"))
+    return report
+
+
+def high(*, quick: bool) -> harness.Report:
+    report, outcomes, _ = _policies(HIGH, SessionTrace(), quick=quick)
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.5: 0.5, 0.99: 0.8})
-    hot = HOT._replace(num_turns=trace.num_turns)
-    rows, outcomes, best = compare(rate_for(HIGH, NUM_WORKERS, hot), NUM_WORKERS, hot, policies)
-    report.tables[f"one hot image, at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    return report
+
+
+def hot_image(*, quick: bool) -> harness.Report:
+    report, outcomes, _ = _policies(HIGH, HOT, quick=quick, prefix="one hot image, ")
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.99: 1.0}, prefix="one hot image: ")
     return report
+
+
+def gateways(*, quick: bool) -> harness.Report:
+    return _gateways(GATEWAYS_PER_S, GATEWAY_RUNS, quick=quick)
+
+
+def gateways_busy(*, quick: bool) -> harness.Report:
+    return _gateways(GATEWAYS_BUSY_PER_S, GATEWAY_RUNS[:-1], quick=quick)
+
+
+PARTS = (moderate, high, hot_image, gateways, gateways_busy)
+
+
+def _policies(
+    utilisation: float, trace: SessionTrace, *, quick: bool, prefix: str = ""
+) -> tuple[harness.Report, dict[str, Outcome], float]:
+    trace = trace._replace(num_turns=2000 if quick else 8000)
+    rate = GUESS_PER_S * NUM_WORKERS * utilisation if quick else rate_for(utilisation, NUM_WORKERS, trace)
+    rows, outcomes, best = compare(rate, NUM_WORKERS, trace, POLICIES[:2] if quick else POLICIES)
+    name = f"{prefix}at {utilisation:.0%} utilisation of round-robin (oracle {best:.3f})"
+    return harness.Report("routing", {name: rows}), outcomes, best
+
+
+def _gateways(rate: float, runs: tuple[Run, ...], *, quick: bool) -> harness.Report:
+    """Compare several gateways with one, which the first of `runs` has."""
+    num_traces, num_turns = (1, 1000) if quick else (3, 4000)
+    traces = [SessionTrace(rate_per_s=rate, num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
+    found: dict[Run, list[Outcome]] = {run: [] for run in runs}
+    for trace in traces:
+        turns = list(session_turns(trace))
+        for run, outcomes in found.items():
+            cluster = SimulatedCluster(
+                NUM_WORKERS,
+                RoutingConfig(router=run.policy),
+                num_gateways=run.num_gateways,
+                spread=run.spread,
+                seed=trace.seed,
+            )
+            outcomes.append(cluster.run(turns))
+    one = found[runs[0]]
+    rows = [_gateway_row(run, outcomes, one) for run, outcomes in found.items()]
+    report = harness.Report("routing", {f"gateways at {rate:g} requests/s, medians of {num_traces} traces": rows})
+    for run, row in list(zip(found, rows, strict=True))[1:]:
+        if run.policy == "cost":
+            label = f"{run.num_gateways} gateways, by {run.spread}, {rate:g}/s:"
+            for column, limit in (("cached /1", 0.98), ("not encoded /1", 0.98)):
+                value = float(str(row[column]))
+                report.bars.append(harness.Bar(f"{label} {column[:-3]}, of one gateway's", value, limit, "at least"))
+            p99 = float(str(row["ttft p99 /1"]))
+            report.bars.append(harness.Bar(f"{label} ttft p99, of one gateway's", p99, 1.1, "at most"))
+    return report
+
+
+def _gateway_row(run: Run, outcomes: list[Outcome], one: list[Outcome]) -> dict[str, object]:
+    """Return medians over traces; `/1` are ratios to one gateway on the same trace."""
+    figures: dict[str, Callable[[Outcome], float]] = {
+        "cached": lambda outcome: outcome.cached,
+        "encoder hits": lambda outcome: outcome.encoder_hits,
+        "not encoded": lambda outcome: outcome.not_encoded,
+        "ttft p50": lambda outcome: harness.percentile(outcome.ttft_s, 0.5) * 1e3,
+        "ttft p99": lambda outcome: harness.percentile(outcome.ttft_s, 0.99) * 1e3,
+        "utilisation": lambda outcome: outcome.utilisation,
+    }
+    row: dict[str, object] = {"policy": run.policy, "gateways": run.num_gateways, "by": run.spread}
+    for name, figure in figures.items():
+        row[name] = harness.median(map(figure, outcomes))
+        row[f"{name} /1"] = harness.median(figure(a) / figure(b) for a, b in zip(outcomes, one, strict=True))
+    return row
 
 
 def scale(num_workers: int) -> harness.Report:

@@ -54,12 +54,14 @@ Spread = Literal["requests", "sessions"]
 
 @dataclass
 class Outcome:
-    """The result of one run. Embeddings are those of items that the KV cache does not cover."""
+    """The result of one run. `num_embeds` are those of all prompts' items, `num_needed` of the items that the KV cache
+    does not cover."""
 
     ttft_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_cached: int = 0
     num_embeds: int = 0
+    num_needed: int = 0
     num_encoded: int = 0
     work_s: list[float] = field(default_factory=list)
     began_s: float = 0.0
@@ -70,7 +72,12 @@ class Outcome:
         return self.num_cached / self.num_tokens
 
     @property
-    def encoder_cached(self) -> float:
+    def encoder_hits(self) -> float:
+        return 1 - self.num_encoded / self.num_needed
+
+    @property
+    def not_encoded(self) -> float:
+        """Embeddings that either cache saved."""
         return 1 - self.num_encoded / self.num_embeds
 
     @property
@@ -200,7 +207,7 @@ class _Link:
     def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes) -> None:
         self.address = f"w{worker.number}"
         self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
-        self.client = ClientReports(lambda message: self.to_worker.send(lambda: self._session.received(message)))
+        self.client = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
         self.client.open(worker.card)
         self._card = worker.card
         this = cast("Any", self)
@@ -223,6 +230,9 @@ class _Link:
         self._session.start()
         self._cluster = cluster
         cluster.loop.call_later(_RPC.heartbeat_interval_s, self._beat)
+
+    def _received(self, message: Any) -> None:
+        self._session.received(message)
 
     def endpoints(self) -> list[Endpoint]:
         return [Endpoint(self.address, "", True, WorkerLoad(), 0, same_host=True, card=self._card)]
@@ -339,8 +349,9 @@ class _Worker:
             outcome.ttft_s.append(self._cluster.loop.time() + self._cluster.hop_s - request.arrived_s)
             outcome.num_tokens += sequence.num_prompt_tokens
             outcome.num_cached += num_cached
-            needed = {s.mm_hash: s.length for s in request.turn.media if s.end > num_cached}
-            outcome.num_embeds += sum(needed.values())
+            media = request.turn.media
+            outcome.num_embeds += sum({s.mm_hash: s.length for s in media}.values())
+            outcome.num_needed += sum({s.mm_hash: s.length for s in media if s.end > num_cached}.values())
         request.link.to_gateway.send(lambda: request.route.routed.prefilled(num_cached))
 
     def _finished(self, sequence: SimulatedSequence) -> None:
