@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import random
 import selectors
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from medialane.core.block_hash import prompt_block_ids
@@ -30,7 +32,7 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.router import Router
 from medialane.rpc.client_reports import ClientReports
 from medialane.rpc.config import RpcConfig
-from medialane.rpc.framing import FrameReader
+from medialane.rpc.framing import HEADER, FrameReader
 from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.messages import decode_from_worker
 from medialane.rpc.session_reports import SessionReports
@@ -102,12 +104,14 @@ class SimulatedCluster:
         spread: Spread = "requests",
         hop_s: float = HOP_S,
         seed: int = 1,
+        meter: Meter | None = None,
     ) -> None:
         self.loop = _VirtualTimeLoop()
         self.outcome = Outcome(work_s=[0.0] * num_workers)
         self.simulated = simulated
         self.hop_s = hop_s
         self.num_unfinished = 0
+        self.meter = meter
         self._spread = spread
         self._random = random.Random(seed)
         card = simulated_card(simulated, "m")
@@ -134,6 +138,43 @@ class SimulatedCluster:
 
     def counts(self, time_s: float) -> bool:
         return self.outcome.began_s <= time_s <= self.outcome.last_arrival_s
+
+
+@dataclass
+class Meter:
+    """What the gateways have received, together: messages and bytes by kind, and the CPU time that they spent on it
+    (`received_s`) and on each decision (`decisions_s`)."""
+
+    num_messages: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    received_s: float = 0.0
+    decisions_s: list[float] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.num_messages.clear()
+        self.num_bytes.clear()
+        self.received_s = 0.0
+
+    def receiving(self, receive: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return `receive` with the decoding that a connection does, measured."""
+
+        def measured(message: msgspec.Struct) -> None:
+            encoded, kind = memoryview(msgspec.msgpack.encode(message)), type(message).__name__
+            self.num_messages[kind] += 1
+            self.num_bytes[kind] += HEADER.size + len(encoded)
+            self.applying(lambda _: receive(decode_from_worker(encoded)))(message)
+
+        return measured
+
+    def applying(self, apply: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return `apply`, measured."""
+
+        def measured(message: object) -> None:
+            started = time.thread_time()
+            apply(message)
+            self.received_s += time.thread_time() - started
+
+        return measured
 
 
 class _VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -212,8 +253,12 @@ class _Link:
         self._card = worker.card
         this = cast("Any", self)
         routes.joined(this)
+        receive: Callable[[Any], None] = self.client.received
+        apply: Callable[[Any], None] = lambda change: routes.changed(this, change)  # noqa: E731 - may be measured
+        if cluster.meter is not None:
+            receive, apply = cluster.meter.receiving(receive), cluster.meter.applying(apply)
         self.client.watch(
-            on_blocks=lambda change: routes.changed(this, change),
+            on_blocks=apply,
             on_loads=lambda loads: routes.reported(this, loads),
             on_pending=lambda number, work: routes.announced(this, number, work),
             on_pending_ended=lambda number, is_computed: routes.announcement_ended(
@@ -222,7 +267,7 @@ class _Link:
         )
         self._session = SessionReports(
             cast("Any", worker),
-            cast("Any", _Connection(self.to_gateway, self.client.received)),
+            cast("Any", _Connection(self.to_gateway, receive)),
             group=worker.group,
             max_frame_bytes=_RPC.max_frame_bytes,
             max_pending=_RPC.max_in_flight,
@@ -263,11 +308,14 @@ class _Gateway:
         block_size = self._cluster.simulated.block_size
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
         request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
+        started = time.thread_time()
         routed = self.router.pick(request)
         link, worker = self._links[routed.worker_id]
         sent = _Request(turn, self._cluster.loop.time(), Route(cast("Any", link), routed, Known([]), None), link)
         link.to_worker.send(lambda: worker.submit(sent))
         self._routes.begin(sent.route, turn.session)
+        if self._cluster.meter is not None:
+            self._cluster.meter.decisions_s.append(time.thread_time() - started)
 
 
 @dataclass(frozen=True)
