@@ -45,9 +45,10 @@ HOT = SessionTrace(
     mean_turns=1.0,
     max_turns=1,
 )
-#: Approximate requests per second and worker that saturate round-robin; the tolerance of the measured utilisation; and
-#: the most runs that may take.
+#: Approximate requests per second and worker that saturate round-robin, and with which it keeps the workers `MODERATE`
+#: and `HIGH` busy, `HIGH` with `HOT`; the tolerance of the measured utilisation; and the most runs that may take.
 GUESS_PER_S = 19.0
+MODERATE_PER_S, HIGH_PER_S, HOT_PER_S = 7.6, 13.7, 20.2
 CLOSE, _MAX_TRIES = 0.015, 10
 
 
@@ -89,10 +90,18 @@ def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     return num_cached / num_tokens
 
 
-def rate_for(utilisation: float, num_workers: int, trace: SessionTrace, router: PolicyName = "round-robin") -> float:
-    """Search for the rate that gives this utilisation: queues grow long before all workers are busy."""
+def rate_for(
+    utilisation: float,
+    num_workers: int,
+    trace: SessionTrace,
+    router: PolicyName = "round-robin",
+    *,
+    guess_per_s: float | None = None,
+) -> float:
+    """Search for the rate that gives this utilisation: queues grow long before all workers are busy. `guess_per_s` is
+    that of one worker."""
     low, high = (0.0, 0.0), (math.inf, 1.0)
-    rate = GUESS_PER_S * num_workers * utilisation
+    rate = num_workers * (guess_per_s or GUESS_PER_S * utilisation)
     for _ in range(_MAX_TRIES):
         turns = list(session_turns(trace._replace(rate_per_s=rate)))
         found = SimulatedCluster(num_workers, RoutingConfig(router=router)).run(turns).utilisation
@@ -147,20 +156,20 @@ def run(options: harness.Options) -> harness.Report:
 
 
 def moderate(*, quick: bool) -> harness.Report:
-    report, outcomes, best = _policies(MODERATE, SessionTrace(), quick=quick)
+    report, outcomes, best = _policies(MODERATE, SessionTrace(), MODERATE_PER_S, quick=quick)
     ratio = outcomes["cost"].cached / best
     report.bars.append(harness.Bar("cached tokens, of the oracle's, at moderate load", ratio, 0.9, "at least"))
     return report
 
 
 def high(*, quick: bool) -> harness.Report:
-    report, outcomes, _ = _policies(HIGH, SessionTrace(), quick=quick)
+    report, outcomes, _ = _policies(HIGH, SessionTrace(), HIGH_PER_S, quick=quick)
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.5: 0.5, 0.99: 0.8})
     return report
 
 
 def hot_image(*, quick: bool) -> harness.Report:
-    report, outcomes, _ = _policies(HIGH, HOT, quick=quick, prefix="one hot image, ")
+    report, outcomes, _ = _policies(HIGH, HOT, HOT_PER_S, quick=quick, prefix="one hot image, ")
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.99: 1.0}, prefix="one hot image: ")
     return report
 
@@ -177,10 +186,12 @@ PARTS = (moderate, high, hot_image, gateways, gateways_busy)
 
 
 def _policies(
-    utilisation: float, trace: SessionTrace, *, quick: bool, prefix: str = ""
+    utilisation: float, trace: SessionTrace, per_worker_per_s: float, *, quick: bool, prefix: str = ""
 ) -> tuple[harness.Report, dict[str, Outcome], float]:
     trace = trace._replace(num_turns=2000 if quick else 8000)
-    rate = GUESS_PER_S * NUM_WORKERS * utilisation if quick else rate_for(utilisation, NUM_WORKERS, trace)
+    rate = per_worker_per_s * NUM_WORKERS
+    if not quick:
+        rate = rate_for(utilisation, NUM_WORKERS, trace, guess_per_s=per_worker_per_s)
     rows, outcomes, best = compare(rate, NUM_WORKERS, trace, POLICIES[:2] if quick else POLICIES)
     name = f"{prefix}at {utilisation:.0%} utilisation of round-robin (oracle {best:.3f})"
     return harness.Report("routing", {name: rows}), outcomes, best
