@@ -15,8 +15,9 @@ import time
 import harness
 from bench_routing import oracle
 from medialane.routing.config import RoutingConfig
-from simulated_cluster import Meter, SimulatedCluster
+from simulated_cluster import SimulatedCluster
 from traces import SessionTrace, Turn, session_turns
+from traffic_meter import TrafficMeter
 
 ABOUT = "1 to 16 gateways over up to 1000 simulated workers: event traffic, state, CPU, decision quality"
 
@@ -55,7 +56,7 @@ def run(options: harness.Options) -> harness.Report:
 
 
 def _row(num_workers: int, num_gateways: int, turns: list[Turn], best: float) -> dict[str, object]:
-    meter, started = Meter(), time.monotonic()
+    meter, started = TrafficMeter(), time.monotonic()
     cluster = SimulatedCluster(num_workers, RoutingConfig(), num_gateways=num_gateways, meter=meter)
     cluster.loop.call_at(_START_S / 2, meter.clear)
     outcome = cluster.run(turns)

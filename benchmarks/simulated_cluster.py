@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from medialane.core.block_hash import prompt_block_ids
@@ -32,7 +30,7 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.router import Router
 from medialane.rpc.client_reports import ClientReports
 from medialane.rpc.config import RpcConfig
-from medialane.rpc.framing import HEADER, FrameReader
+from medialane.rpc.framing import FrameReader
 from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.messages import decode_from_worker
 from medialane.rpc.session_reports import SessionReports
@@ -42,6 +40,8 @@ from medialane.worker.simulated.engine import simulated_card, simulated_schedule
 from medialane.worker.simulated.scheduler import Step
 from medialane.worker.simulated.sequence import Item, SimulatedSequence
 from traces import Turn
+from traffic_meter import TrafficMeter
+from virtual_time import VirtualTimeLoop
 
 #: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
 CONFIG = SimulatedConfig(num_kv_blocks=60_000)
@@ -104,9 +104,9 @@ class SimulatedCluster:
         spread: Spread = "requests",
         hop_s: float = HOP_S,
         seed: int = 1,
-        meter: Meter | None = None,
+        meter: TrafficMeter | None = None,
     ) -> None:
-        self.loop = _VirtualTimeLoop()
+        self.loop = VirtualTimeLoop()
         self.outcome = Outcome(work_s=[0.0] * num_workers)
         self.simulated = simulated
         self.hop_s = hop_s
@@ -138,68 +138,6 @@ class SimulatedCluster:
 
     def counts(self, time_s: float) -> bool:
         return self.outcome.began_s <= time_s <= self.outcome.last_arrival_s
-
-
-@dataclass
-class Meter:
-    """What the gateways have received, together: messages and bytes by kind, and the CPU time that they spent on it
-    (`received_s`) and on each decision (`decisions_s`)."""
-
-    num_messages: Counter[str] = field(default_factory=Counter)
-    num_bytes: Counter[str] = field(default_factory=Counter)
-    received_s: float = 0.0
-    decisions_s: list[float] = field(default_factory=list)
-
-    def clear(self) -> None:
-        self.num_messages.clear()
-        self.num_bytes.clear()
-        self.received_s = 0.0
-
-    def receiving(self, receive: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return `receive` with the decoding that a connection does, measured."""
-
-        def measured(message: msgspec.Struct) -> None:
-            encoded, kind = memoryview(msgspec.msgpack.encode(message)), type(message).__name__
-            self.num_messages[kind] += 1
-            self.num_bytes[kind] += HEADER.size + len(encoded)
-            self.applying(lambda _: receive(decode_from_worker(encoded)))(message)
-
-        return measured
-
-    def applying(self, apply: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return `apply`, measured."""
-
-        def measured(message: object) -> None:
-            started = time.thread_time()
-            apply(message)
-            self.received_s += time.thread_time() - started
-
-        return measured
-
-
-class _VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Skips to the time of the next callback, and stops when there is none. Does no I/O."""
-
-    def __init__(self) -> None:
-        self._skip = _Skip(self.stop)
-        super().__init__(self._skip)
-
-    def time(self) -> float:
-        return self._skip.now
-
-
-class _Skip(selectors.SelectSelector):
-    def __init__(self, stop: Callable[[], None]) -> None:
-        super().__init__()
-        self.now = 0.0
-        self._stop = stop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            self._stop()
-        else:
-            self.now += max(0.0, timeout)
-        return []
 
 
 class _Wire:
