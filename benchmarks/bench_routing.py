@@ -1,50 +1,36 @@
 """Routing policies on simulated workers: cache hits, and time to first token.
 
-Everything runs in virtual time, in one process: the simulated engines' own schedulers and caches, and the router;
-connections are modelled as delays of events and loads. So a run does not depend on the machine's load, and is
-deterministic. All policies get the same requests. RPC and worker processes are not included.
+Everything runs in virtual time, in one process (`simulated_cluster`). All policies get the same requests. RPC
+connections and worker processes are not included, but delays of reports are.
 
 Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is measured
 for round-robin, and sets the rate for all policies.
 
 `one hot image` is a case in which a policy that considers only caches fails: all requests would queue at the worker
 that has it.
+
+Several gateways are compared with one: each knows its own requests at once, and those of the others from what the
+workers report. Each request reaches any of them (`by requests`), or a session's requests all reach one (`by sessions`).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 import harness
 from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import PlaceholderRange
-from medialane.core.kv_events import BlockStored, KvChange, KvEvent
-from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing.config import PolicyName, RoutingConfig
-from medialane.routing.request import RoutingRequest
-from medialane.routing.routed_request import RoutedRequest
-from medialane.routing.router import Router
-from medialane.worker.simulated.config import SimulatedConfig
-from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
-from medialane.worker.simulated.scheduler import Step, answer_token
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.worker.simulated.scheduler import answer_token
+from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import SessionTrace, Turn, session_turns
 
 ABOUT = "policies side by side on simulated workers: cached tokens, time to first token, balance"
 
-#: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
-CONFIG = SimulatedConfig(num_kv_blocks=60_000)
 POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "prefix-only")
-#: Delays of a connection: events and loads are batched.
-EVENTS_S, LOAD_S = 0.010, 0.022
 NUM_WORKERS = 8
 MODERATE, HIGH = 0.5, 0.8
 #: Three of four requests ask about the same image, each with a different long question.
@@ -59,170 +45,39 @@ HOT = SessionTrace(
     mean_turns=1.0,
     max_turns=1,
 )
-#: Approximate requests per second and worker that saturate round-robin; the tolerance of the measured utilisation; and
-#: the most runs that may take.
+#: Approximate requests per second and worker that saturate round-robin, and with which it keeps the workers `MODERATE`
+#: and `HIGH` busy, `HIGH` with `HOT`; the tolerance of the measured utilisation; and the most runs that may take.
 GUESS_PER_S = 19.0
+MODERATE_PER_S, HIGH_PER_S, HOT_PER_S = 7.6, 13.7, 20.2
 CLOSE, _MAX_TRIES = 0.015, 10
-#: Requests before caches and queues have reached a steady state are not counted: this share of the trace.
-WARM_UP = 0.4
 
 
-@dataclass
-class Outcome:
-    """The result of one run."""
+class Run(NamedTuple):
+    """A number of gateways, and how requests are spread over them."""
 
-    ttft_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached: int = 0
-    work_s: list[float] = field(default_factory=list)
-    began_s: float = 0.0
-    last_arrival_s: float = 0.0
-
-    @property
-    def cached(self) -> float:
-        return self.num_cached / self.num_tokens
-
-    @property
-    def utilisation(self) -> float:
-        return sum(self.work_s) / len(self.work_s) / (self.last_arrival_s - self.began_s)
-
-    @property
-    def imbalance(self) -> float:
-        return max(self.work_s) * len(self.work_s) / sum(self.work_s)
+    policy: PolicyName
+    num_gateways: int
+    spread: Spread
 
 
-class SimulatedCluster:
-    """One router and its workers in virtual time."""
-
-    def __init__(self, num_workers: int, config: RoutingConfig, simulated: SimulatedConfig = CONFIG) -> None:
-        self.now = 0.0
-        self.outcome = Outcome(work_s=[0.0] * num_workers)
-        self._simulated = simulated
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._router = Router(config, clock=lambda: self.now, wall_clock=lambda: self.now, seed=1)
-        self._workers = [_Worker(self, number) for number in range(num_workers)]
-        card = simulated_card(simulated, "m")
-        for worker in self._workers:
-            worker.slot = self._router.join(
-                Endpoint(f"w{worker.number}", "", True, WorkerLoad(), 0, same_host=True, card=card)
-            )
-        self.router = self._router
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (time_s, next(self._order), action))
-
-    def run(self, turns: list[Turn]) -> Outcome:
-        for turn in turns:
-            self.at(turn.time_s, lambda turn=turn: self._arrive(turn))  # type: ignore[misc]
-        self.outcome.began_s, self.outcome.last_arrival_s = _counted(turns)[0].time_s, turns[-1].time_s
-        while self._queue:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
-        return self.outcome
-
-    def _arrive(self, turn: Turn) -> None:
-        block_size = self._simulated.block_size
-        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
-        request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
-        routed = self._router.pick(request)
-        routed.begin()
-        self._workers[routed.slot].submit(turn, routed)
-
-
-class _Worker:
-    def __init__(self, cluster: SimulatedCluster, number: int) -> None:
-        self.number = number
-        self.slot = 0
-        self._cluster = cluster
-        self._scheduler = simulated_scheduler(cluster._simulated)
-        self._requests: dict[SimulatedSequence, tuple[RoutedRequest, float]] = {}
-        self._counts: dict[int, int] = {}
-        self._stepping = self._reporting = False
-        self._sequence = itertools.count()
-
-    def submit(self, turn: Turn, routed: RoutedRequest) -> None:
-        items = [Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality) for s in turn.media]
-        sequence = SimulatedSequence(
-            turn.session,
-            turn.token_ids,
-            block_size=self._cluster._simulated.block_size,
-            max_tokens=turn.num_answer_tokens,
-            items=items,
-        )
-        self._requests[sequence] = routed, self._cluster.now
-        self._scheduler.add(sequence)
-        self._load_changed()
-        if not self._stepping:
-            self._step()
-
-    def _step(self) -> None:
-        step = self._scheduler.step()
-        self._stepping = bool(step.tokens)
-        if self._stepping:
-            duration = step_s(self._cluster._simulated, step)
-            outcome = self._cluster.outcome
-            if outcome.began_s <= self._cluster.now <= outcome.last_arrival_s:
-                outcome.work_s[self.number] += duration - self._cluster._simulated.step_ms * 1e-3
-            self._cluster.at(self._cluster.now + duration, lambda: self._complete(step))
-
-    def _complete(self, step: Step) -> None:
-        for sequence in self._scheduler.complete(step):
-            routed, arrived = self._requests[sequence]
-            if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
-                if arrived >= self._cluster.outcome.began_s:
-                    self._count(sequence, arrived)
-                routed.prefilled(sequence.num_cached_tokens)
-            if sequence.finished:
-                routed.release()
-                del self._requests[sequence]
-                self._load_changed()
-        change = self._change(self._scheduler.take_events())
-        if change is not None:
-            self._cluster.at(self._cluster.now + EVENTS_S, lambda: self._cluster.router.change(self.slot, change))
-        self._step()
-
-    def _count(self, sequence: SimulatedSequence, arrived: float) -> None:
-        outcome = self._cluster.outcome
-        outcome.ttft_s.append(self._cluster.now - arrived)
-        outcome.num_tokens += sequence.num_prompt_tokens
-        outcome.num_cached += sequence.num_cached_tokens or 0
-
-    def _change(self, events: list[KvEvent]) -> KvChange | None:
-        """Convert events like a worker's block table, in which a block may be held more than once."""
-        before = dict[int, bool]()
-        for event in events:
-            delta = 1 if isinstance(event, BlockStored) else -1
-            for block_id in getattr(event, "block_hashes", ()):
-                count = self._counts.get(block_id, 0)
-                before.setdefault(block_id, count > 0)
-                self._counts[block_id] = count + delta
-        stored = [i for i, held in before.items() if self._counts[i] > 0 and not held]
-        removed = [i for i, held in before.items() if self._counts[i] == 0 and held]
-        for block_id in before:
-            if not self._counts[block_id]:
-                del self._counts[block_id]
-        if not (stored or removed):
-            return None
-        return KvChange(0, next(self._sequence), _packed(stored), _packed(removed))
-
-    def _load_changed(self) -> None:
-        if not self._reporting:
-            self._reporting = True
-            self._cluster.at(self._cluster.now + LOAD_S, self._report)
-
-    def _report(self) -> None:
-        self._reporting = False
-        scheduler = self._scheduler
-        load = WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
-        self._cluster.router.report(self.slot, load)
+#: About 80 % of round-robin's capacity, and 70 % of that of `cost`.
+GATEWAYS_PER_S, GATEWAYS_BUSY_PER_S = 110.0, 275.0
+#: The others are compared with the first.
+GATEWAY_RUNS = (
+    Run("cost", 1, "requests"),
+    Run("cost", 2, "requests"),
+    Run("cost", 4, "requests"),
+    Run("cost", 8, "requests"),
+    Run("cost", 8, "sessions"),
+    Run("round-robin", 8, "requests"),
+)
 
 
 def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     """Return the share of tokens that one unlimited cache would hit if each request were done when the next arrives."""
     held: set[int] = set()
     num_tokens = num_cached = 0
-    began_s = _counted(turns)[0].time_s
+    began_s = counted(turns)[0].time_s
     for turn in turns:
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
         usable = ids[: (len(turn.token_ids) - 1) // block_size]
@@ -235,14 +90,18 @@ def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     return num_cached / num_tokens
 
 
-def _counted(turns: list[Turn]) -> list[Turn]:
-    return turns[int(len(turns) * WARM_UP) :]
-
-
-def rate_for(utilisation: float, num_workers: int, trace: SessionTrace, router: PolicyName = "round-robin") -> float:
-    """Search for the rate that gives this utilisation: queues grow long before all workers are busy."""
+def rate_for(
+    utilisation: float,
+    num_workers: int,
+    trace: SessionTrace,
+    router: PolicyName = "round-robin",
+    *,
+    guess_per_s: float | None = None,
+) -> float:
+    """Search for the rate that gives this utilisation: queues grow long before all workers are busy. `guess_per_s` is
+    that of one worker."""
     low, high = (0.0, 0.0), (math.inf, 1.0)
-    rate = GUESS_PER_S * num_workers * utilisation
+    rate = num_workers * (guess_per_s or GUESS_PER_S * utilisation)
     for _ in range(_MAX_TRIES):
         turns = list(session_turns(trace._replace(rate_per_s=rate)))
         found = SimulatedCluster(num_workers, RoutingConfig(router=router)).run(turns).utilisation
@@ -289,25 +148,100 @@ def compare(
 
 def run(options: harness.Options) -> harness.Report:
     report = harness.Report("routing")
-    trace = SessionTrace(num_turns=2000 if options.quick else 8000)
-    policies: tuple[PolicyName, ...] = POLICIES[:2] if options.quick else POLICIES
-    rates = [
-        GUESS_PER_S * NUM_WORKERS * u if options.quick else rate_for(u, NUM_WORKERS, trace) for u in (MODERATE, HIGH)
-    ]
-    rows, outcomes, best = compare(rates[0], NUM_WORKERS, trace, policies)
-    report.tables[f"at {MODERATE:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
-    cost = outcomes["cost"]
-    report.bars.append(
-        harness.Bar("cached tokens, of the oracle's, at moderate load", cost.cached / best, 0.9, "at least")
-    )
-    rows, outcomes, best = compare(rates[1], NUM_WORKERS, trace, policies)
-    report.tables[f"at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    for part in PARTS:
+        found = part(quick=options.quick)
+        report.tables |= found.tables
+        report.bars += found.bars
+    return report
+
+
+def moderate(*, quick: bool) -> harness.Report:
+    report, outcomes, best = _policies(MODERATE, SessionTrace(), MODERATE_PER_S, quick=quick)
+    ratio = outcomes["cost"].cached / best
+    report.bars.append(harness.Bar("cached tokens, of the oracle's, at moderate load", ratio, 0.9, "at least"))
+    return report
+
+
+def high(*, quick: bool) -> harness.Report:
+    report, outcomes, _ = _policies(HIGH, SessionTrace(), HIGH_PER_S, quick=quick)
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.5: 0.5, 0.99: 0.8})
-    hot = HOT._replace(num_turns=trace.num_turns)
-    rows, outcomes, best = compare(rate_for(HIGH, NUM_WORKERS, hot), NUM_WORKERS, hot, policies)
-    report.tables[f"one hot image, at {HIGH:.0%} utilisation of round-robin (oracle {best:.3f})"] = rows
+    return report
+
+
+def hot_image(*, quick: bool) -> harness.Report:
+    report, outcomes, _ = _policies(HIGH, HOT, HOT_PER_S, quick=quick, prefix="one hot image, ")
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.99: 1.0}, prefix="one hot image: ")
     return report
+
+
+def gateways(*, quick: bool) -> harness.Report:
+    return _gateways(GATEWAYS_PER_S, GATEWAY_RUNS, quick=quick)
+
+
+def gateways_busy(*, quick: bool) -> harness.Report:
+    return _gateways(GATEWAYS_BUSY_PER_S, GATEWAY_RUNS[:-1], quick=quick)
+
+
+PARTS = (moderate, high, hot_image, gateways, gateways_busy)
+
+
+def _policies(
+    utilisation: float, trace: SessionTrace, per_worker_per_s: float, *, quick: bool, prefix: str = ""
+) -> tuple[harness.Report, dict[str, Outcome], float]:
+    trace = trace._replace(num_turns=2000 if quick else 8000)
+    rate = per_worker_per_s * NUM_WORKERS
+    if not quick:
+        rate = rate_for(utilisation, NUM_WORKERS, trace, guess_per_s=per_worker_per_s)
+    rows, outcomes, best = compare(rate, NUM_WORKERS, trace, POLICIES[:2] if quick else POLICIES)
+    name = f"{prefix}at {utilisation:.0%} utilisation of round-robin (oracle {best:.3f})"
+    return harness.Report("routing", {name: rows}), outcomes, best
+
+
+def _gateways(rate: float, runs: tuple[Run, ...], *, quick: bool) -> harness.Report:
+    """Compare several gateways with one, which the first of `runs` has."""
+    num_traces, num_turns = (1, 1000) if quick else (3, 4000)
+    traces = [SessionTrace(rate_per_s=rate, num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
+    found: dict[Run, list[Outcome]] = {run: [] for run in runs}
+    for trace in traces:
+        turns = list(session_turns(trace))
+        for run, outcomes in found.items():
+            cluster = SimulatedCluster(
+                NUM_WORKERS,
+                RoutingConfig(router=run.policy),
+                num_gateways=run.num_gateways,
+                spread=run.spread,
+                seed=trace.seed,
+            )
+            outcomes.append(cluster.run(turns))
+    one = found[runs[0]]
+    rows = [_gateway_row(run, outcomes, one) for run, outcomes in found.items()]
+    report = harness.Report("routing", {f"gateways at {rate:g} requests/s, medians of {num_traces} traces": rows})
+    for run, row in list(zip(found, rows, strict=True))[1:]:
+        if run.policy == "cost":
+            label = f"{run.num_gateways} gateways, by {run.spread}, {rate:g}/s:"
+            for column, limit in (("cached /1", 0.98), ("not encoded /1", 0.98)):
+                value = float(str(row[column]))
+                report.bars.append(harness.Bar(f"{label} {column[:-3]}, of one gateway's", value, limit, "at least"))
+            p99 = float(str(row["ttft p99 /1"]))
+            report.bars.append(harness.Bar(f"{label} ttft p99, of one gateway's", p99, 1.1, "at most"))
+    return report
+
+
+def _gateway_row(run: Run, outcomes: list[Outcome], one: list[Outcome]) -> dict[str, object]:
+    """Return medians over traces; `/1` are ratios to one gateway on the same trace."""
+    figures: dict[str, Callable[[Outcome], float]] = {
+        "cached": lambda outcome: outcome.cached,
+        "encoder hits": lambda outcome: outcome.encoder_hits,
+        "not encoded": lambda outcome: outcome.not_encoded,
+        "ttft p50": lambda outcome: harness.percentile(outcome.ttft_s, 0.5) * 1e3,
+        "ttft p99": lambda outcome: harness.percentile(outcome.ttft_s, 0.99) * 1e3,
+        "utilisation": lambda outcome: outcome.utilisation,
+    }
+    row: dict[str, object] = {"policy": run.policy, "gateways": run.num_gateways, "by": run.spread}
+    for name, figure in figures.items():
+        row[name] = harness.median(map(figure, outcomes))
+        row[f"{name} /1"] = harness.median(figure(a) / figure(b) for a, b in zip(outcomes, one, strict=True))
+    return row
 
 
 def scale(num_workers: int) -> harness.Report:
@@ -324,10 +258,6 @@ def _bars(cost: Outcome, robin: Outcome, limits: dict[float, float], *, prefix: 
         ratio = harness.percentile(cost.ttft_s, share) / harness.percentile(robin.ttft_s, share)
         bars.append(harness.Bar(f"{prefix}ttft p{share * 100:g}, of round-robin's", ratio, limit, "at most"))
     return bars
-
-
-def _packed(ids: list[int]) -> bytes:
-    return np.array(ids, np.dtype("<u8")).tobytes()
 
 
 if __name__ == "__main__":

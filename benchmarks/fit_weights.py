@@ -19,8 +19,9 @@ from pathlib import Path
 import msgspec
 
 import harness
-from bench_routing import NUM_WORKERS, Outcome, SimulatedCluster, rate_for
+from bench_routing import NUM_WORKERS, rate_for
 from medialane.routing.config import RoutingConfig
+from simulated_cluster import Outcome, SimulatedCluster
 from traces import SessionTrace, session_turns
 
 WEIGHTS = (

@@ -56,9 +56,10 @@ class Slot:
 
     @property
     def num_waiting_elsewhere(self) -> int:
-        """Waiting sequences that are neither requests of this gateway nor announced."""
-        waiting = self.load.num_waiting
-        return min(waiting, self.num_sequences - self.num_in_flight) if waiting else 0
+        """Waiting sequences that are neither requests of this gateway nor announced: queued ones count with their own
+        work, even while sequences of other gateways run."""
+        waiting = self.load.num_waiting - self.num_queued
+        return min(waiting, self.num_sequences - self.num_in_flight) if waiting > 0 else 0
 
     def serves(self, model: str | None, *, lora: bool) -> bool:
         if self.card is None:

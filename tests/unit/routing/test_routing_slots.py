@@ -121,6 +121,19 @@ def test_own_requests_in_the_report_do_not_count_twice():
     assert slot.num_sequences == 2
 
 
+def test_announced_requests_in_the_report_do_not_count_twice_while_other_gateways_sequences_run():
+    slots = table(request_ms=10.0)
+    slot = slots.join(endpoint())
+    slots.queue(slot, 10.0)
+    slots.queue(slot, 10.0, announced=True)
+    slot.load = WorkerLoad(num_running=40, num_waiting=2)
+    slots.update(slot)
+    assert slots.queue_ms(slot) == pytest.approx(20.0)
+    slot.load = WorkerLoad(num_running=40, num_waiting=5)  # three that were not announced
+    slots.update(slot)
+    assert slots.queue_ms(slot) == pytest.approx(50.0)
+
+
 def test_sequence_above_max_num_seqs_waits():
     slots = table(running_ms=1.0, over_capacity_ms=100.0)
     slot = slots.join(endpoint(load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))

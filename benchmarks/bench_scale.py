@@ -1,0 +1,84 @@
+"""Many gateways and workers: event traffic, state and CPU of a gateway, and the quality of its decisions.
+
+In virtual time (`simulated_cluster`) with the gateways' own code, whose CPU time is measured. Every gateway receives
+the KV events of all workers and the requests of all other gateways, so its cost has a part that grows with the requests
+of the whole cluster. `limit` is the rate at which that part alone fills a gateway's core.
+
+Traces are short, so that the largest case takes a minute: caches are colder than in `bench routing`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import harness
+from bench_routing import oracle
+from medialane.routing.config import RoutingConfig
+from simulated_cluster import SimulatedCluster
+from traces import SessionTrace, Turn, session_turns
+from traffic_meter import TrafficMeter
+
+ABOUT = "1 to 16 gateways over up to 1000 simulated workers: event traffic, state, CPU, decision quality"
+
+#: Workers -> requests of a trace.
+SIZES = {64: 3000, 256: 4000, 1000: 6000}
+NUM_GATEWAYS = (1, 4, 16)
+#: Requests per second of one worker: `bench routing` at high load.
+PER_WORKER_PER_S = 13.0
+#: The share of a gateway's core that messages about others' requests may take at 256 workers and 4 gateways.
+MAX_SHARE = 0.5
+BUSY = (256, 4)
+#: Gateways connect before the first request; those messages are not counted.
+_START_S = 1.0
+
+
+def run(options: harness.Options) -> harness.Report:
+    report = harness.Report("scale")
+    rows: list[dict[str, object]] = []
+    for num_workers, num_turns in ({16: 500} if options.quick else SIZES).items():
+        trace = SessionTrace(
+            rate_per_s=PER_WORKER_PER_S * num_workers,
+            num_turns=num_turns,
+            num_system_prompts=12 * math.ceil(num_workers / 8),
+            num_images=250 * num_workers,
+        )
+        turns = [turn._replace(time_s=turn.time_s + _START_S) for turn in session_turns(trace)]
+        best = oracle(turns)
+        for num_gateways in NUM_GATEWAYS[: 2 if options.quick else None]:
+            rows.append(_row(num_workers, num_gateways, turns, best))  # noqa: PERF401 - a row takes a minute
+    report.tables["traffic and cost of one gateway; quality"] = rows
+    for row in rows:
+        if (row["workers"], row["gateways"]) == BUSY:
+            share = float(str(row["core share"]))
+            report.bars.append(harness.Bar("core share of a gateway for events", share, MAX_SHARE, "at most"))
+    return report
+
+
+def _row(num_workers: int, num_gateways: int, turns: list[Turn], best: float) -> dict[str, object]:
+    meter, started = TrafficMeter(), time.monotonic()
+    cluster = SimulatedCluster(num_workers, RoutingConfig(), num_gateways=num_gateways, meter=meter)
+    cluster.loop.call_at(_START_S / 2, meter.clear)
+    outcome = cluster.run(turns)
+    index = cluster.gateways[0].router.index
+    per_request = 1 / len(turns) / num_gateways
+    rate = PER_WORKER_PER_S * num_workers
+    received_s = meter.received_s * per_request
+    return {
+        "workers": num_workers,
+        "gateways": num_gateways,
+        "requests/s": rate,
+        "messages/request": meter.num_messages.total() * per_request,
+        "KiB/request": meter.num_bytes.total() * per_request / 1024,
+        "pending KiB/request": (meter.num_bytes["Pending"] + meter.num_bytes["PendingEnded"]) * per_request / 1024,
+        "us/request": received_s * 1e6,
+        "core share": received_s * rate,
+        "limit requests/s": 1 / received_s,
+        "index blocks": index.num_entries,
+        "index MiB": sum(array.nbytes for array in index._holders._now) / (1 << 20),
+        "decision p50 us": harness.percentile(meter.decisions_s, 0.5) * 1e6,
+        "cached of oracle": outcome.cached / best,
+        "ttft p50 ms": harness.percentile(outcome.ttft_s, 0.5) * 1e3,
+        "ttft p99 ms": harness.percentile(outcome.ttft_s, 0.99) * 1e3,
+        "took s": time.monotonic() - started,
+    }

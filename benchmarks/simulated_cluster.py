@@ -1,0 +1,351 @@
+"""Gateways and simulated workers in virtual time, in one process.
+
+What is real: the engines' schedulers and caches, the workers' batches of KV events, the reports of each worker to each
+gateway, the announcements of requests between gateways (`rpc.session_reports`, `rpc.gateway_group`,
+`rpc.client_reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay, computation by
+`step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's load and is
+deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from prometheus_client import CollectorRegistry
+
+from medialane.core.block_hash import prompt_block_ids
+from medialane.core.feature import PlaceholderRange
+from medialane.core.kv_events import KvChange, KvEventBatch
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.gateway.route import Known, Route, Routes
+from medialane.observability.metrics import Metrics
+from medialane.routing.config import RoutingConfig
+from medialane.routing.request import RoutingRequest
+from medialane.routing.router import Router
+from medialane.rpc.client_reports import ClientReports
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.framing import FrameReader
+from medialane.rpc.gateway_group import GatewayGroup
+from medialane.rpc.messages import decode_from_worker
+from medialane.rpc.session_reports import SessionReports
+from medialane.worker.block_reports import BlockReports
+from medialane.worker.simulated.config import SimulatedConfig
+from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
+from medialane.worker.simulated.scheduler import Step
+from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from traces import Turn
+from traffic_meter import TrafficMeter
+from virtual_time import VirtualTimeLoop
+
+#: A 7B model's KV cache on a GPU of 80 GB: 57 kB a token, 55 GB.
+CONFIG = SimulatedConfig(num_kv_blocks=60_000)
+#: One way between gateway and worker. The unix socket takes a tenth; the rest is the event loops at both ends.
+HOP_S = 0.001
+#: Requests before caches and queues have reached a steady state are not counted: this share of the trace.
+WARM_UP = 0.4
+_RPC = RpcConfig()
+#: How requests are spread over gateways: each request is a connection of its own, or each session has one.
+Spread = Literal["requests", "sessions"]
+
+
+@dataclass
+class Outcome:
+    """The result of one run. `num_embeds` are those of all prompts' items, `num_needed` of the items that the KV cache
+    does not cover."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached: int = 0
+    num_embeds: int = 0
+    num_needed: int = 0
+    num_encoded: int = 0
+    work_s: list[float] = field(default_factory=list)
+    began_s: float = 0.0
+    last_arrival_s: float = 0.0
+
+    @property
+    def cached(self) -> float:
+        return self.num_cached / self.num_tokens
+
+    @property
+    def encoder_hits(self) -> float:
+        return 1 - self.num_encoded / self.num_needed
+
+    @property
+    def not_encoded(self) -> float:
+        """Embeddings that either cache saved."""
+        return 1 - self.num_encoded / self.num_embeds
+
+    @property
+    def utilisation(self) -> float:
+        return sum(self.work_s) / len(self.work_s) / (self.last_arrival_s - self.began_s)
+
+    @property
+    def imbalance(self) -> float:
+        return max(self.work_s) * len(self.work_s) / sum(self.work_s)
+
+
+class SimulatedCluster:
+    """Gateways with a router each, and workers. `seed` selects the gateways of requests."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        config: RoutingConfig,
+        *,
+        simulated: SimulatedConfig = CONFIG,
+        num_gateways: int = 1,
+        spread: Spread = "requests",
+        hop_s: float = HOP_S,
+        seed: int = 1,
+        meter: TrafficMeter | None = None,
+    ) -> None:
+        self.loop = VirtualTimeLoop()
+        self.outcome = Outcome(work_s=[0.0] * num_workers)
+        self.simulated = simulated
+        self.hop_s = hop_s
+        self.num_unfinished = 0
+        self.meter = meter
+        self._spread = spread
+        self._random = random.Random(seed)
+        card = simulated_card(simulated, "m")
+        self.workers = [_Worker(self, number, card) for number in range(num_workers)]
+        self.gateways = [_Gateway(self, config, seed + number) for number in range(num_gateways)]
+
+    def run(self, turns: list[Turn]) -> Outcome:
+        self.outcome.began_s, self.outcome.last_arrival_s = counted(turns)[0].time_s, turns[-1].time_s
+        self.num_unfinished = len(turns)
+        gateways = dict[str, _Gateway]()
+        for turn in turns:
+            drawn = self._random.choice(self.gateways)
+            gateway = drawn if self._spread == "requests" else gateways.setdefault(turn.session, drawn)
+            self.loop.call_at(turn.time_s, gateway.arrive, turn)
+        self.loop.call_soon(self._connect)
+        self.loop.run_forever()
+        self.loop.close()
+        return self.outcome
+
+    def _connect(self) -> None:
+        for gateway in self.gateways:
+            for worker in self.workers:
+                gateway.connect(worker)
+
+    def counts(self, time_s: float) -> bool:
+        return self.outcome.began_s <= time_s <= self.outcome.last_arrival_s
+
+
+class _Wire:
+    """One direction of a connection: what is sent arrives in order, one hop later."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def send(self, action: Callable[[], None]) -> None:
+        self._waiting.append(action)  # a heap of timers does not keep the order of equal times
+        self._cluster.loop.call_later(self._cluster.hop_s, self._deliver)
+
+    def _deliver(self) -> None:
+        self._waiting.popleft()()
+
+
+class _Connection:
+    """What `SessionReports` uses of `rpc.Connection`; `receive` gets its messages at the gateway."""
+
+    paused = False
+
+    def __init__(self, wire: _Wire, receive: Callable[[Any], None]) -> None:
+        self.closed = asyncio.Event()
+        self._wire = wire
+        self._receive = receive
+
+    def send(self, message: object) -> None:
+        self._wire.send(lambda: self._receive(message))
+
+    def send_in_pieces(self, source: Any) -> None:
+        goes_on, frames = True, FrameReader(_RPC.max_frame_bytes)
+        while goes_on:
+            buffer = bytearray()
+            goes_on = source.append_next(buffer)
+            frames.receive(bytes(buffer))
+        while (frame := frames.next_frame()) is not None:
+            self.send(decode_from_worker(frame))
+
+
+class _Link:
+    """What `Routes` uses of `gateway.WorkerLink`. Delivers the worker's reports to `routes`."""
+
+    same_host = True
+
+    def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes) -> None:
+        self.address = f"w{worker.number}"
+        self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
+        self.client = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
+        self.client.open(worker.card)
+        self._card = worker.card
+        this = cast("Any", self)
+        routes.joined(this)
+        receive: Callable[[Any], None] = self.client.received
+        apply: Callable[[Any], None] = lambda change: routes.changed(this, change)  # noqa: E731 - may be measured
+        if cluster.meter is not None:
+            receive, apply = cluster.meter.receiving(receive), cluster.meter.applying(apply)
+        self.client.watch(
+            on_blocks=apply,
+            on_loads=lambda loads: routes.reported(this, loads),
+            on_pending=lambda number, work: routes.announced(this, number, work),
+            on_pending_ended=lambda number, is_computed: routes.announcement_ended(
+                this, number, is_computed=is_computed
+            ),
+        )
+        self._session = SessionReports(
+            cast("Any", worker),
+            cast("Any", _Connection(self.to_gateway, receive)),
+            group=worker.group,
+            max_frame_bytes=_RPC.max_frame_bytes,
+            max_pending=_RPC.max_in_flight,
+        )
+        self._session.start()
+        self._cluster = cluster
+        cluster.loop.call_later(_RPC.heartbeat_interval_s, self._beat)
+
+    def _received(self, message: Any) -> None:
+        self._session.received(message)
+
+    def endpoints(self) -> list[Endpoint]:
+        return [Endpoint(self.address, "", True, WorkerLoad(), 0, same_host=True, card=self._card)]
+
+    def _beat(self) -> None:
+        if self._cluster.num_unfinished:
+            self._session.report_load()
+            self._cluster.loop.call_later(_RPC.heartbeat_interval_s, self._beat)
+
+
+class _Gateway:
+    def __init__(self, cluster: SimulatedCluster, config: RoutingConfig, seed: int) -> None:
+        clock = cluster.loop.time
+        self.router = Router(config, clock=clock, wall_clock=clock, seed=seed)
+        self._cluster = cluster
+        self._links: dict[str, tuple[_Link, _Worker]] = {}
+        pool = cast("Any", self)  # of WorkerPool, Routes uses only `listen`
+        self._routes = Routes(self.router, pool, Metrics(CollectorRegistry()))
+
+    def listen(self, listener: Routes) -> None:
+        """Reports reach the listener through its links."""
+
+    def connect(self, worker: _Worker) -> None:
+        link = _Link(self._cluster, worker, self._routes)
+        self._links[link.address] = link, worker
+
+    def arrive(self, turn: Turn) -> None:
+        block_size = self._cluster.simulated.block_size
+        ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
+        request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
+        started = time.thread_time()
+        routed = self.router.pick(request)
+        link, worker = self._links[routed.worker_id]
+        sent = _Request(turn, self._cluster.loop.time(), Route(cast("Any", link), routed, Known([]), None), link)
+        link.to_worker.send(lambda: worker.submit(sent))
+        self._routes.begin(sent.route, turn.session)
+        if self._cluster.meter is not None:
+            self._cluster.meter.decisions_s.append(time.thread_time() - started)
+
+
+@dataclass(frozen=True)
+class _Request:
+    turn: Turn
+    arrived_s: float
+    route: Route
+    link: _Link
+
+
+class _Worker:
+    """A worker, and the `rpc.Handler` of its sessions."""
+
+    def __init__(self, cluster: SimulatedCluster, number: int, card: ModelCard) -> None:
+        self.number = number
+        self.card = card
+        self.group = GatewayGroup()
+        self._cluster = cluster
+        self._scheduler = simulated_scheduler(cluster.simulated)
+        self._blocks = BlockReports(card)
+        self._requests: dict[SimulatedSequence, _Request] = {}
+        self._stepping = False
+
+    def loads(self) -> Sequence[WorkerLoad]:
+        scheduler = self._scheduler
+        return [WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)]
+
+    def watch_arena(self, listener: Callable[[str | None], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
+        return self._blocks.watch(listener)
+
+    def held_blocks(self) -> Mapping[int, Sequence[int]]:
+        return self._blocks.held()
+
+    def submit(self, request: _Request) -> None:
+        turn = request.turn
+        items = [Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality) for s in turn.media]
+        sequence = SimulatedSequence(
+            turn.session,
+            turn.token_ids,
+            block_size=self._cluster.simulated.block_size,
+            max_tokens=turn.num_answer_tokens,
+            items=items,
+        )
+        self._requests[sequence] = request
+        self._scheduler.add(sequence)
+        self.group.load_changed()
+        if not self._stepping:
+            self._step()
+
+    def _step(self) -> None:
+        step = self._scheduler.step()
+        self._stepping = bool(step.tokens)
+        if self._stepping:
+            duration = step_s(self._cluster.simulated, step)
+            if self._cluster.counts(self._cluster.loop.time()):
+                outcome = self._cluster.outcome
+                outcome.work_s[self.number] += duration - self._cluster.simulated.step_ms * 1e-3
+                outcome.num_encoded += step.num_embeds
+            self._cluster.loop.call_later(duration, self._complete, step)
+
+    def _complete(self, step: Step) -> None:
+        for sequence in self._scheduler.complete(step):
+            if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
+                self._began(sequence)
+            if sequence.finished:
+                self._finished(sequence)
+        events = self._scheduler.take_events()
+        if events:
+            self._blocks.apply(KvEventBatch(0, events))
+        self._step()
+
+    def _began(self, sequence: SimulatedSequence) -> None:
+        request, outcome = self._requests[sequence], self._cluster.outcome
+        num_cached = sequence.num_cached_tokens or 0
+        if request.arrived_s >= outcome.began_s:
+            outcome.ttft_s.append(self._cluster.loop.time() + self._cluster.hop_s - request.arrived_s)
+            outcome.num_tokens += sequence.num_prompt_tokens
+            outcome.num_cached += num_cached
+            media = request.turn.media
+            outcome.num_embeds += sum({s.mm_hash: s.length for s in media}.values())
+            outcome.num_needed += sum({s.mm_hash: s.length for s in media if s.end > num_cached}.values())
+        request.link.to_gateway.send(lambda: request.route.routed.prefilled(num_cached))
+
+    def _finished(self, sequence: SimulatedSequence) -> None:
+        request = self._requests.pop(sequence)
+        request.link.to_gateway.send(request.route.routed.release)
+        self._cluster.num_unfinished -= 1
+        self.group.load_changed()
+
+
+def counted(turns: list[Turn]) -> list[Turn]:
+    return turns[int(len(turns) * WARM_UP) :]
