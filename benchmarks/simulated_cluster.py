@@ -202,6 +202,7 @@ class _Link:
             on_pending_ended=lambda number, is_computed: routes.announcement_ended(
                 this, number, is_computed=is_computed
             ),
+            on_encoder_cleared=None,  # no trace resets caches
         )
         self._session = SessionReports(
             cast("Any", worker),
