@@ -1,4 +1,4 @@
-"""Authentication over real TCP sockets, with and without TLS: peers that fail are cut, and nobody else notices."""
+"""Authentication over real TCP sockets, with and without TLS: peers that fail are cut, without effect on others."""
 
 import asyncio
 import contextlib
@@ -185,7 +185,7 @@ async def test_a_thousand_half_open_connections_are_bounded(served, monkeypatch)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-async def test_full_house_closes_the_oldest_of_the_address_with_most(monkeypatch, served, caplog):
+async def test_above_the_bound_the_oldest_of_the_address_with_most_is_closed(monkeypatch, served, caplog):
     monkeypatch.setattr(tcp_server, "MAX_UNAUTHENTICATED", 3)
     listener = served.server._listener._server
     lone = socket.create_connection(plain_socket(served), source_address=("127.0.0.2", 0))
