@@ -20,16 +20,20 @@ from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_address
+from medialane.rpc.address import TcpAddress, parse_address
 from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
-_COMMON = ("rpc-token", "log-level", "arena-directory", "simulated-workers", "speedup")
+_COMMON = (
+    "metrics-host", "metrics-port", "worker-name", "rpc-token", "log-level", "arena-directory", "simulated-workers",
+    "speedup",
+)  # fmt: skip
 
 _EPILOG = """\
 examples:
   medialane worker ./model --listen unix:/run/medialane/worker-0.sock
+  medialane worker ./model --join gateways.example:7100 --metrics-port 8001       # with MEDIALANE_RPC_TOKEN set
   CUDA_VISIBLE_DEVICES=0,1 medialane worker ./model --listen tcp://0.0.0.0:7000 -- --tensor-parallel-size 2
   medialane worker ./model --engine simulated --simulated-workers 64 --listen unix:/tmp/worker-{}.sock --speedup 4"""
 
@@ -38,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
     parser.add_argument(
-        "--listen", metavar="ADDRESS", required=True, help="address to listen on: unix:/path or tcp://host:port"
+        "--listen", metavar="ADDRESS", help="address to listen on for gateways: unix:/path or tcp://host:port"
+    )
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT[,HOST:PORT...]",
+        help="gateways to connect to (their --join-listen): all addresses of each name, resolved again regularly",
     )
     parser.add_argument(
         "--store",
@@ -62,9 +71,13 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if args.store is not None:
         check_store(args.store, "--store")
+    if args.listen is None and args.join is None:
+        raise StartupFailed("a worker needs --join HOST:PORT, the gateways to connect to, or --listen ADDRESS")
+    _join_targets(args.join)
     if args.engine == "simulated":
         return _run_simulated(config, args)
-    _check_listen(args.listen)
+    if args.listen is not None:
+        _check_listen(args.listen)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
@@ -91,7 +104,13 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     async def serve() -> int:
         async with _host_arena(config, args.store) as host_arena:
             return await serve_worker(
-                config.worker, config.rpc, engine, args.listen, arena_directory=directory, host_arena=host_arena
+                config.worker,
+                config.rpc,
+                engine,
+                args.listen,
+                arena_directory=directory,
+                host_arena=host_arena,
+                gateways=_join_targets(args.join),
             )
 
     # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
@@ -140,9 +159,25 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
                 listen=args.listen,
                 arena_directory=config.arena.directory,
                 host_arena=host_arena,
+                gateways=_join_targets(args.join),
             )
 
     return uvloop.run(serve())
+
+
+def _join_targets(join: str | None) -> list[TcpAddress]:
+    """Return the addresses of --join. Raises StartupFailed."""
+    return [_join_target(each.strip()) for each in join.split(",")] if join is not None else []
+
+
+def _join_target(text: str) -> TcpAddress:
+    try:
+        found = parse_address(f"tcp://{text.removeprefix('tcp://')}")
+    except StartupFailed as error:
+        raise StartupFailed(f"--join must be HOST:PORT[,HOST:PORT...]: {error.message}") from error
+    if not isinstance(found, TcpAddress) or not found.port:
+        raise StartupFailed(f"--join {text}: the port that the gateway listens on, not 0")
+    return found
 
 
 def _check_listen(address: str) -> None:

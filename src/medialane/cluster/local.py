@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 
 from medialane.cluster.config import ClusterConfig
-from medialane.cluster.placement import Hardware, place_workers
+from medialane.cluster.placement import Hardware, place_workers, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
-from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
+from medialane.rpc.address import consecutive_ports
 
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
@@ -34,6 +35,9 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
     """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
     operator."""
     check_port(config.server.host, config.server.port)
+    if config.gateway.join_listen:
+        num_gateways = config.cluster.resolved_num_gateways(usable_cores())
+        consecutive_ports(config.gateway.join_listen, num_gateways, "--join-listen")
     check_start(model, vllm_args, environ)
 
 
@@ -161,7 +165,10 @@ def parts(
             i,
             path,
             argv=_command(
-                "worker", model, ["--listen", f"unix:{path}", *store_flags], [*vllm_args, *placement.vllm_args]
+                "worker",
+                model,
+                ["--listen", f"unix:{path}", *store_flags, *_metrics_flags(config, vllm_args, i)],
+                [*vllm_args, *placement.vllm_args],
             ),
             environ={**inherited, **placement.environ},
             config=config.cluster,
@@ -181,6 +188,13 @@ def parts(
         return [store, *workers, gateway]
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
+
+
+def _metrics_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
+    """Return the flags with which a worker of this host gets metrics ports of its own."""
+    if not config.worker.metrics_port:
+        return []
+    return ["--metrics-port", str(config.worker.metrics_port + number * ranks_per_worker(vllm_args))]
 
 
 def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:

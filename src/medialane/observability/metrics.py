@@ -102,6 +102,10 @@ class Metrics:
     def count_worker_lost(self, worker: str) -> None:
         self._counters["medialane_worker_losses"].labels(worker).inc()
 
+    def forget_worker(self, worker: str) -> None:
+        """Drop what is counted for a worker that will not come back under this name."""
+        self._counters["medialane_worker_losses"].remove(worker)
+
     def observe_routing(self, seconds: float) -> None:
         """Record the duration of one routing decision."""
         self._histograms["medialane_routing_seconds"].observe(seconds)
