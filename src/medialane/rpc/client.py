@@ -28,6 +28,7 @@ from medialane.rpc.messages import (
     AdminFailed,
     ArenaMapped,
     Failed,
+    FromWorker,
     Gateways,
     Hello,
     Join,
@@ -59,6 +60,7 @@ class RpcClient:
         """`on_open` is called when a worker has connected, which then sends `join`."""
         self._config = config
         self._on_open = on_open
+        self._is_registering = False
         #: The first message of a worker that has connected.
         self.join: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
@@ -199,6 +201,9 @@ class RpcClient:
 
     def received(self, frame: memoryview) -> None:
         message = decode_from_worker(frame)
+        if not self._is_registering:
+            self._joined(message)
+            return
         match message:
             case Output(delta):
                 self._requests.on_output(delta, len(frame))
@@ -217,7 +222,7 @@ class RpcClient:
             case Welcome() | Refused():
                 self._answered(message)
             case Join():
-                self._joined(message)
+                raise ProtocolViolation("a second Join")
 
     def beat(self) -> None:
         self._num_pings += 1
@@ -236,6 +241,7 @@ class RpcClient:
 
     async def _register(self, hello: Hello, address: str | None) -> None:
         """Send `hello`, after connecting to `address` if it is given."""
+        self._is_registering = True
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 if address is not None:
@@ -249,10 +255,10 @@ class RpcClient:
                 raise WorkerLost("the worker did not respond in time") from None
             raise
 
-    def _joined(self, join: Join) -> None:
-        if self._on_open is None or self.join.done():
-            raise ProtocolViolation("unexpected Join")
-        self.join.set_result(join)
+    def _joined(self, message: FromWorker) -> None:
+        if not isinstance(message, Join) or self.join.done():
+            raise ProtocolViolation(f"unexpected {type(message).__name__}")
+        self.join.set_result(message)
 
     def _mapped(self, arena: str | None) -> None:
         self.arena = arena
