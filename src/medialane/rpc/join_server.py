@@ -61,7 +61,7 @@ class JoinServer:
             oldest.connection.end(WorkerLost("too many unidentified connections"))
         task = asyncio.get_running_loop().create_task(self._serve(client), name="joining worker")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._ended(client, task))  # a task may be cancelled before its first step
 
     async def _serve(self, client: RpcClient) -> None:
         try:
@@ -75,9 +75,11 @@ class JoinServer:
             client.refuse(error)
         except Exception as error:  # noqa: BLE001 - the supervisor: the failure of one worker must not affect others
             report_of(error, "joining worker")
-        finally:
-            self._unidentified.pop(client, None)
-            client.leave()
+
+    def _ended(self, client: RpcClient, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._unidentified.pop(client, None)
+        client.leave()
 
     async def _join(self, client: RpcClient) -> Join | None:
         """Return the Join of a connection; None if it was closed before. Raises StartupFailed."""
