@@ -85,9 +85,7 @@ class Proxy:
         self._writers.append(writer)
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
         self._writers.append(far_writer)
-        self._tasks |= {
-            asyncio.create_task(self._pump(*ends)) for ends in ((reader, far_writer), (far_reader, writer))
-        }
+        self._tasks |= {asyncio.create_task(self._pump(*ends)) for ends in ((reader, far_writer), (far_reader, writer))}
 
     async def _pump(self, reader, writer):
         with contextlib.suppress(ConnectionError):

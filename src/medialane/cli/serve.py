@@ -25,7 +25,7 @@ from medialane.observability.logging import configure
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
     "workers", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport", "router",
-    "single-gpu", "metrics-port", "log-level",
+    "single-gpu", "join", "metrics-port", "log-level",
 )  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130

@@ -15,25 +15,26 @@ import uvloop
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.store_command import check_store
+from medialane.cluster.local import check_join
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
-from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.security import check_address
 from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
 _COMMON = (
-    "metrics-host", "metrics-port", "worker-name", "rpc-token", "log-level", "arena-directory", "simulated-workers",
-    "speedup",
+    "join", "metrics-host", "metrics-port", "worker-name", "rpc-secret-file", "log-level", "arena-directory",
+    "simulated-workers", "speedup",
 )  # fmt: skip
 
 _EPILOG = """\
 examples:
   medialane worker ./model --listen unix:/run/medialane/worker-0.sock
-  medialane worker ./model --join gateways.example:7100 --metrics-port 8001       # with MEDIALANE_RPC_TOKEN set
+  medialane worker ./model --join gateways.example:7100 --metrics-port 8001       # and --rpc-secret-file FILE
   CUDA_VISIBLE_DEVICES=0,1 medialane worker ./model --listen tcp://0.0.0.0:7000 -- --tensor-parallel-size 2
   medialane worker ./model --engine simulated --simulated-workers 64 --listen unix:/tmp/worker-{}.sock --speedup 4"""
 
@@ -43,11 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
     parser.add_argument(
         "--listen", metavar="ADDRESS", help="address to listen on for gateways: unix:/path or tcp://host:port"
-    )
-    parser.add_argument(
-        "--join",
-        metavar="HOST:PORT[,HOST:PORT...]",
-        help="gateways to connect to (their --join-listen): all addresses of each name, resolved again regularly",
     )
     parser.add_argument(
         "--store",
@@ -71,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if args.store is not None:
         check_store(args.store, "--store")
-    if args.listen is None and args.join is None:
+    if args.listen is None and not config.worker.join:
         raise StartupFailed("a worker needs --join HOST:PORT, the gateways to connect to, or --listen ADDRESS")
-    _join_targets(args.join)
+    check_join(config)
+    if args.listen is not None:
+        _check_listen(args.listen, config)
     if args.engine == "simulated":
         return _run_simulated(config, args)
-    if args.listen is not None:
-        _check_listen(args.listen)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
@@ -110,7 +106,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
                 args.listen,
                 arena_directory=directory,
                 host_arena=host_arena,
-                gateways=_join_targets(args.join),
+                gateways=config.worker.gateways(),
             )
 
     # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
@@ -159,29 +155,14 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
                 listen=args.listen,
                 arena_directory=config.arena.directory,
                 host_arena=host_arena,
-                gateways=_join_targets(args.join),
+                gateways=config.worker.gateways(),
             )
 
     return uvloop.run(serve())
 
 
-def _join_targets(join: str | None) -> list[TcpAddress]:
-    """Return the addresses of --join. Raises StartupFailed."""
-    return [_join_target(each.strip()) for each in join.split(",")] if join is not None else []
-
-
-def _join_target(text: str) -> TcpAddress:
+def _check_listen(address: str, config: Config) -> None:
     try:
-        found = parse_address(f"tcp://{text.removeprefix('tcp://')}")
-    except StartupFailed as error:
-        raise StartupFailed(f"--join must be HOST:PORT[,HOST:PORT...]: {error.message}") from error
-    if not isinstance(found, TcpAddress) or not found.port:
-        raise StartupFailed(f"--join {text}: the port that the gateway listens on, not 0")
-    return found
-
-
-def _check_listen(address: str) -> None:
-    try:
-        parse_address(address)
+        check_address(address.replace("{}", "0"), config.rpc)  # {}: the index of a simulated worker
     except StartupFailed as error:
         raise StartupFailed(f"--listen: {error.message}") from error

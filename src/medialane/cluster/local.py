@@ -20,7 +20,8 @@ from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
-from medialane.rpc.address import consecutive_ports
+from medialane.rpc.address import consecutive_ports, format_tcp
+from medialane.rpc.security import check_address
 
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
@@ -37,8 +38,28 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
     check_port(config.server.host, config.server.port)
     if config.gateway.join_listen:
         num_gateways = config.cluster.resolved_num_gateways(usable_cores())
-        consecutive_ports(config.gateway.join_listen, num_gateways, "--join-listen")
+        check_join_listen(config, num_gateways)
+    check_join(config)
     check_start(model, vllm_args, environ)
+
+
+def check_join_listen(config: Config, num_gateways: int = 1) -> None:
+    """Raise StartupFailed if workers cannot join at the configured address, or could without a secret."""
+    address = config.gateway.join_listen
+    consecutive_ports(address, num_gateways, "--join-listen")
+    try:
+        check_address(address, config.rpc)
+    except StartupFailed as error:
+        raise StartupFailed(f"--join-listen: {error.message}") from error
+
+
+def check_join(config: Config) -> None:
+    """Raise StartupFailed if workers cannot join the configured gateways without a secret."""
+    for gateway in config.worker.gateways():
+        try:
+            check_address(format_tcp(*gateway), config.rpc)
+        except StartupFailed as error:
+            raise StartupFailed(f"--join: {error.message}") from error
 
 
 def check_port(host: str, port: int) -> None:
@@ -167,7 +188,7 @@ def parts(
             argv=_command(
                 "worker",
                 model,
-                ["--listen", f"unix:{path}", *store_flags, *_metrics_flags(config, vllm_args, i)],
+                ["--listen", f"unix:{path}", *store_flags, *_own_flags(config, vllm_args, i)],
                 [*vllm_args, *placement.vllm_args],
             ),
             environ={**inherited, **placement.environ},
@@ -190,11 +211,11 @@ def parts(
     return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
 
 
-def _metrics_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
-    """Return the flags with which a worker of this host gets metrics ports of its own."""
-    if not config.worker.metrics_port:
-        return []
-    return ["--metrics-port", str(config.worker.metrics_port + number * ranks_per_worker(vllm_args))]
+def _own_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
+    """Return the flags that give a worker of this host a name and metrics ports of its own."""
+    name, port = config.worker.name, config.worker.metrics_port
+    flags = ["--worker-name", f"{name}/{number}"] if name else []
+    return [*flags, "--metrics-port", str(port + number * ranks_per_worker(vllm_args))] if port else flags
 
 
 def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:

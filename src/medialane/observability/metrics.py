@@ -206,6 +206,8 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
     states: dict[str, float] = {"alive": stats.num_alive, "busy": stats.num_busy}
     yield _gauge("medialane_preparers", "Preparer processes", "state", states)
     yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
+    text = "Expected time of the waiting items in preparers, divided by the number of preparers"
+    yield GaugeMetricFamily("medialane_preparer_queue_seconds", text, value=stats.queue_s)
     yield CounterMetricFamily(
         "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
     )

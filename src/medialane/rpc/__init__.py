@@ -7,6 +7,8 @@ Tensors are sent over the connection only if they are inline.
 """
 
 from medialane.rpc.address import parse_address
+from medialane.rpc.authentication import Role
+from medialane.rpc.blocking import authenticate_socket
 from medialane.rpc.client import RpcClient
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.fake import FakeHandler
@@ -14,19 +16,24 @@ from medialane.rpc.handler import Handler
 from medialane.rpc.join_server import JoinServer
 from medialane.rpc.messages import PROTOCOL_VERSION, Hello, Join, Welcome
 from medialane.rpc.remote_request import RemoteRequest
+from medialane.rpc.security import Authentication, Security
 from medialane.rpc.server import RpcServer
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "Authentication",
     "FakeHandler",
     "Handler",
     "Hello",
     "Join",
     "JoinServer",
     "RemoteRequest",
+    "Role",
     "RpcClient",
     "RpcConfig",
     "RpcServer",
+    "Security",
     "Welcome",
+    "authenticate_socket",
     "parse_address",
 ]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report, to_report
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, WorkerLoad
 from medialane.observability.worker_metrics import MetricMirror
+from medialane.rpc.authentication import Role
 from medialane.rpc.client_calls import ClientCalls
 from medialane.rpc.client_reports import ClientReports
 from medialane.rpc.client_requests import ClientRequests
@@ -46,6 +45,7 @@ from medialane.rpc.messages import (
     decode_from_worker,
 )
 from medialane.rpc.remote_request import RemoteRequest
+from medialane.rpc.security import Security
 
 #: Frame size limit before the registration of a worker that has connected.
 MAX_JOIN_BYTES = 64 * 1024
@@ -77,13 +77,14 @@ class RpcClient:
 
     @classmethod
     async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
-        """Connect and register; `config.token` replaces the token of `hello`.
+        """Connect and register.
 
         When this returns, the requests of this gateway's earlier connections have ended. Raises
 
         * NoWorkerReady: no process listens at the address, and only then: the worker has exited or is not up yet;
         * WorkerLost: unreachable, no response within `connect_timeout_s`, disconnected, or temporarily refused;
-        * StartupFailed and others: refused until the configuration changes (token, version, model);
+        * AuthenticationFailed: one side did not accept the other's secret or certificate (TCP);
+        * StartupFailed and others: refused until the configuration changes (version, model);
         * ProtocolViolation: the listener is not a worker.
 
         Cancellation and errors leave no connection behind.
@@ -219,10 +220,8 @@ class RpcClient:
                 self._calls.received(message)
             case Pong():
                 pass  # any received bytes count as liveness
-            case Welcome() | Refused():
+            case Welcome() | Refused() | Join():
                 self._answered(message)
-            case Join():
-                raise ProtocolViolation("a second Join")
 
     def beat(self) -> None:
         self._num_pings += 1
@@ -245,8 +244,9 @@ class RpcClient:
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 if address is not None:
-                    await dial(address, self._connection)
-                self._connection.send(msgspec.structs.replace(hello, token=self._config.token))
+                    security = Security.load(self._config)
+                    await dial(address, self._connection, security.authentication("rpc", Role.GATEWAY, Role.WORKER))
+                self._connection.send(hello)
                 self.welcome = await self._welcome
         except BaseException as error:  # includes cancellation
             self._welcome.cancel()
@@ -265,12 +265,12 @@ class RpcClient:
         if self._on_arena is not None:
             self._on_arena()
 
-    def _answered(self, welcome: Welcome | Refused) -> None:
+    def _answered(self, welcome: Welcome | Refused | Join) -> None:
         if isinstance(welcome, Refused):
             self._connection.end(_refusal(from_report(welcome.error)))
             return
-        if self._welcome.done():
-            raise ProtocolViolation("a second Welcome")
+        if isinstance(welcome, Join) or self._welcome.done():
+            raise ProtocolViolation(f"a second {type(welcome).__name__}")
         self._connection.accept_large_frames()
         self._reports.open(welcome.card)
         self._welcome.set_result(welcome)

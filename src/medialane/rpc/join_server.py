@@ -8,12 +8,14 @@ import re
 from collections.abc import Awaitable, Callable
 
 from medialane.core.errors import MedialaneError, StartupFailed, WorkerLost
+from medialane.rpc.authentication import Role
 from medialane.rpc.client import RpcClient
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.handler import report_of
 from medialane.rpc.listener import Listener
 from medialane.rpc.messages import PROTOCOL_VERSION, Join
+from medialane.rpc.security import Security
 from medialane.rpc.server import END_TIMEOUT_S, MAX_UNIDENTIFIED
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,8 @@ class JoinServer:
 
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to. Raises StartupFailed if it cannot."""
-        self._listener = await Listener.listen(address, self._open_connection)
+        authentication = Security.load(self._config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+        self._listener = await Listener.listen(address, self._open_connection, authentication)
         return self._listener.address
 
     async def close(self) -> None:

@@ -109,7 +109,12 @@ async def test_second_connection_to_a_gateway_is_refused_while_the_first_is_open
 
 @pytest.mark.parametrize(
     ("wrong", "text"),
-    [({"version": 0}, "speaks protocol 0"), ({"name": ""}, "name"), ({"name": "a\nb"}, "name"), ({"name": "ä"}, "name")],
+    [
+        ({"version": 0}, "speaks protocol 0"),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "ä"}, "name"),
+    ],
 )
 async def test_join_that_cannot_be_used_is_refused_with_the_reason(gateway, worker, wrong, text):
     with pytest.raises(StartupFailed, match=text):
