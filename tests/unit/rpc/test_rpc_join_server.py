@@ -6,15 +6,20 @@ import msgspec
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.core.errors import AlreadyJoined, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.rpc import FakeHandler, Hello, Join, JoinServer, RpcConfig, RpcServer
+from medialane.rpc.authentication import Role
+from medialane.rpc.dial import dial
 from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.framing import append_frame
 from medialane.rpc.messages import Refused, Welcome
+from medialane.rpc.security import Security
 from medialane.rpc.server import MAX_UNIDENTIFIED
 from waiting import eventually
 
 CONFIG = RpcConfig(heartbeat_timeout_s=2.0)
+SECRET = RpcConfig(shared_secret="0123456789abcdef" * 2)
+OTHER_SECRET = RpcConfig(shared_secret="fedcba9876543210" * 2)
 JOIN = Join(name="w", worker_id="id", card=FAKE_CARD)
 
 
@@ -138,57 +143,114 @@ async def test_address_without_a_gateway_is_told_from_one_that_is_cut_off(worker
         await worker.join(address, JOIN)
 
 
-async def test_gateway_that_is_lost_before_it_registers_may_be_tried_again(worker):
-    async def hang_up(_reader, writer):
-        writer.close()
+async def test_gateway_that_is_lost_before_it_registers_may_be_tried_again(gateway, worker):
+    async def hang_up(_join, client):
+        await client.close()
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+    gateway.server._serve_worker = hang_up
     with pytest.raises(WorkerLost):
-        await worker.join(f"tcp://127.0.0.1:{port}", JOIN)
-    server.close()
+        await worker.join(gateway.address, JOIN)
 
 
-async def connect(gateway):
-    host, port = gateway.address.removeprefix("tcp://").split(":")
-    return await asyncio.open_connection(host, int(port))
+class Peer(asyncio.Protocol):
+    """An authenticated peer that sends what it likes."""
+
+    def __init__(self):
+        self.closed = asyncio.Event()
+
+    @classmethod
+    async def connect(cls, address, config=CONFIG):
+        peer = cls()
+        await dial(address, peer, Security.load(config).authentication("rpc", Role.WORKER, Role.GATEWAY))
+        return peer
+
+    def connection_made(self, transport):
+        self._transport = transport
+
+    def connection_lost(self, error):
+        self.closed.set()
+
+    def send(self, data):
+        self._transport.write(data)
+
+    def close(self):
+        self._transport.abort()
+
+    async def is_disconnected(self):
+        async with asyncio.timeout(2.0):
+            await self.closed.wait()
+        return True
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\0\0\0\1\xc0", b"\0\1\0\1"])
-async def test_peer_that_is_not_a_worker_is_disconnected(gateway, sent):
-    reader, writer = await connect(gateway)
-    writer.write(sent)
-    async with asyncio.timeout(1.0):
-        assert await reader.read() == b""
-    writer.close()
-
-
-async def test_message_other_than_the_join_ends_the_connection(gateway):
-    reader, writer = await connect(gateway)
+def frame(message):
     buffer = bytearray()
-    append_frame(buffer, Welcome("id", 1, FAKE_CARD), 1 << 20)
-    writer.write(buffer)
-    async with asyncio.timeout(1.0):
-        assert await reader.read() == b""
-    writer.close()
+    append_frame(buffer, message, 1 << 20)
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\0\0\0\1\xc0", b"\0\1\0\1", frame(Welcome("id", 1, FAKE_CARD))]
+)
+async def test_peer_that_does_not_join_is_disconnected(gateway, sent):
+    peer = await Peer.connect(gateway.address)
+    peer.send(sent)
+    assert await peer.is_disconnected()
     assert not gateway.joins
 
 
+async def test_second_join_ends_the_connection(gateway):
+    peer = await Peer.connect(gateway.address)
+    peer.send(frame(JOIN) + frame(JOIN))
+    assert await peer.is_disconnected()
+
+
 async def test_silent_peer_is_disconnected_after_the_timeout():
-    server = JoinServer(RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1), Gateway()._serve)
-    reader, writer = await connect(type("At", (), {"address": await server.serve("tcp://127.0.0.1:0")}))
-    async with asyncio.timeout(2.0):
-        assert await reader.read() == b""
-    writer.close()
+    config = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1)
+    server = JoinServer(config, Gateway()._serve)
+    peer = await Peer.connect(await server.serve("tcp://127.0.0.1:0"))
+    assert await peer.is_disconnected()
     await server.close()
 
 
 async def test_number_of_silent_connections_is_bounded(gateway):
-    opened = [await connect(gateway) for _ in range(MAX_UNIDENTIFIED + 1)]
-    async with asyncio.timeout(1.0):
-        assert await opened[0][0].read() == b"", "the oldest is closed"
-    for _, writer in opened:
-        writer.close()
+    peers = [await Peer.connect(gateway.address) for _ in range(MAX_UNIDENTIFIED + 1)]
+    assert await peers[0].is_disconnected(), "the oldest is closed"
+    assert not peers[-1].closed.is_set()
+    for peer in peers:
+        peer.close()
+
+
+async def test_worker_without_the_secret_cannot_join_and_vice_versa(gateway):
+    for handler_config, gateway_config in ((SECRET, CONFIG), (CONFIG, SECRET), (SECRET, OTHER_SECRET)):
+        theirs = Gateway()
+        theirs.server = JoinServer(gateway_config, theirs._serve)
+        await theirs.start()
+        worker = RpcServer(FakeHandler(), handler_config)
+        with pytest.raises(AuthenticationFailed):
+            await worker.join(theirs.address, JOIN)
+        assert not theirs.joins
+        await worker.close()
+        await theirs.server.close()
+
+
+async def test_worker_with_the_secret_joins():
+    gateway = Gateway()
+    gateway.server = JoinServer(SECRET, gateway._serve)
+    await gateway.start()
+    worker = RpcServer(FakeHandler(), SECRET)
+    joining = asyncio.create_task(worker.join(gateway.address, JOIN))
+    await eventually(lambda: gateway.clients)
+    await gateway.server.close()
+    await joining
+    await worker.close()
+
+
+async def test_address_beyond_loopback_needs_a_secret():
+    with pytest.raises(StartupFailed, match="secret"):
+        await JoinServer(CONFIG, Gateway()._serve).serve("tcp://0.0.0.0:0")
+    worker = RpcServer(FakeHandler(), CONFIG)
+    with pytest.raises(StartupFailed, match="secret"):
+        await worker.join("tcp://192.0.2.1:7100", JOIN)
 
 
 async def test_closed_server_disconnects_its_workers(gateway, worker):
