@@ -335,7 +335,7 @@ async def test_worker_joins_a_gateway_once_through_two_addresses(cluster):
     gateway = await cluster.gateway()
     proxy = await cluster.proxy(gateway)
     worker = await cluster.worker("w", gateway.port, proxy.port)
-    await eventually(lambda: worker.num_gateways == 1)
+    await eventually(lambda: gateway.ready == {"w"})
     client = gateway.pool.links["w"].client
     assert await tokens(client.submit(request())) == [1, 2, 3]
     assert (worker.num_gateways, gateway.pool.links["w"].client) == (1, client)

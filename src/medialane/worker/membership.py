@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 #: Names are resolved at most this often, however many connections are lost.
 MIN_RESOLVE_INTERVAL_S = 0.5
 RESOLVE_TIMEOUT_S = 10.0
+#: After a loss, connecting again waits for the name to be resolved, but not for a resolver that does not respond.
+RESOLVE_WAIT_S = 1.0
 #: Delays before connecting to an address again.
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 2.0
 
@@ -74,6 +76,7 @@ class Membership:
         self._siblings: dict[Target, list[Target]] = {}
         self._staying: set[Target] = set()
         self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []  # for the next look-up
         self._problems: dict[object, str] = {}
 
     async def run(self) -> None:
@@ -81,7 +84,10 @@ class Membership:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._changed.clear()
+                waiting, self._waiting = self._waiting, []
                 await asyncio.gather(*(self._look_up(gateway) for gateway in self._gateways))
+                for waiter in waiting:
+                    waiter.set_result(None)
                 for target in self._wanted() - self._staying:
                     self._staying.add(target)
                     tasks.create_task(self._stay(target), name=f"join {target}")
@@ -117,7 +123,7 @@ class Membership:
             while target in self._wanted():
                 started = loop.time()
                 refused = await self._connect_once(target)
-                self._changed.set()
+                await self._look_up_again()
                 if refused:
                     await asyncio.sleep(self._config.join_refused_interval_s)
                     continue
@@ -128,6 +134,12 @@ class Membership:
             self._staying.discard(target)
             self._problems.pop(target, None)
             self._siblings.pop(target, None)
+
+    async def _look_up_again(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._changed.set()
+        await asyncio.wait([waiter], timeout=RESOLVE_WAIT_S)
 
     async def _connect_once(self, target: Target) -> bool:
         """Return after the connection was lost, or could not be made; whether the gateway will not accept it soon."""

@@ -26,9 +26,12 @@ class Network:
         self.attempts = []
         self.refusal = None
         self.num_lookups = 0
+        self.resolve_now = None
 
     async def resolve(self, host):
         self.num_lookups += 1
+        if self.resolve_now is not None:
+            await self.resolve_now(host)
         found = self.addresses[host]
         if isinstance(found, OSError):
             raise found
@@ -198,8 +201,22 @@ async def test_bug_in_one_connection_does_not_end_the_others(net, caplog):
     await eventually(lambda: net.open)
 
 
+async def test_resolver_that_does_not_respond_does_not_prevent_a_reconnection(net, monkeypatch):
+    monkeypatch.setattr("medialane.worker.membership.RESOLVE_WAIT_S", 0.05)
+    net.start()
+    await eventually(lambda: net.open)
+
+    async def hang(_host):
+        await asyncio.Event().wait()
+
+    net.resolve_now = hang
+    net.drop("tcp://10.0.0.1:7100")
+    await eventually(lambda: len(net.attempts) == 2 and net.open)
+
+
 async def test_failing_gateway_causes_no_flood_of_lookups(net, monkeypatch):
     monkeypatch.setattr("medialane.worker.membership.MIN_RESOLVE_INTERVAL_S", 5.0)
+    monkeypatch.setattr("medialane.worker.membership.RESOLVE_WAIT_S", 0.01)
     net.refusal = WorkerLost("down")
     net.start(interval_s=3600.0)
     await eventually(lambda: len(net.attempts) > 10)
