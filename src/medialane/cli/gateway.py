@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,13 +33,13 @@ from medialane.gateway import (
     IntakeMiddleware,
     ScopeMiddleware,
     ScrapeMiddleware,
+    StoreFeatures,
     WorkerLink,
     WorkerPool,
     WorkerScrape,
     health_of,
 )
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.connected_worker import disagreements
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
@@ -48,7 +48,7 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.rpc import Hello, JoinServer
 from medialane.rpc.address import consecutive_ports
-from medialane.store import StoreFeatures, StoreLink
+from medialane.store import StoreLink
 from medialane.transfer import InlineTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
 
@@ -153,7 +153,8 @@ async def _start(
     that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     frontend = await asyncio.to_thread(Frontend, model, vllm_args)
-    gateway_config = _fit(config.gateway, frontend)
+    shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
+    gateway_config = _fit(shared, frontend)
     if config.media.jpeg_scaled_decode:
         _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)
@@ -164,7 +165,7 @@ async def _start(
         rpc=config.rpc,
         arena_directory=config.arena.directory,
         wait_timeout_s=config.store.wait_timeout_s,
-        processor=digest(frontend.processor_settings),
+        processor=frontend.processor_settings,
         writable=True,
     )
     links = _links(config, frontend, store=store, peers=peers, metrics=metrics)
@@ -176,8 +177,7 @@ async def _start(
         if peers.store is None:
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
-        _check_store(frontend, (await store.welcome()).processor)
-        store.expect(frontend.processor_settings)
+        await store.ready()
     tasks.start(links.run(), "connecting to workers")
     if gateway_config.join_listen:
         await _listen_for_workers(components, peers, stack)
@@ -197,14 +197,6 @@ def _join_addresses(config: GatewayConfig, peers: Peers) -> list[str]:
     if not config.join_listen:
         return []
     return consecutive_ports(config.join_listen, max(1, len(peers.gateways)), "--join-listen")
-
-
-def _check_store(frontend: Frontend, theirs: Mapping[str, str]) -> None:
-    """Raise StartupFailed if the store would process media with other settings than this gateway's."""
-    if not theirs:
-        return  # it decodes nothing: stage url
-    for name, (ours, found) in disagreements(frontend.processor_settings, theirs).items():
-        raise StartupFailed(f"processor setting {name} is {found} in the media store and {ours} here")
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
@@ -259,6 +251,7 @@ def _gateway(components: _Components) -> Gateway:
         processor_digest=digest(components.frontend.processor_settings),
         fairness=components.fairness,
         media=components.config.media,
+        retention_s=components.config.store.hold_retention_s,
     )
     inline = InlineTransport(components.store.tensor)
     return Gateway(

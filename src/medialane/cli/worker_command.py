@@ -98,7 +98,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     directory = config.arena.directory
 
     async def serve() -> int:
-        async with _host_arena(config, args.store) as host_arena:
+        async with _host_arena(config, args.store if engine.takes_media else None) as host_arena:
             return await serve_worker(
                 config.worker,
                 config.rpc,
@@ -129,7 +129,7 @@ async def _host_arena(config: Config, address: str | None) -> AsyncIterator[Stor
     )
     running = asyncio.create_task(link.run(), name="store link")
     try:
-        yield StoreEntries(link)
+        yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -121,6 +121,8 @@ class GenerationFailed(MedialaneError, code="generation_failed"): ...  # the eng
 class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""
 
+class MediaLost(HandoverFailed, code="media_lost"): ...  # with the store in whose arena they were
+
 class ProtocolViolation(MedialaneError, code="protocol_violation"):
     """The peer violated the protocol; the connection is closed."""
 

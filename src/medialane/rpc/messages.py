@@ -25,6 +25,7 @@ connections have ended. Before Welcome the gateway sends nothing else. Afterward
     ResyncBlocks            ->                                  followed by all blocks
 
     Administer(id, call)    ->                                  executed concurrently with requests
+                            <-      EncoderCleared              before AdminDone, to all gateways, if it did that
                             <-      AdminDone(id, result), or AdminFailed(id, error)
     ReadMetrics             ->                                  one at a time
                             <-      MetricValues(changes) ...   changes since the last read, the last one not `more`
@@ -178,6 +179,10 @@ class Gateways(msgspec.Struct, frozen=True, array_like=True, tag=True):
     count: int
 
 
+class EncoderCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An administrative call of any gateway has emptied the encoder caches of all ranks."""
+
+
 class AdminDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     result: AdminResult
@@ -210,7 +215,7 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
 ReportRequest = ResyncBlocks | Pending | PendingEnded
 ToWorker = Hello | Refused | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
 
-Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways
+Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways | EncoderCleared
 FromWorker = (
     Join
     | Welcome

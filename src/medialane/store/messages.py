@@ -12,10 +12,12 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
-                            <-      EntriesHeld(call, hold)
+                            <-      EntriesHeld(call, holds)    one hold each
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
+                            <-      Reclaim                 memory is short: release what is not in use
+    Reclaimed               ->                              after that
     Ping                    ->                              every heartbeat interval, and before a scrape of metrics
                             <-      StoreStatus             at once after StoreWelcome and Ping, and every heartbeat
 
@@ -40,7 +42,7 @@ from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.observability.timeline import TimelineReport
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
 Form = Literal["encoded", "decoded", "processed"]
@@ -50,25 +52,27 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     """Registration of a client. `client_id` is unique per process; a second connection of it replaces the first, and
     takes over those of its holds that are in `holds`; they are holds on entries of `arena`.
 
-    `processor` is the digest of the processor settings for which a gateway wants features, part of their keys.
+    `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
+    of the features' keys.
     """
 
     version: int = PROTOCOL_VERSION
     client_id: str
-    processor: str = ""
+    processor: dict[str, str] = {}
     arena: str = ""
     holds: list[int] = []
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The store's arena, and the settings with which its preparers process media; empty if they do not."""
+    """The store's arena."""
 
     pid: int
     arena: ArenaOffer
-    processor: dict[str, str] = {}
 
 
 class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Also sent after StoreWelcome, once the store knows its processor settings: those of the client are others."""
+
     error: ErrorReport
 
 
@@ -136,8 +140,10 @@ class HoldEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One hold for each range, in their order."""
+
     call_id: int
-    hold_id: int
+    hold_ids: list[int]
 
 
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -153,22 +159,32 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hold_ids: list[int]
 
 
+class Reclaim(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Release the holds that are not in use. The store waits for Reclaimed before it refuses an item."""
+
+
+class Reclaimed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
 class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
 class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`problem` describes what is wrong with media preparation, None if nothing is."""
+    """`problem` describes what is wrong with media preparation, None if nothing is. `has_started` is whether the store
+    has loaded its processor; until then, items that need a preparer wait for it."""
 
     stats: StoreStats
     problem: str | None = None
+    has_started: bool = True
 
 
-ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | StorePing
+ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | Reclaimed | StorePing
 Question = SendData | ImageSize
 Call = FindItem | ResolveAlias | HoldEntries
 Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
-FromStore = StoreWelcome | StoreRefused | Question | Reply | StoreStatus
+FromStore = StoreWelcome | StoreRefused | Question | Reply | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
 _FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
-from medialane.core.errors import GenerationFailed, HandoverFailed, StoreUnavailable, WorkerLost
+from medialane.core.errors import GenerationFailed, MediaLost, StoreUnavailable, WorkerLost
 from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
@@ -207,7 +207,7 @@ class Worker:
         try:
             return await self._host_arena.hold(list(ranges))
         except StoreUnavailable as error:
-            raise HandoverFailed(error.message) from error
+            raise MediaLost(error.message) from error
 
     def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
         return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]

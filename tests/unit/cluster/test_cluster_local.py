@@ -188,7 +188,7 @@ def test_shared_port_in_use_is_one_clear_error():
 
 
 def flags_of(parts, name):
-    return [part.argv for part in parts if part.name == name][0]
+    return next(part.argv for part in parts if part.name == name)
 
 
 def test_workers_of_a_host_have_metrics_ports_and_names_of_their_own(tmp_path):
