@@ -131,7 +131,7 @@ class Metrics:
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""
-        self._watch(self.registry, lambda: _in_flight(read()))
+        self._watch(self.registry, lambda: _connections(list(read())))
         self._watch(self.host, lambda: _workers(list(read())))
 
     def watch_engines(self, read: Callable[[], Mapping[str, MetricMirror]]) -> None:
@@ -238,7 +238,9 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 
-def _in_flight(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+def _connections(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
+    connected: dict[str, float] = {e.worker_id: float(e.ready) for e in endpoints}
+    yield _gauge("medialane_worker_connected", "1 for a worker that this gateway is connected to", "worker", connected)
     in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
     yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
 

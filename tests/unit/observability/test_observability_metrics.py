@@ -128,6 +128,7 @@ def test_worker_is_in_exactly_one_state(metrics, registry):
     }
     assert states == {("w0", "ready"): 1, ("w0", "lost"): 0, ("w1", "ready"): 0, ("w1", "lost"): 1}
     assert value("medialane_worker_in_flight", {"worker": "w0"}) == 4
+    assert [value("medialane_worker_connected", {"worker": worker}) for worker in ("w0", "w1")] == [1, 0]
     assert value("medialane_worker_kv_usage_ratio", {"worker": "w0"}) == 0.5
 
 
@@ -147,6 +148,7 @@ def test_figures_of_the_host_are_apart_from_those_of_the_gateway():
     )
     metrics.watch_gateways(lambda: {"0": 1.0, "1": 0.0})
     assert own.get_sample_value("medialane_worker_in_flight", {"worker": "w0"}) == 2
+    assert own.get_sample_value("medialane_worker_connected", {"worker": "w0"}) == 1, "others may not reach it"
     assert own.get_sample_value("medialane_worker_running", {"worker": "w0"}) is None
     assert host.get_sample_value("medialane_worker_running", {"worker": "w0"}) == 3
     assert host.get_sample_value("medialane_gateway_up", {"gateway": "1"}) == 0
