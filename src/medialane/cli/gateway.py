@@ -178,10 +178,11 @@ async def _start(
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
         await store.ready()
+    app = await _app(components, gateway, peers)  # may take longer than a worker waits for a heartbeat
     tasks.start(links.run(), "connecting to workers")
     if gateway_config.join_listen:
         await _listen_for_workers(components, peers, stack)
-    return frontend, *await _app(components, gateway, peers)
+    return frontend, *app
 
 
 async def _listen_for_workers(components: _Components, peers: Peers, stack: AsyncExitStack) -> None:
