@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess, free_port, launch
+from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess, free_port, free_ports, launch
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 
@@ -71,12 +71,27 @@ def runtime_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def starting_serve(tiny_model, vllm_environ, runtime_directory, tmp_path_factory) -> Iterator[MedialaneProcess]:
+def join_port() -> int:
+    """Where the workers of `serve` join the gateway `joined`."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def metrics_port() -> int:
+    """Where the first worker of `serve` has its metrics; the second one has the next port."""
+    return free_ports(2)
+
+
+@pytest.fixture(scope="session")
+def starting_serve(
+    tiny_model, vllm_environ, runtime_directory, tmp_path_factory, join_port, metrics_port
+) -> Iterator[MedialaneProcess]:
     """`medialane serve` with two workers, not ready yet: use the fixture `serve` instead."""
+    joining = ["--join", f"localhost:{join_port}", "--metrics-port", str(metrics_port)]
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
-        ["--workers", "2", "--verbose", *STORE_FLAGS],
+        ["--workers", "2", "--verbose", *STORE_FLAGS, *joining],
         SERVER_FLAGS,
         environ={
             **vllm_environ,
@@ -127,13 +142,14 @@ def worker_addresses(serve) -> list[str]:
 
 
 #: Gateways over the workers and the store of `serve`, each with one transfer path. `apart` has a store of its own, with
-#: an arena out of the workers' reach.
+#: an arena out of the workers' reach; `joined` lists no workers: they join it.
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
     "decoded/shm": ("--stage", "decoded", "--transport", "shm"),
     "url": ("--stage", "url"),
     "apart": ("--transfer-max-inline-bytes", "1MiB"),
+    "joined": (),
 }
 PROGRAM = Path(__file__).with_name("gateways_program.py")
 
@@ -157,7 +173,7 @@ def store_apart(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[list
 
 @pytest.fixture(scope="session")
 def starting_gateways(
-    starting_serve, store_apart, vllm_environ, tmp_path_factory
+    starting_serve, store_apart, vllm_environ, tmp_path_factory, join_port
 ) -> Iterator[dict[str, MedialaneProcess]]:
     """GATEWAYS, not ready yet: use the fixture `gateways` instead. Children of one process, which `stop` ends."""
     serve = starting_serve
@@ -169,7 +185,8 @@ def starting_gateways(
         key = ["--api-key", API_KEY] if name == "features/shm" else []
         places[name] = (free_port(), logs / f"{name.replace('/', '-')}.log")
         port, log = places[name]
-        ours = [serve.model, "--port", str(port), *workers, *flags, *store, *MEDIA_FLAGS]
+        found = workers if name != "joined" else ["--join-listen", f"tcp://127.0.0.1:{join_port}"]
+        ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
         commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
     process = launch(
         [sys.executable, str(PROGRAM), json.dumps(commands)],

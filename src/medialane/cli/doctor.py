@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +25,9 @@ from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
 from medialane.config import Config, format_size, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.rpc.address import TcpAddress, format_tcp
 from medialane.vllm_bridge.seams.table import TESTED_VLLM
+from medialane.worker.config import WorkerConfig
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -32,6 +36,7 @@ _POPULATE_KERNEL = (5, 14)
 #: Sockets of clients, workers and preparers, and vLLM's own.
 _MIN_OPEN_FILES = 4096
 _IMPORT_TIMEOUT_S = 120
+_CONNECT_TIMEOUT_S = 3
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 #: Runs in a separate process: a broken build may crash the process that imports it.
@@ -76,6 +81,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--join", metavar="HOST:PORT,...", help="also try to reach the gateways that workers here join")
     parser.add_argument("--json", action="store_true", help="print findings as JSON, for a report")
     add_settings(parser, ("server", "arena"))
 
@@ -84,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 if one of them is a failure, else 0. Raises StartupFailed for invalid settings."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
     findings = list(run_checks(config))
+    if args.join is not None:
+        findings += [("gateways", finding) for finding in _gateways(WorkerConfig(join=args.join).gateways())]
     if args.json:
         print(json.dumps([{"name": name, **finding._asdict()} for name, finding in findings], indent=2))
     else:
@@ -250,6 +258,28 @@ def _port(config: Config) -> Finding:
     except StartupFailed as error:
         return Finding("warn", address, error.message)
     return Finding("ok", f"{address} is free")
+
+
+def _gateways(targets: Sequence[TcpAddress]) -> Iterator[Finding]:
+    """Check every address of every gateway: a worker may reach some of them only. Their secret is not checked."""
+    for target in targets:
+        try:
+            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            yield Finding("fail", target.host, f"the name cannot be resolved: {error.strerror}")
+            continue
+        for host in dict.fromkeys(str(address[0]) for *_, address in found):
+            yield _reachable(host, target.port)
+
+
+def _reachable(host: str, port: int) -> Finding:
+    address = format_tcp(host, port).removeprefix("tcp://")
+    try:
+        socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return Finding("fail", address, f"{reason}: is a gateway with --join-listen running there, and no firewall?")
+    return Finding("ok", f"{address} accepts connections")
 
 
 def _gib(num_bytes: int) -> str:

@@ -46,7 +46,8 @@ from medialane.gateway.intake.json_scan import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
-from medialane.rpc import Hello
+from medialane.rpc import Hello, JoinServer
+from medialane.rpc.address import consecutive_ports
 from medialane.store import StoreLink
 from medialane.transfer import InlineTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
@@ -167,7 +168,7 @@ async def _start(
         processor=frontend.processor_settings,
         writable=True,
     )
-    links = _links(config, frontend, store=store, workers=peers.workers, metrics=metrics)
+    links = _links(config, frontend, store=store, peers=peers, metrics=metrics)
     components = _Components(config, gateway_config, frontend, store, links, fairness, metrics)
     gateway = _gateway(components)
     stack.callback(gateway.close)
@@ -177,8 +178,26 @@ async def _start(
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
         await store.ready()
+    app = await _app(components, gateway, peers)  # may take longer than a worker waits for a heartbeat
     tasks.start(links.run(), "connecting to workers")
-    return frontend, *await _app(components, gateway, peers)
+    if gateway_config.join_listen:
+        await _listen_for_workers(components, peers, stack)
+    return frontend, *app
+
+
+async def _listen_for_workers(components: _Components, peers: Peers, stack: AsyncExitStack) -> None:
+    server = JoinServer(components.config.rpc, components.links.serve_joined)
+    stack.push_async_callback(server.close)
+    addresses = _join_addresses(components.gateway_config, peers)
+    logger.info("workers join at %s", await server.serve(addresses[peers.gateway_index]))
+
+
+def _join_addresses(config: GatewayConfig, peers: Peers) -> list[str]:
+    """Return the address at which workers join each gateway of this host; empty if they do not. Raises
+    StartupFailed."""
+    if not config.join_listen:
+        return []
+    return consecutive_ports(config.join_listen, max(1, len(peers.gateways)), "--join-listen")
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
@@ -207,17 +226,21 @@ def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
         logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
 
 
-def _links(
-    config: Config, frontend: Frontend, *, store: StoreLink, workers: Sequence[str], metrics: Metrics
-) -> WorkerPool:
-    hello = Hello(gateway_id=secrets.token_hex(16), processor=frontend.processor_settings)
+def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers, metrics: Metrics) -> WorkerPool:
+    processor = frontend.processor_settings
+    hello = Hello(
+        gateway_id=secrets.token_hex(16),
+        processor=processor,
+        join_ports=[int(address.rpartition(":")[2]) for address in _join_addresses(config.gateway, peers)],
+    )
+
+    def link(address: str) -> WorkerLink:
+        return WorkerLink(
+            address, hello, rpc=config.rpc, config=config.gateway, metrics=metrics, own_arena=lambda: store.arena
+        )
+
     pool = WorkerPool(
-        [
-            WorkerLink(
-                address, hello, rpc=config.rpc, config=config.gateway, metrics=metrics, own_arena=lambda: store.arena
-            )
-            for address in workers
-        ]
+        [link(address) for address in peers.workers], new_link=link, processor=processor, config=config.gateway
     )
     store.watch(lambda _: pool.arena_changed())
     return pool

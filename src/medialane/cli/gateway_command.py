@@ -6,6 +6,7 @@ import argparse
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.store_command import check_store
+from medialane.cluster.local import check_join_listen
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
@@ -19,7 +20,7 @@ from medialane.vllm_bridge.seams import probe
 SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "logging",
 )  # fmt: skip
-_COMMON = ("host", "port", "stage", "transport", "router", "rpc-secret-file", "log-level")
+_COMMON = ("host", "port", "join-listen", "stage", "transport", "router", "rpc-secret-file", "log-level")
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
@@ -41,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--worker",
         metavar="ADDRESS",
         action="append",
-        required=True,
+        default=[],
         dest="workers",
-        help="address of a worker: unix:/path or tcp://host:port; repeatable",
+        help="address of a worker: unix:/path or tcp://host:port; repeatable; others join with --join-listen",
     )
     parser.add_argument(
         "--store",
@@ -61,8 +62,12 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
+    if not (args.workers or config.gateway.join_listen):
+        raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
     for address in args.workers:
         _check_worker(address, config)
+    if config.gateway.join_listen:
+        check_join_listen(config)
     if args.store is not None:
         check_store(args.store, "--store")
     environ = process_environ()

@@ -40,10 +40,12 @@ COMMANDS = {
     "gateway": Command(
         "gateway_command",
         "a gateway for workers that are started separately",
-        f"MODEL --worker ADDRESS [...] [--store ADDRESS] {_VLLM}",
+        f"MODEL --worker ADDRESS [...] | --join-listen ADDRESS [--store ADDRESS] {_VLLM}",
     ),
     "store": Command("store_command", "the media store of one host", f"MODEL --listen ADDRESS {_VLLM}"),
-    "worker": Command("worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS {_VLLM}"),
+    "worker": Command(
+        "worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS | --join HOST:PORT[,...] {_VLLM}"
+    ),
     "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
     "bench": Command("bench", "run a benchmark"),
     "doctor": Command("doctor", "check this machine for missing requirements"),

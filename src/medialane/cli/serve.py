@@ -24,8 +24,8 @@ from medialane.observability.logging import configure
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "gateways", "preparers", "host", "port", "arena-size", "stage", "transport", "router", "single-gpu",
-    "log-level",
+    "workers", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport", "router",
+    "single-gpu", "join", "metrics-port", "log-level",
 )  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130

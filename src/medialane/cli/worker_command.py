@@ -15,6 +15,7 @@ import uvloop
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.store_command import check_store
+from medialane.cluster.local import check_join
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
@@ -25,11 +26,15 @@ from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
-_COMMON = ("rpc-secret-file", "log-level", "arena-directory", "simulated-workers", "speedup")
+_COMMON = (
+    "join", "metrics-host", "metrics-port", "worker-name", "rpc-secret-file", "log-level", "arena-directory",
+    "simulated-workers", "speedup",
+)  # fmt: skip
 
 _EPILOG = """\
 examples:
   medialane worker ./model --listen unix:/run/medialane/worker-0.sock
+  medialane worker ./model --join gateways.example:7100 --metrics-port 8001       # and --rpc-secret-file FILE
   CUDA_VISIBLE_DEVICES=0,1 medialane worker ./model --listen tcp://0.0.0.0:7000 -- --tensor-parallel-size 2
   medialane worker ./model --engine simulated --simulated-workers 64 --listen unix:/tmp/worker-{}.sock --speedup 4"""
 
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
     parser.add_argument(
-        "--listen", metavar="ADDRESS", required=True, help="address to listen on: unix:/path or tcp://host:port"
+        "--listen", metavar="ADDRESS", help="address to listen on for gateways: unix:/path or tcp://host:port"
     )
     parser.add_argument(
         "--store",
@@ -62,7 +67,11 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if args.store is not None:
         check_store(args.store, "--store")
-    _check_listen(args.listen, config)
+    if args.listen is None and not config.worker.join:
+        raise StartupFailed("a worker needs --join HOST:PORT, the gateways to connect to, or --listen ADDRESS")
+    check_join(config)
+    if args.listen is not None:
+        _check_listen(args.listen, config)
     if args.engine == "simulated":
         return _run_simulated(config, args)
     environ = process_environ()
@@ -91,7 +100,13 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     async def serve() -> int:
         async with _host_arena(config, args.store if engine.takes_media else None) as host_arena:
             return await serve_worker(
-                config.worker, config.rpc, engine, args.listen, arena_directory=directory, host_arena=host_arena
+                config.worker,
+                config.rpc,
+                engine,
+                args.listen,
+                arena_directory=directory,
+                host_arena=host_arena,
+                gateways=config.worker.gateways(),
             )
 
     # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
@@ -140,6 +155,7 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
                 listen=args.listen,
                 arena_directory=config.arena.directory,
                 host_arena=host_arena,
+                gateways=config.worker.gateways(),
             )
 
     return uvloop.run(serve())

@@ -13,14 +13,16 @@ from pathlib import Path
 import msgspec
 
 from medialane.cluster.config import ClusterConfig
-from medialane.cluster.placement import Hardware, place_workers
+from medialane.cluster.placement import Hardware, place_workers, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
-from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
 from medialane.rpc import Security
+from medialane.rpc.address import consecutive_ports, format_tcp
+from medialane.rpc.security import check_address
 
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
@@ -36,7 +38,30 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
     operator."""
     Security.load(config.rpc)
     check_port(config.server.host, config.server.port)
+    if config.gateway.join_listen:
+        num_gateways = config.cluster.resolved_num_gateways(usable_cores())
+        check_join_listen(config, num_gateways)
+    check_join(config)
     check_start(model, vllm_args, environ)
+
+
+def check_join_listen(config: Config, num_gateways: int = 1) -> None:
+    """Raise StartupFailed if workers cannot join at the configured address, or could without a secret."""
+    address = config.gateway.join_listen
+    consecutive_ports(address, num_gateways, "--join-listen")
+    try:
+        check_address(address, config.rpc)
+    except StartupFailed as error:
+        raise StartupFailed(f"--join-listen: {error.message}") from error
+
+
+def check_join(config: Config) -> None:
+    """Raise StartupFailed if workers cannot join the configured gateways without a secret."""
+    for gateway in config.worker.gateways():
+        try:
+            check_address(format_tcp(*gateway), config.rpc)
+        except StartupFailed as error:
+            raise StartupFailed(f"--join: {error.message}") from error
 
 
 def check_port(host: str, port: int) -> None:
@@ -164,7 +189,10 @@ def parts(
             i,
             path,
             argv=_command(
-                "worker", model, ["--listen", f"unix:{path}", *store_flags], [*vllm_args, *placement.vllm_args]
+                "worker",
+                model,
+                ["--listen", f"unix:{path}", *store_flags, *_own_flags(config, vllm_args, i)],
+                [*vllm_args, *placement.vllm_args],
             ),
             environ={**inherited, **placement.environ},
             config=config.cluster,
@@ -184,6 +212,13 @@ def parts(
         return [store, *workers, gateway]
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
+
+
+def _own_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
+    """Return the flags that give a worker of this host a name and metrics ports of its own."""
+    name, port = config.worker.name, config.worker.metrics_port
+    flags = ["--worker-name", f"{name}/{number}"] if name else []
+    return [*flags, "--metrics-port", str(port + number * ranks_per_worker(vllm_args))] if port else flags
 
 
 def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:

@@ -41,6 +41,11 @@ def gpus_per_worker(vllm_args: Sequence[str]) -> int:
     return size * _positive(vllm_args, "--data-parallel-size", "-dp")
 
 
+def ranks_per_worker(vllm_args: Sequence[str]) -> int:
+    """Return the number of data-parallel ranks of one engine. Raises StartupFailed if it is not a number."""
+    return _positive(vllm_args, "--data-parallel-size", "-dp")
+
+
 def _positive(vllm_args: Sequence[str], *names: str) -> int:
     value = flag_value(vllm_args, *names) or "1"
     if not value.isdigit() or int(value) < 1:

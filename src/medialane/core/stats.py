@@ -32,8 +32,9 @@ class ArenaStats(msgspec.Struct, frozen=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True):
-    """State and totals of the preparers. `num_restarts` counts replaced preparers that crashed or were killed, not
-    those that were recycled as scheduled."""
+    """State and totals of the preparers. `queue_s` is the expected time until the queued items are prepared, if no
+    others arrive: their work divided by the number of preparers. `num_restarts` counts replaced preparers that crashed
+    or were killed, not those that were recycled as scheduled."""
 
     num_preparers: int
     num_alive: int
@@ -44,6 +45,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_done: int
     num_failed: int
     pids: tuple[int, ...]
+    queue_s: float = 0.0
 
 
 class StoreStats(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from msgspec import field
 from medialane.core.errors import StartupFailed
 from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, check_bounds
 from medialane.core.stage import StageChoice
+from medialane.rpc.address import TcpAddress, parse_address
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):
@@ -48,6 +49,13 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """initial delay before reconnecting to a worker"""
     reconnect_max_s: float = field(default=2.0, name="gateway-reconnect-max")
     """longest delay before reconnecting to a worker"""
+    join_listen: str = field(default="", name="join-listen")
+    """address at which workers join (`medialane worker --join`): tcp://host:port; several gateways of a host use this
+    port and those after it"""
+    forget_worker_s: NonNegativeFloat = field(default=60.0, name="gateway-forget-worker")
+    """how long a worker that had joined and is lost is still reported as lost"""
+    max_joined_workers: PositiveInt = field(default=4096, name="gateway-max-joined-workers")
+    """most workers that have joined, lost ones that are still reported included; more are refused"""
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
     """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
     drain_timeout_s: NonNegativeFloat = field(default=10.0, name="gateway-drain-timeout")
@@ -66,3 +74,5 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         check_bounds(self)
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
+        if self.join_listen and not isinstance(parse_address(self.join_listen), TcpAddress):
+            raise StartupFailed("join_listen must be tcp://host:port")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.rpc import RpcClient
 
@@ -16,6 +17,20 @@ def disagreements(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Disagre
     """Return the settings in which two processors differ, by name."""
     names = sorted(ours.keys() | theirs.keys())
     return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
+
+
+#: Settings in which a worker may differ: it then processes media itself (stage `decoded`). With another model or
+#: processor its answers would be different ones.
+_MAY_DIFFER = frozenset({"dtype", "vllm", "transformers", "torch", "torchvision"})
+
+
+def check_same_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raise StartupFailed, with one line for both sides, if a worker that joins has another model or processor. A
+    simulated worker has no processor settings."""
+    for name, (here, there) in disagreements(ours, theirs).items() if theirs else ():
+        if name not in _MAY_DIFFER:
+            what = "model" if name == "model" else f"processor setting {name}"
+            raise StartupFailed(f"{what} is {there} at the worker and {here} at the gateway")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,10 @@ def health_of(workers: WorkerPool, problems: Iterable[str | None] = ()) -> Healt
 
 
 def _worker_problems(workers: WorkerPool) -> Iterable[str]:
+    if not workers.links:
+        yield "no worker has joined"
     if (total := len(workers.links)) > workers.num_ready:
         yield f"{workers.num_ready} of {total} workers are ready"
     if workers.num_failing:
-        yield f"{workers.num_failing} of {total} workers refuse this gateway or cannot be connected to (see its log)"
+        what = "refuse this gateway, are refused, or cannot be connected to (see its log)"
+        yield f"{workers.num_failing} of {total} workers {what}"

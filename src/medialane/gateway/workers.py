@@ -1,27 +1,30 @@
-"""The workers of this gateway: one link each, which connects and reconnects.
+"""The workers of this gateway: one link each, which connects and reconnects, or serves a worker that has joined.
 
 Each link is supervised separately: exceptions of a connection are logged, the link reconnects with exponential backoff,
 and no other link is affected.
+
+The link of a worker that has joined exists from its first Join until some time after its loss: so long it is reported
+as lost. If such a worker reconnects, it replaces a connection whose loss this side has not noticed yet.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from medialane.core.backoff import Backoff
-from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
+from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
 from medialane.observability.metrics import Metrics
-from medialane.rpc import Hello, RemoteRequest, RpcClient, RpcConfig
+from medialane.rpc import Hello, Join, RemoteRequest, RpcClient, RpcConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,8 @@ class WorkerListener(Protocol):
 
 
 class WorkerLink:
-    """The link to one worker address; `run` restores the connection whenever it is lost."""
+    """The link to one worker. `run` connects to its address, and restores the connection whenever it is lost; a worker
+    that joins has a name in place of the address, and `serve` uses its connections."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class WorkerLink:
         self._metrics = metrics
         self._worker: ConnectedWorker | None = None
         self._joined = False
+        self._in_use = asyncio.Lock()
         self.listener: WorkerListener | None = None
         self.refusal: MedialaneError | None = None
         self._failure: str | None = None
@@ -139,6 +144,26 @@ class WorkerLink:
             else:
                 await asyncio.sleep(backoff.next())
 
+    async def serve(self, client: RpcClient) -> None:
+        """Use the connection of a worker that joins, until it is lost. Raises the reason for which it is not used."""
+        await client.register(self._hello)
+        if self._live is not None:
+            if self._live.client.welcome.worker_id != client.welcome.worker_id:
+                raise _taken(self.address)
+            await self._live.client.close()  # the worker has noticed its loss, or would have refused to register
+        self.refusal = None
+        try:
+            async with self._in_use:
+                await self._serve(client)
+        except Exception as error:  # noqa: BLE001 - the supervisor of one link: its failure must not stop the others
+            self._report_failure(error)
+
+    def refuse(self, error: MedialaneError) -> None:
+        """Report that the worker is refused, once per distinct reason: it will try again."""
+        if self.refusal is None or self.refusal.message != error.message:
+            logger.error("worker %s is refused: %s", self.address, error.message)
+        self.refusal = error
+
     @property
     def _live(self) -> ConnectedWorker | None:
         return self._worker if self._worker is not None and not self._worker.client.closed.is_set() else None
@@ -149,16 +174,19 @@ class WorkerLink:
             client = await self._connect()
             if client is None:
                 return False
-            try:
-                self._use(client)
-                await client.wait_closed()
-                self._report_loss()
-            finally:
-                await self._disconnect(client)
+            await self._serve(client)
         except Exception as error:  # noqa: BLE001 - the supervisor of one link: its failure must not stop the others
             self._report_failure(error)
             return False
         return True
+
+    async def _serve(self, client: RpcClient) -> None:
+        try:
+            self._use(client)
+            await client.wait_closed()
+            self._report_loss()
+        finally:
+            await self._disconnect(client)
 
     async def _connect(self) -> RpcClient | None:
         try:
@@ -218,6 +246,10 @@ class WorkerLink:
         self._metrics.count_worker_lost(self.address)
         logger.warning("worker %s: connection lost", self.address)
 
+    def forget(self) -> None:
+        """Drop what is counted for this worker, which has left."""
+        self._metrics.forget_worker(self.address)
+
     def _report_failure(self, error: Exception) -> None:
         """Log the traceback, but only once per distinct error: the link retries every few seconds."""
         if repr(error) != self._failure:
@@ -232,13 +264,29 @@ def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
 
 
 class WorkerPool:
-    """All links, by address. `run` keeps them connected."""
+    """All links, by address or name. `run` keeps those with an address connected. `new_link` makes the link of a worker
+    that joins; its `processor` settings must be compatible with those of the gateway."""
 
-    def __init__(self, links: Sequence[WorkerLink]) -> None:
+    def __init__(
+        self,
+        links: Sequence[WorkerLink],
+        *,
+        new_link: Callable[[str], WorkerLink] | None = None,
+        processor: Mapping[str, str] | None = None,
+        config: GatewayConfig | None = None,
+    ) -> None:
         self.links = {link.address: link for link in links}
+        self._new_link = new_link
+        self._processor = processor or {}
+        self._config = config or GatewayConfig()
+        self._listener: WorkerListener | None = None
+        #: The names of workers that have joined, and when lost ones are forgotten.
+        self._joined: set[str] = set()
+        self._forgetting: dict[str, asyncio.TimerHandle] = {}
 
     def listen(self, listener: WorkerListener) -> None:
         """Register `listener` with all links. Called once, before `run`."""
+        self._listener = listener
         for link in self.links.values():
             link.listener = listener
 
@@ -262,7 +310,64 @@ class WorkerPool:
         return sum(link.is_failing for link in self.links.values())
 
     async def run(self) -> None:
-        """Keep every link connected until cancelled."""
+        """Keep every link with an address connected until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for link in self.links.values():
                 tasks.create_task(link.run(), name=f"worker link {link.address}")
+            tasks.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
+
+    async def serve_joined(self, join: Join, client: RpcClient) -> None:
+        """Use a worker that has connected, until it is lost. Raises the reason to refuse it."""
+        link = self._link_of(join)
+        try:
+            check_same_model(self._processor, join.card.processor)
+            await link.serve(client)
+        except AlreadyJoined:
+            logger.debug("worker %s has joined already, through another of our addresses", join.name)
+            raise
+        except WorkerLost as error:
+            logger.info("worker %s: %s", join.name, error.message)
+            raise
+        except MedialaneError as error:
+            link.refuse(error)
+            raise
+        finally:
+            self._forget_later(link)
+
+    def _link_of(self, join: Join) -> WorkerLink:
+        """Return the link of the worker's name. Raises WorkerLost if another worker has it, or there are too many."""
+        link = self.links.get(join.name)
+        if link is not None:
+            client = link.client
+            if join.name not in self._joined or (client is not None and client.welcome.worker_id != join.worker_id):
+                raise _taken(join.name)
+        elif self._new_link is None or len(self._joined) >= self._config.max_joined_workers:
+            raise WorkerLost("the gateway has reached its limit of workers")
+        else:
+            link = self.links[join.name] = self._new_link(join.name)
+            link.listener = self._listener
+            self._joined.add(join.name)
+        self._keep(join.name)
+        return link
+
+    def _forget_later(self, link: WorkerLink) -> None:
+        """Remove the link of a worker that has joined, unless it returns in time."""
+        self._keep(link.address)
+        loop = asyncio.get_running_loop()
+        self._forgetting[link.address] = loop.call_later(self._config.forget_worker_s, self._forget, link)
+
+    def _keep(self, name: str) -> None:
+        timer = self._forgetting.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _forget(self, link: WorkerLink) -> None:
+        del self._forgetting[link.address]
+        if link.client is None:
+            del self.links[link.address]
+            self._joined.discard(link.address)
+            link.forget()
+
+
+def _taken(name: str) -> WorkerLost:
+    return WorkerLost(f"another worker named {name} is connected: choose another --worker-name")

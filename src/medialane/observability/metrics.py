@@ -102,6 +102,10 @@ class Metrics:
     def count_worker_lost(self, worker: str) -> None:
         self._counters["medialane_worker_losses"].labels(worker).inc()
 
+    def forget_worker(self, worker: str) -> None:
+        """Drop what is counted for a worker that will not come back under this name."""
+        self._counters["medialane_worker_losses"].remove(worker)
+
     def observe_routing(self, seconds: float) -> None:
         """Record the duration of one routing decision."""
         self._histograms["medialane_routing_seconds"].observe(seconds)
@@ -127,7 +131,7 @@ class Metrics:
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""
-        self._watch(self.registry, lambda: _in_flight(read()))
+        self._watch(self.registry, lambda: _connections(list(read())))
         self._watch(self.host, lambda: _workers(list(read())))
 
     def watch_engines(self, read: Callable[[], Mapping[str, MetricMirror]]) -> None:
@@ -202,6 +206,8 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
     states: dict[str, float] = {"alive": stats.num_alive, "busy": stats.num_busy}
     yield _gauge("medialane_preparers", "Preparer processes", "state", states)
     yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
+    text = "Expected time of the waiting items in preparers, divided by the number of preparers"
+    yield GaugeMetricFamily("medialane_preparer_queue_seconds", text, value=stats.queue_s)
     yield CounterMetricFamily(
         "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
     )
@@ -234,7 +240,9 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 
-def _in_flight(endpoints: Iterable[Endpoint]) -> Iterator[Metric]:
+def _connections(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
+    connected: dict[str, float] = {e.worker_id: float(e.ready) for e in endpoints}
+    yield _gauge("medialane_worker_connected", "1 for a worker that this gateway is connected to", "worker", connected)
     in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
     yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
 

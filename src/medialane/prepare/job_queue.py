@@ -14,6 +14,7 @@ from medialane.core.errors import MedialaneError, PreparersBusy
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
 from medialane.observability.timeline import StageTimeline
+from medialane.prepare.work_estimate import WorkEstimate
 
 _JOB_IDS = itertools.count(1)
 
@@ -56,6 +57,8 @@ class Job:
         self.is_probe = is_probe
         self.reservation: Reservation | None = None
         self.job_id = next(_JOB_IDS)
+        #: How long a preparer was busy with it, once it reports that.
+        self.busy_s: float | None = None
         self.is_sent = False
         self.is_retried = False
         self.ends_at = math.inf
@@ -123,10 +126,21 @@ class JobQueue:
         self._jobs: deque[Job] = deque()
         self._timers: dict[Job, asyncio.TimerHandle] = {}
         self._num_takers = 0
+        self._estimate = WorkEstimate()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    @property
+    def work_s(self) -> float:
+        """The expected time in preparers of the waiting jobs, in seconds, all together."""
+        return sum(self._estimate.seconds(job.source.value.modality) for job in self._jobs if not job.is_probe)
+
+    def learn(self, job: Job) -> None:
+        """Learn from a job that has ended how long others will take."""
+        if job.busy_s is not None:
+            self._estimate.learn(job.source.value.modality, job.busy_s)
 
     def put(self, job: Job) -> None:
         """Queue a job; it fails with PreparersBusy after the timeout. Raises PreparersBusy if the queue is full."""

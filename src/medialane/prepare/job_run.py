@@ -96,6 +96,7 @@ class JobRunner:
             _expect(Done, await preparer.receive(), job_id)
             return None
         need = _expect(NeedRange, await preparer.receive(), job_id)
+        job.busy_s = need.decode_s + need.process_s
         if job.timeline is not None:
             job.timeline.add("decode", need.decode_s)
             job.timeline.add("process", need.process_s)

@@ -158,6 +158,7 @@ class PreparerPool:
             num_done=preparers.num_done,
             num_failed=preparers.num_failed,
             pids=tuple(p.pid for p in preparers.alive),
+            queue_s=self._queue.work_s / (len(preparers.alive) or preparers.num_wanted),
         )
 
     @property

@@ -116,6 +116,7 @@ class Preparers:
             send_next = partial(self._send_next, job, slot)
             outcome = await self._runner.run(job, slot.preparer, slot.forkserver.has_ended, send_next)
         finally:
+            self._queue.learn(job)
             jobs = [job] if slot.next is None else [slot.next, job]
             if outcome.is_preparer_usable or slot.next is None or not isinstance(outcome.error, PreparerCrashed):
                 job.settle(outcome)

@@ -1,8 +1,9 @@
 """Control messages between gateways and workers: one connection per pair, requests to the worker, outputs streamed
 back.
 
-A worker runs an `RpcServer` over its `Handler`; a gateway connects an `RpcClient` and gets a `RemoteRequest` for each
-submitted request. `messages.py` defines the protocol. Tensors are sent over the connection only if they are inline.
+A worker runs an `RpcServer` over its `Handler`; a gateway connects an `RpcClient`, or accepts those of workers that
+join it (`JoinServer`), and gets a `RemoteRequest` for each submitted request. `messages.py` defines the protocol.
+Tensors are sent over the connection only if they are inline.
 """
 
 from medialane.rpc.address import parse_address
@@ -12,7 +13,8 @@ from medialane.rpc.client import RpcClient
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.fake import FakeHandler
 from medialane.rpc.handler import Handler
-from medialane.rpc.messages import PROTOCOL_VERSION, Hello, Welcome
+from medialane.rpc.join_server import JoinServer
+from medialane.rpc.messages import PROTOCOL_VERSION, Hello, Join, Welcome
 from medialane.rpc.remote_request import RemoteRequest
 from medialane.rpc.security import Authentication, Security
 from medialane.rpc.server import RpcServer
@@ -23,6 +25,8 @@ __all__ = [
     "FakeHandler",
     "Handler",
     "Hello",
+    "Join",
+    "JoinServer",
     "RemoteRequest",
     "Role",
     "RpcClient",

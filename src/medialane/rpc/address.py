@@ -1,4 +1,4 @@
-"""Addresses of workers: `unix:/path` or `tcp://host:port`."""
+"""Addresses of workers and gateways: `unix:/path` or `tcp://host:port`."""
 
 from __future__ import annotations
 
@@ -61,3 +61,15 @@ def _tcp(address: str) -> TcpAddress:
 def format_tcp(host: str, port: int) -> str:
     """Format an address that `parse_address` accepts."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def consecutive_ports(address: str, count: int, setting: str) -> list[str]:
+    """Return `count` TCP addresses with ports that count up. Raises StartupFailed naming `setting`."""
+    target = parse_address(address)
+    if not isinstance(target, TcpAddress):
+        raise StartupFailed(f"{setting} must be tcp://host:port")
+    if count == 1:
+        return [address]
+    if not 0 < target.port <= 65536 - count:
+        raise StartupFailed(f"{setting} needs {count} ports: choose one from 1 to {65536 - count}")
+    return [format_tcp(target.host, target.port + i) for i in range(count)]

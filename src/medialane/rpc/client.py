@@ -1,4 +1,4 @@
-"""The gateway's side: one connection to one worker.
+"""The gateway's side: one connection to one worker, to which either side has connected.
 
 `RpcClient` registers with the worker and dispatches its messages: outputs of requests (`ClientRequests`), load and KV
 blocks (`ClientReports`), results of administrative calls (`ClientCalls`).
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report
+from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report, to_report
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, WorkerLoad
@@ -28,8 +28,10 @@ from medialane.rpc.messages import (
     ArenaMapped,
     EncoderCleared,
     Failed,
+    FromWorker,
     Gateways,
     Hello,
+    Join,
     KvBlocks,
     LoadReport,
     MetricValues,
@@ -46,16 +48,25 @@ from medialane.rpc.messages import (
 from medialane.rpc.remote_request import RemoteRequest
 from medialane.rpc.security import Security
 
+#: Frame size limit before the registration of a worker that has connected.
+MAX_JOIN_BYTES = 64 * 1024
+
 
 class RpcClient:
     """A connection registered with a worker. It does not reconnect: call `connect` again after `closed`."""
 
     welcome: Welcome
 
-    def __init__(self, config: RpcConfig) -> None:
+    def __init__(self, config: RpcConfig, *, on_open: Callable[[RpcClient], None] | None = None) -> None:
+        """`on_open` is called when a worker has connected, which then sends `join`."""
         self._config = config
+        self._on_open = on_open
+        self._is_registering = False
+        #: The first message of a worker that has connected.
+        self.join: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+        max_first_bytes = config.max_frame_bytes if on_open is None else min(MAX_JOIN_BYTES, config.max_frame_bytes)
+        self._connection = Connection(self, config, max_frame_bytes=max_first_bytes)
         self._requests = ClientRequests(self._connection, config)
         self._reports = ClientReports(self._connection.send)
         self._calls = ClientCalls(self._connection.send)
@@ -80,16 +91,26 @@ class RpcClient:
         Cancellation and errors leave no connection behind.
         """
         client = cls(config)
-        try:
-            async with asyncio.timeout(config.connect_timeout_s):
-                client.welcome = await client._register(address, hello)
-        except BaseException as error:  # includes cancellation
-            client._welcome.cancel()
-            client._connection.end(WorkerLost("registration was cancelled"))
-            if isinstance(error, TimeoutError):
-                raise WorkerLost("the worker did not respond in time") from None
-            raise
+        await client._register(hello, address)
         return client
+
+    async def register(self, hello: Hello) -> None:
+        """Register with a worker that has connected. Returns and raises like `connect`."""
+        await self._register(hello, None)
+
+    def refuse(self, error: MedialaneError) -> None:
+        """Refuse a worker that has connected, instead of `register`."""
+        self._connection.send(Refused(to_report(error)))
+        self._connection.close()
+
+    def leave(self) -> None:
+        """Close the connection, if it is not closing already. Requests in flight raise WorkerLost."""
+        if not self._connection.is_closing:
+            self._connection.end(WorkerLost("the connection was closed"))
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
 
     @property
     def closed(self) -> asyncio.Event:
@@ -183,10 +204,14 @@ class RpcClient:
     # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
-        pass
+        if self._on_open is not None:
+            self._on_open(self)
 
     def received(self, frame: memoryview) -> None:
         message = decode_from_worker(frame)
+        if not self._is_registering:
+            self._joined(message)
+            return
         match message:
             case Output(delta):
                 self._requests.on_output(delta, len(frame))
@@ -202,7 +227,7 @@ class RpcClient:
                 self._calls.received(message)
             case Pong():
                 pass  # any received bytes count as liveness
-            case Welcome() | Refused():
+            case Welcome() | Refused() | Join():
                 self._answered(message)
 
     def beat(self) -> None:
@@ -212,29 +237,48 @@ class RpcClient:
     def lost(self, error: MedialaneError) -> None:
         if not self._welcome.done():
             self._welcome.set_exception(error)
+            self._welcome.exception()  # a worker that has connected may be lost before anything waits for this
+        self.join.cancel()
         self._reports.lost()
         self._calls.lost()
         self._requests.lost()
         if self._on_lost is not None:
             self._on_lost()
 
-    async def _register(self, address: str, hello: Hello) -> Welcome:
-        security = Security.load(self._config)
-        await dial(address, self._connection, security.authentication("rpc", Role.GATEWAY, Role.WORKER))
-        self._connection.send(hello)
-        return await self._welcome
+    async def _register(self, hello: Hello, address: str | None) -> None:
+        """Send `hello`, after connecting to `address` if it is given."""
+        self._is_registering = True
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                if address is not None:
+                    security = Security.load(self._config)
+                    await dial(address, self._connection, security.authentication("rpc", Role.GATEWAY, Role.WORKER))
+                self._connection.send(hello)
+                self.welcome = await self._welcome
+        except BaseException as error:  # includes cancellation
+            self._welcome.cancel()
+            self._connection.end(WorkerLost("registration was cancelled"))
+            if isinstance(error, TimeoutError):
+                raise WorkerLost("the worker did not respond in time") from None
+            raise
+
+    def _joined(self, message: FromWorker) -> None:
+        if not isinstance(message, Join) or self.join.done():
+            raise ProtocolViolation(f"unexpected {type(message).__name__}")
+        self.join.set_result(message)
 
     def _mapped(self, arena: str | None) -> None:
         self.arena = arena
         if self._on_arena is not None:
             self._on_arena()
 
-    def _answered(self, welcome: Welcome | Refused) -> None:
+    def _answered(self, welcome: Welcome | Refused | Join) -> None:
         if isinstance(welcome, Refused):
             self._connection.end(_refusal(from_report(welcome.error)))
             return
-        if self._welcome.done():
-            raise ProtocolViolation("a second Welcome")
+        if isinstance(welcome, Join) or self._welcome.done():
+            raise ProtocolViolation(f"a second {type(welcome).__name__}")
+        self._connection.accept_large_frames()
         self._reports.open(welcome.card)
         self._welcome.set_result(welcome)
         self._connection.start_heartbeat()

@@ -29,9 +29,15 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     release_timeout_s: float = field(default=10.0, name="rpc-release-timeout")
     """how long a worker waits for requests to be released, at reconnection and shutdown"""
     heartbeat_interval_s: PositiveFloat = field(default=1.0, name="rpc-heartbeat-interval")
-    """heartbeat interval"""
+    """heartbeat interval on unix sockets"""
     heartbeat_timeout_s: float = field(default=10.0, name="rpc-heartbeat-timeout")
-    """time without data after which a peer is considered dead"""
+    """time without data on a unix socket after which the peer is considered dead (the kernel reports one that has
+    exited at once)"""
+    tcp_heartbeat_interval_s: PositiveFloat = field(default=0.3, name="rpc-tcp-heartbeat-interval")
+    """heartbeat interval on TCP connections"""
+    tcp_heartbeat_timeout_s: float = field(default=0.6, name="rpc-tcp-heartbeat-timeout")
+    """time without data on a TCP connection after which the peer is considered dead; it is detected within another
+    rpc_tcp_heartbeat_interval"""
     handshake_timeout_s: PositiveFloat = field(default=5.0, name="rpc-handshake-timeout")
     """time for a TCP peer to authenticate itself, TLS included"""
     secret_file: str = field(default="", name="rpc-secret-file")
@@ -55,6 +61,10 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(
             self.heartbeat_timeout_s >= 2 * self.heartbeat_interval_s,
             "heartbeat_timeout_s must be at least two heartbeat_interval_s",
+        )
+        _require(
+            self.tcp_heartbeat_timeout_s >= 2 * self.tcp_heartbeat_interval_s,
+            "tcp_heartbeat_timeout_s must be at least two tcp_heartbeat_interval_s",
         )
         _require(
             0 < self.release_timeout_s < self.connect_timeout_s,

@@ -72,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._pumping: asyncio.Handle | None = None
         self._beating: asyncio.TimerHandle | None = None
         self._num_silent_beats = 0
+        self._interval_s, self._timeout_s = config.heartbeat_interval_s, config.heartbeat_timeout_s
         self._error: MedialaneError | None = None
         self._can_write = asyncio.Event()
         self._can_write.set()
@@ -82,6 +83,11 @@ class Connection(asyncio.Protocol):
         """Bytes that the kernel has not accepted yet."""
         waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
         return len(self._buffer) + waiting
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it is closed, or will be as soon as buffered data are written."""
+        return self._error is not None
 
     @property
     def paused(self) -> bool:
@@ -129,7 +135,7 @@ class Connection(asyncio.Protocol):
         """Send heartbeats until the connection is closed, and close it if none arrive from the peer."""
         if not self.closed.is_set():
             self._num_silent_beats = 0
-            self._beating = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
+            self._beating = self._loop.call_later(self._interval_s, self._beat)
 
     def end(self, error: MedialaneError) -> None:
         """Close the connection now and drop buffered data. `lost` is called with the first error given."""
@@ -146,6 +152,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # asyncio's type also covers datagrams
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            config = self._config
+            self._interval_s, self._timeout_s = config.tcp_heartbeat_interval_s, config.tcp_heartbeat_timeout_s
         if self._error is not None:  # closed while connecting
             self._transport.abort()
         self._peer.opened(self)
@@ -207,8 +217,8 @@ class Connection(asyncio.Protocol):
 
     def _beat(self) -> None:
         self._num_silent_beats += 1
-        if self._num_silent_beats * self._config.heartbeat_interval_s > self._config.heartbeat_timeout_s:
+        if self._num_silent_beats * self._interval_s > self._timeout_s:
             self.end(WorkerLost("missed heartbeats of the peer"))
             return
-        self._beating = self._loop.call_later(self._config.heartbeat_interval_s, self._beat)
+        self._beating = self._loop.call_later(self._interval_s, self._beat)
         self._peer.beat()

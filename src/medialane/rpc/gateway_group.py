@@ -33,6 +33,9 @@ class GatewayGroup:
         self._members: dict[Member, None] = {}
         self._numbers = count()
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def join(self, member: Member) -> None:
         self._members[member] = None
         if len(self._members) > 1:

@@ -1,8 +1,9 @@
 """RPC messages between gateway and worker.
 
-The worker listens, the gateway connects and sends Hello. The worker replies Refused and closes the connection, or
-Welcome: that also guarantees that the requests of the gateway's earlier connections have ended. Before Welcome the
-gateway sends nothing else. Afterwards:
+Either the worker listens and the gateway connects, or the gateway listens, and the worker connects and sends Join, to
+which the gateway may reply Refused and close the connection. Then, in both cases, the gateway sends Hello. The worker
+replies Refused and closes the connection, or Welcome: that also guarantees that the requests of the gateway's earlier
+connections have ended. Before Welcome the gateway sends nothing else. Afterwards:
 
     gateway                         worker
     Submit(request)         ->                                  after Payload and raw frames, if with_payload
@@ -53,12 +54,24 @@ from medialane.core.request import EngineRequest, ModelCard, OutputDelta, Worker
 PROTOCOL_VERSION = 7
 
 
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Sent first by a worker that has connected to a gateway. `name` identifies it for operators; `worker_id` and
+    `card` are those of its Welcome."""
+
+    version: int = PROTOCOL_VERSION
+    name: str
+    worker_id: str
+    card: ModelCard
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Registration of a gateway. `gateway_id` is unique per gateway; `processor` are its processor settings."""
+    """Registration of a gateway. `gateway_id` is unique per gateway; `processor` are its processor settings;
+    `join_ports` are the ports at which workers join the gateways of its host."""
 
     version: int = PROTOCOL_VERSION
     gateway_id: str
     processor: dict[str, str] = {}
+    join_ports: list[int] = []
 
     def __repr__(self) -> str:
         return f"Hello({self.gateway_id}, version={self.version})"
@@ -109,6 +122,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to Hello or to Join."""
+
     error: ErrorReport
 
 
@@ -198,11 +213,12 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
 
 
 ReportRequest = ResyncBlocks | Pending | PendingEnded
-ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
+ToWorker = Hello | Refused | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
 
 Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways | EncoderCleared
 FromWorker = (
-    Welcome
+    Join
+    | Welcome
     | Refused
     | Output
     | Failed

@@ -1,19 +1,21 @@
-"""The worker's side: listens, and runs one session per connected gateway, each in a task of its own."""
+"""The worker's side: listens or connects, and runs one session per connected gateway, each in a task of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from medialane.core.errors import StartupFailed, WorkerLost
+from medialane.core.errors import AlreadyJoined, StartupFailed, WorkerLost
 from medialane.rpc.authentication import Role
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
+from medialane.rpc.dial import dial
 from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.handler import Handler
 from medialane.rpc.listener import Listener
-from medialane.rpc.messages import PROTOCOL_VERSION, Hello
-from medialane.rpc.security import Security
+from medialane.rpc.messages import PROTOCOL_VERSION, Hello, Join
+from medialane.rpc.security import Authentication, Security
 from medialane.rpc.session import Session
 
 logger = logging.getLogger(__name__)
@@ -22,10 +24,13 @@ logger = logging.getLogger(__name__)
 MAX_UNIDENTIFIED = 64
 #: Time for sessions to end, and again for their tasks after cancellation.
 END_TIMEOUT_S = 1.0
+#: For a connection to a gateway: packets to a host that is down or cut off are lost silently.
+DIAL_TIMEOUT_S = 3.0
 
 
 class RpcServer:
-    """Serves `handler` to every gateway that connects. Call `serve` once, and `close` in any case."""
+    """Serves `handler` to every gateway that connects, after `serve`, and to those that it has joined. Call `close` in
+    any case."""
 
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
         self._handler = handler
@@ -39,6 +44,11 @@ class RpcServer:
         self._stopped = False
 
     @property
+    def num_gateways(self) -> int:
+        """Registered gateways."""
+        return len(self._group)
+
+    @property
     def num_in_flight(self) -> int:
         """Requests that have not been released, including those of closed connections."""
         return sum(session.num_running for session in self._sessions)
@@ -50,9 +60,27 @@ class RpcServer:
         """
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
-        authentication = Security.load(self._config).authentication("rpc", Role.WORKER, Role.GATEWAY)
-        self._listener = await Listener.listen(address, self._open_connection, authentication)
+        self._listener = await Listener.listen(address, self._open_connection, self._authentication())
         return self._listener.address
+
+    async def join(self, address: str, join: Join, *, on_hello: Callable[[Hello], None] = lambda _: None) -> None:
+        """Connect to the gateway that listens for workers at `address`, and serve it until the connection has ended and
+        its requests are released. `on_hello` is called when it has registered.
+
+        Raises what `dial` raises, and if the gateway has not registered: AlreadyJoined if it is connected through
+        another address; WorkerLost if it may be tried again soon; another error if it refuses this worker until the
+        configuration of either changes.
+        """
+        session = self._session(join, on_hello)
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await dial(address, session.connection, self._authentication())
+        except TimeoutError:
+            raise WorkerLost("the address does not respond") from None
+        if (task := self._sessions.get(session)) is not None:
+            await asyncio.wait([task])
+        if not session.is_welcome:
+            raise session.error or WorkerLost("the connection was lost")
 
     async def stop(self) -> None:
         """Fail and cancel every request, refuse registrations, and wait up to `release_timeout_s` until all requests
@@ -76,17 +104,24 @@ class RpcServer:
             listener, self._listener = self._listener, None
             listener.close()
 
+    def _authentication(self) -> Authentication:
+        return Security.load(self._config).authentication("rpc", Role.WORKER, Role.GATEWAY)
+
     def _open_connection(self) -> Connection:
         """Return the protocol for an accepted connection."""
-        session = Session(
+        return self._session(None, lambda _: None).connection
+
+    def _session(self, join: Join | None, on_hello: Callable[[Hello], None]) -> Session:
+        return Session(
             self._handler,
             self._config,
             request_ids=self._request_ids,
             group=self._group,
             on_open=self._admit,
             identify=self._identify,
+            join=join,
+            on_hello=on_hello,
         )
-        return session.connection
 
     async def _end_sessions(self) -> None:
         """End every session now and wait for it; tasks that take too long are cancelled."""
@@ -127,8 +162,11 @@ class RpcServer:
         await self._replace_earlier(session, hello.gateway_id)
 
     async def _replace_earlier(self, session: Session, gateway_id: str) -> None:
-        """End the gateway's other sessions and wait until all are released. Raises WorkerLost after a timeout."""
+        """End the gateway's other sessions and wait until all are released. Raises WorkerLost after a timeout, and
+        AlreadyJoined if this worker has another connection to the gateway that it has joined."""
         others = [other for other, found in self._gateway_ids.items() if other is not session and found == gateway_id]
+        if session.has_joined and any(other.is_open for other in others):
+            raise AlreadyJoined("the worker is connected to this gateway through another address")
         for other in others:
             other.end(WorkerLost("the gateway has reconnected"))
         if not others:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from medialane.core.errors import ErrorReport, MedialaneError, ProtocolViolation, WorkerLost, to_report
+from medialane.core.errors import MedialaneError, ProtocolViolation, WorkerLost, from_report, to_report
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.framing import raw_data
@@ -22,6 +22,7 @@ from medialane.rpc.messages import (
     Administer,
     DropPayload,
     Hello,
+    Join,
     Payload,
     Pending,
     PendingEnded,
@@ -47,7 +48,8 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class Session:
-    """`group` has the worker's registered gateways. `on_open` is called when the connection has opened, and starts
+    """`group` has the worker's registered gateways. `join` is sent first if this worker connects to the gateway;
+    `on_hello` is called when it has registered. `on_open` is called when the connection has opened, and starts
     `run` as a task or calls `end`. `identify` checks the gateway's Hello and returns when its earlier sessions have
     ended; it raises MedialaneError to refuse it."""
 
@@ -60,12 +62,18 @@ class Session:
         group: GatewayGroup,
         on_open: Callable[[Session], None],
         identify: Callable[[Session, Hello], Awaitable[None]],
+        join: Join | None = None,
+        on_hello: Callable[[Hello], None] = lambda _: None,
     ) -> None:
         self._handler = handler
         self._config = config
         self._group = group
         self._on_open = on_open
         self._identify = identify
+        self._join = join
+        self._on_hello = on_hello
+        #: Why the gateway was not registered, or was lost.
+        self.error: MedialaneError | None = None
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._registered: Hello | None = None
         self._is_welcome = False
@@ -88,6 +96,20 @@ class Session:
             tasks=self._tasks,
             on_change=self._requests_changed,
         )
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker has connected to the gateway, and not the gateway to this worker."""
+        return self._join is not None
+
+    @property
+    def is_open(self) -> bool:
+        return not self.connection.closed.is_set()
+
+    @property
+    def is_welcome(self) -> bool:
+        """Whether the gateway was registered."""
+        return self._is_welcome
 
     @property
     def num_running(self) -> int:
@@ -118,6 +140,8 @@ class Session:
     # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
+        if self._join is not None:
+            self.connection.send(self._join)
         self._on_open(self)
 
     def received(self, frame: memoryview) -> None:
@@ -129,6 +153,8 @@ class Session:
             self._act(message)
         elif isinstance(message, Hello) and not self._hello.done():
             self._hello.set_result(message)
+        elif isinstance(message, Refused) and self.has_joined:
+            self.connection.end(from_report(message.error))
         else:
             raise _unexpected(message)
 
@@ -138,6 +164,7 @@ class Session:
     def lost(self, error: MedialaneError) -> None:
         if self._is_welcome and self._registered is not None:
             logger.info("gateway %s disconnected: %s", self._registered.gateway_id, error.message)
+        self.error = self.error or error
         self._requests.payload.drop()
         self._reports.stop()
 
@@ -159,7 +186,7 @@ class Session:
                 self._calls.start(message)
             case UnreadableSubmit():
                 self._requests.refuse_unreadable(message)
-            case Hello():
+            case Hello() | Refused():
                 raise _unexpected(message)
 
     async def _registration(self) -> None:
@@ -169,9 +196,9 @@ class Session:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 welcome = await self._register(hello)
         except TimeoutError:
-            self._refuse(to_report(WorkerLost("registration took too long")))
+            self._refuse(WorkerLost("registration took too long"))
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises refuses this gateway alone
-            self._refuse(report_of(error, "registration"))
+            self._refuse(from_report(report_of(error, "registration")))
         else:
             self._welcome(hello, welcome)
 
@@ -180,8 +207,9 @@ class Session:
         self._registered = hello
         return await self._handler.register(hello)
 
-    def _refuse(self, report: ErrorReport) -> None:
-        self.connection.send(Refused(report))
+    def _refuse(self, error: MedialaneError) -> None:
+        self.error = error
+        self.connection.send(Refused(to_report(error)))
         self.connection.close()
 
     def _welcome(self, hello: Hello, welcome: Welcome) -> None:
@@ -191,6 +219,7 @@ class Session:
         self.connection.start_heartbeat()
         self._reports.start()
         logger.info("gateway %s is registered", hello.gateway_id)
+        self._on_hello(hello)
 
     def _requests_changed(self) -> None:
         self._group.load_changed()

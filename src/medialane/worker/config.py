@@ -5,11 +5,14 @@ from __future__ import annotations
 import msgspec
 from msgspec import field
 
+from medialane.core.errors import StartupFailed
+from medialane.core.host import ascii_host
 from medialane.core.setting import PositiveFloat, check_bounds
+from medialane.rpc.address import TcpAddress, parse_address
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeouts for the engine. They are long, since an engine step may take seconds on a busy CPU."""
+    """Timeouts for the engine are long, since an engine step may take seconds on a busy CPU."""
 
     ping_interval_s: PositiveFloat = field(default=2.0, name="worker-ping-interval")
     """interval of the engine's liveness check"""
@@ -19,7 +22,41 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """how long the engine may take to release an aborted request before the worker exits"""
     stop_timeout_s: PositiveFloat = field(default=20.0, name="worker-stop-timeout")
     """how long the engine may take to stop at shutdown"""
+    join: str = field(default="", name="join")
+    """gateways to connect to (their --join-listen): HOST:PORT[,HOST:PORT...]; all addresses of each name"""
+    name: str = field(default="", name="worker-name")
+    """name under which the worker joins gateways; default: the host's name and the process id"""
+    join_resolve_interval_s: PositiveFloat = field(default=5.0, name="join-resolve-interval")
+    """interval at which the names of gateways (--join) are resolved again; they are also resolved after a loss"""
+    join_refused_interval_s: PositiveFloat = field(default=30.0, name="join-refused-interval")
+    """time after which a worker tries again to join a gateway that refuses it"""
+    metrics_host: str = field(default="127.0.0.1", name="metrics-host")
+    """address to serve /metrics, /health and /ready on; 0.0.0.0 is all interfaces"""
+    metrics_port: int = field(default=0, name="metrics-port")
+    """port of /metrics, /health and /ready; 0: none. With data-parallel ranks, each further rank has a port of its own,
+    counting up; with several workers of one command, each worker"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
         check_bounds(self)
+        self.gateways()
+        if not 0 <= self.metrics_port <= 65535:
+            raise StartupFailed("metrics_port must be between 0 and 65535")
+        try:
+            ascii_host(self.metrics_host)
+        except ValueError as error:
+            raise StartupFailed(f"metrics_host: {error}") from error
+
+    def gateways(self) -> list[TcpAddress]:
+        """Return the addresses of `join`. Raises StartupFailed."""
+        return [_gateway(each.strip()) for each in self.join.split(",")] if self.join else []
+
+
+def _gateway(text: str) -> TcpAddress:
+    try:
+        found = parse_address(f"tcp://{text}")
+    except StartupFailed as error:
+        raise StartupFailed(f"join must be HOST:PORT[,HOST:PORT...]: {error.message}") from error
+    if not isinstance(found, TcpAddress) or not found.port:
+        raise StartupFailed(f"join {text}: the port that the gateway listens on, not 0")
+    return found

@@ -1,4 +1,4 @@
-"""Runs a worker process: listen, watch the engine, shut down.
+"""Runs a worker process: listen for gateways or join them, watch the engine, shut down.
 
 On a signal, requests are failed and cancelled, and the engine releases them; then the engine's processes are
 terminated. If the engine is lost, it cannot release anything, so its processes are terminated first. What the requests
@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from medialane.core.errors import WorkerLost
-from medialane.rpc import RpcConfig, RpcServer
+from medialane.rpc import Join, RpcConfig, RpcServer
+from medialane.rpc.address import TcpAddress
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
 from medialane.worker.host_arena import HostArena
+from medialane.worker.membership import Membership
+from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from medialane.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -30,18 +36,20 @@ async def serve_worker(
     config: WorkerConfig,
     rpc: RpcConfig,
     engine: Engine,
-    address: str,
+    address: str | None,
     *,
     arena_directory: str,
     host_arena: HostArena | None = None,
+    gateways: Sequence[TcpAddress] = (),
 ) -> int:
-    """Serve `engine` at `address` until SIGTERM or SIGINT (0) or the engine is lost (EXIT_ENGINE_LOST).
+    """Serve `engine` at `address`, if given, and to `gateways`, which it joins, until SIGTERM or SIGINT (0) or the
+    engine is lost (EXIT_ENGINE_LOST).
 
     Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
     worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena)
     with stopped_by_signals() as stop:
-        return await serve_until(stop, worker, engine, address, config=config, rpc=rpc)
+        return await serve_until(stop, worker, engine, address, config=config, rpc=rpc, gateways=gateways)
 
 
 @contextmanager
@@ -59,16 +67,28 @@ def stopped_by_signals() -> Iterator[asyncio.Event]:
 
 
 async def serve_until(
-    stop: asyncio.Event, worker: Worker, engine: Engine, address: str, *, config: WorkerConfig, rpc: RpcConfig
+    stop: asyncio.Event,
+    worker: Worker,
+    engine: Engine,
+    address: str | None,
+    *,
+    config: WorkerConfig,
+    rpc: RpcConfig,
+    gateways: Sequence[TcpAddress] = (),
 ) -> int:
     """Serve one worker until `stop` is set (0) or its engine is lost (EXIT_ENGINE_LOST), like `serve_worker`. Closes
     worker and engine."""
     server = RpcServer(worker, rpc)
+    status = WorkerStatus(worker, server)
+    num_ranks = max(1, worker.card.data_parallel_size)
     lost = False
     try:
-        listening = await server.serve(address)
-        logger.info("worker %s listens at %s", worker.worker_id, listening)
-        lost = await _is_lost(worker, stop)
+        async with metrics_served(status, config, num_ranks=num_ranks, registry=worker.registry):
+            if address is not None:
+                listening = await server.serve(address)
+                logger.info("worker %s listens at %s", worker.worker_id, listening)
+            membership = _membership(worker, server, gateways, config)
+            lost = await _is_lost(worker, stop, membership)
     finally:
         if lost:
             await _close(engine, config.stop_timeout_s)
@@ -79,12 +99,28 @@ async def serve_until(
     return EXIT_ENGINE_LOST if lost else 0
 
 
-async def _is_lost(worker: Worker, stop: asyncio.Event) -> bool:
-    """Wait until `stop` is set (return False) or the engine is lost (return True)."""
+def default_name() -> str:
+    """Return a name that other workers of this cluster do not have; in a container, it survives restarts."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _membership(worker: Worker, server: RpcServer, gateways: Sequence[TcpAddress], config: WorkerConfig) -> Membership:
+    name = config.name or default_name()
+    join = Join(name=name, worker_id=worker.worker_id, card=worker.card)
+    if gateways:
+        logger.info("worker %s joins gateways as %s", worker.worker_id, name)
+    return Membership(gateways, partial(server.join, join=join), config=config)
+
+
+async def _is_lost(worker: Worker, stop: asyncio.Event, membership: Membership) -> bool:
+    """Stay connected, and wait until `stop` is set (return False) or the engine is lost (return True)."""
     watching = asyncio.create_task(worker.watch(), name="engine watch")
     stopping = asyncio.create_task(stop.wait(), name="stop")
+    joining = asyncio.create_task(membership.run(), name="joining gateways")
     try:
-        await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({watching, stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            joining.result()
         if not watching.done():
             return False
         error = watching.exception()
@@ -95,7 +131,8 @@ async def _is_lost(worker: Worker, stop: asyncio.Event) -> bool:
     finally:
         watching.cancel()
         stopping.cancel()
-        await asyncio.gather(watching, stopping, return_exceptions=True)
+        joining.cancel()
+        await asyncio.gather(watching, stopping, joining, return_exceptions=True)
 
 
 async def _close(engine: Engine, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from medialane.core.errors import GenerationFailed, MediaLost, StoreUnavailable,
 from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
-from medialane.core.request import EngineRequest, OutputDelta, Prompt, WorkerLoad
+from medialane.core.request import EngineRequest, ModelCard, OutputDelta, Prompt, WorkerLoad
 from medialane.core.tensor import ArenaOffer, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import Hello, Welcome
@@ -59,6 +59,7 @@ class Worker:
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
         self._ping_requested = asyncio.Event()
+        self._num_missed_pings = 0
         self._host_arena = host_arena or NoArena()
         self._offer: ArenaOffer | None = None
         self._mapped: str | None = None  # here and in the engine
@@ -66,6 +67,25 @@ class Worker:
         self._unmappable: set[str] = set()
         self._arena_listeners: dict[Callable[[str | None], None], None] = {}
         self._host_arena.watch(self._arena_changed)
+
+    @property
+    def card(self) -> ModelCard:
+        return self._engine.card
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The registry of this process's metrics."""
+        return self._registry
+
+    @property
+    def is_responding(self) -> bool:
+        """Whether the engine has responded to the last ping."""
+        return not self._num_missed_pings
+
+    @property
+    def has_arena(self) -> bool:
+        """Whether the arena of this host's store is mapped."""
+        return self._mapped is not None
 
     async def register(self, hello: Hello) -> Welcome:
         self._compare(hello)
@@ -119,16 +139,15 @@ class Worker:
 
         A request failed by the engine triggers an immediate ping.
         """
-        num_missed_pings = 0
         while True:
             self._ping_requested.clear()
             try:
                 await self._engine.ping(self._config.ping_timeout_s)
-                num_missed_pings = 0
+                self._num_missed_pings = 0
             except GenerationFailed as error:
-                num_missed_pings += 1
-                logger.error("%s (%d of %d)", error.message, num_missed_pings, MAX_MISSED_PINGS)
-                if num_missed_pings >= MAX_MISSED_PINGS:
+                self._num_missed_pings += 1
+                logger.error("%s (%d of %d)", error.message, self._num_missed_pings, MAX_MISSED_PINGS)
+                if self._num_missed_pings >= MAX_MISSED_PINGS:
                     raise WorkerLost("the engine does not respond") from error
             await self._map_arena()
             await self._wait_for_next_ping()

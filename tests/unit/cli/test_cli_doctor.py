@@ -1,10 +1,12 @@
 import json
+import socket
 
 import pytest
 
 from medialane.cli import doctor
 from medialane.cli.main import main
 from medialane.config import load_config
+from medialane.rpc.address import TcpAddress
 
 IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: operator does not exist"]}'
 
@@ -105,3 +107,29 @@ def test_too_small_shared_memory_fails_with_advice_to_enlarge_it():
 )
 def test_old_kernel_is_a_warning(release, verdict):
     assert doctor._kernel(release).verdict == verdict
+
+
+def test_each_address_of_the_gateways_to_join_is_tried(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as refusing:
+        refusing.bind(("127.0.0.2", 0))
+        port = listening.getsockname()[1]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
+        look_up = socket.getaddrinfo
+        monkeypatch.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, *rest, **more: found if host == "gateways" else look_up(host, *rest, **more),
+        )
+        good, bad = doctor._gateways([TcpAddress("gateways", port)])
+    assert (good.verdict, good.text) == ("ok", f"127.0.0.1:{port} accepts connections")
+    assert (bad.verdict, bad.text) == ("fail", f"127.0.0.2:{port}")
+    assert bad.advice.startswith("Connection refused")
+
+
+def test_unknown_name_of_a_gateway_to_join_is_a_failure(monkeypatch):
+    def unknown(*_args, **_options):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    (finding,) = doctor._gateways([TcpAddress("gateways", 7100)])
+    assert (finding.verdict, finding.advice) == ("fail", "the name cannot be resolved: Name or service not known")

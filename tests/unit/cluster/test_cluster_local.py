@@ -185,3 +185,24 @@ def test_shared_port_in_use_is_one_clear_error():
             local.shared_listener(wanted, Hardware((), 2)),
         ):
             pass
+
+
+def flags_of(parts, name):
+    return next(part.argv for part in parts if part.name == name)
+
+
+def test_workers_of_a_host_have_metrics_ports_and_names_of_their_own(tmp_path):
+    parts = make_parts(
+        tmp_path, workers=2, metrics_port=8100, worker_name="here", vllm_args=["--data-parallel-size", "4"]
+    )
+    for number, port in enumerate(("8100", "8104")):
+        argv = flags_of(parts, f"worker {number}")
+        assert argv[argv.index("--metrics-port") + 1] == port
+        assert argv[argv.index("--worker-name") + 1] == f"here/{number}"
+    assert "--metrics-port" not in flags_of(make_parts(tmp_path, workers=2), "worker 1")
+
+
+def test_ports_at_which_workers_join_several_gateways_are_checked_before_anything_starts(model):
+    local.check(config(port="0", gateways=2, join_listen="tcp://127.0.0.1:7100"), model, [], {})
+    with pytest.raises(StartupFailed, match="--join-listen needs 2 ports"):
+        local.check(config(port="0", gateways=2, join_listen="tcp://127.0.0.1:0"), model, [], {})

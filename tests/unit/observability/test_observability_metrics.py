@@ -48,15 +48,26 @@ def test_failures_are_counted_by_type(metrics, registry):
     assert value("medialane_worker_losses_total", {"worker": "unix:/w0"}) == 1
 
 
+def test_worker_that_has_left_is_no_longer_exposed(metrics, registry):
+    for worker in ("a", "b"):
+        metrics.count_worker_lost(worker)
+    metrics.forget_worker("a")
+    metrics.forget_worker("never lost")
+    value = registry.get_sample_value
+    assert value("medialane_worker_losses_total", {"worker": "a"}) is None
+    assert value("medialane_worker_losses_total", {"worker": "b"}) == 1
+
+
 def test_state_is_read_at_every_scrape(metrics, registry):
     arena = arena_stats(published_bytes=40, pinned_bytes=15, num_evictions=7)
-    preparers = pool_stats(num_busy=1, num_restarts=5, num_queued=4)
+    preparers = pool_stats(num_busy=1, num_restarts=5, num_queued=4, queue_s=1.5)
     metrics.watch_store(lambda: StoreStats(arena, preparers))
     value = registry.get_sample_value
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 25
     assert value("medialane_arena_evictions_total") == 7
     assert value("medialane_preparers", {"state": "busy"}) == 1
     assert value("medialane_preparer_restarts_total") == 5
+    assert value("medialane_preparer_queue_seconds") == 1.5
     arena, preparers = arena_stats(published_bytes=40, pinned_bytes=40), pool_stats()
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 0
     assert value("medialane_preparer_queue") == 0
@@ -119,6 +130,7 @@ def test_worker_is_in_exactly_one_state(metrics, registry):
     }
     assert states == {("w0", "ready"): 1, ("w0", "lost"): 0, ("w1", "ready"): 0, ("w1", "lost"): 1}
     assert value("medialane_worker_in_flight", {"worker": "w0"}) == 4
+    assert [value("medialane_worker_connected", {"worker": worker}) for worker in ("w0", "w1")] == [1, 0]
     assert value("medialane_worker_kv_usage_ratio", {"worker": "w0"}) == 0.5
 
 
@@ -138,6 +150,7 @@ def test_figures_of_the_host_are_apart_from_those_of_the_gateway():
     )
     metrics.watch_gateways(lambda: {"0": 1.0, "1": 0.0})
     assert own.get_sample_value("medialane_worker_in_flight", {"worker": "w0"}) == 2
+    assert own.get_sample_value("medialane_worker_connected", {"worker": "w0"}) == 1, "others may not reach it"
     assert own.get_sample_value("medialane_worker_running", {"worker": "w0"}) is None
     assert host.get_sample_value("medialane_worker_running", {"worker": "w0"}) == 3
     assert host.get_sample_value("medialane_gateway_up", {"gateway": "1"}) == 0

@@ -153,3 +153,19 @@ async def test_result_after_a_failure_is_released(encoded, make_job):
     assert lease._released
     with pytest.raises(Unavailable):
         await job.result
+
+
+async def test_waiting_work_is_estimated_from_the_jobs_that_have_ended(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+    done = make_job()
+    done.busy_s = 2.0
+    queue.learn(done)
+    queue.learn(make_job())  # it has failed: its time is unknown
+    assert queue.work_s == 0.0
+    for _ in range(3):
+        queue.put(make_job())
+    assert queue.work_s == pytest.approx(6.0)
+    await queue.take(never)
+    assert queue.work_s == pytest.approx(4.0)
+    queue.fail_all(Unavailable("end"))
+    assert queue.work_s == 0.0

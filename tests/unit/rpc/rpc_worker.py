@@ -9,7 +9,9 @@ from medialane.rpc import FakeHandler, RpcConfig, RpcServer
 
 
 async def main(address: str, num_tokens: str, delay_s: str) -> None:
-    config = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0, release_timeout_s=1.0)
+    config = RpcConfig(
+        heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0, tcp_heartbeat_timeout_s=1.0, release_timeout_s=1.0
+    )
     server = RpcServer(FakeHandler(range(int(num_tokens)), delay_s=float(delay_s)), config)
     sys.stdout.write(await server.serve(address) + "\n")
     sys.stdout.flush()

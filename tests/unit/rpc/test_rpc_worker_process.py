@@ -84,8 +84,17 @@ async def test_requests_of_a_stopped_worker_fail_at_the_heartbeat_timeout(worker
     await again.close()
 
 
-async def test_worker_stopped_for_less_than_the_timeout_loses_no_requests(worker):
+@pytest.mark.parametrize("worker", ["tcp"], indirect=True)
+async def test_stopped_worker_on_another_host_is_lost_within_a_second(worker):
     client = await RpcClient.connect(worker.address, HELLO, RpcConfig())
+    remotes = await streams(client, 5)
+    worker.process.send_signal(signal.SIGSTOP)
+    assert 0.3 < await seconds_until_lost(client, remotes) < 1.0
+
+
+async def test_worker_stopped_for_less_than_the_timeout_loses_no_requests(worker):
+    patient = RpcConfig(tcp_heartbeat_interval_s=1.0, tcp_heartbeat_timeout_s=10.0)
+    client = await RpcClient.connect(worker.address, HELLO, patient)
     (remote,) = await streams(client, 1)
     worker.process.send_signal(signal.SIGSTOP)
     await asyncio.sleep(1.5)  # time: more than the worker's own heartbeat timeout

@@ -1,0 +1,170 @@
+"""Keeps this worker connected to the gateways that it was given (`--join`).
+
+Theory of operation. Each name is resolved regularly, and after every loss; the worker connects to every address, and to
+the other gateways of that address's host, whose ports a gateway reports. One task per address connects, serves the
+connection until it ends, and tries again with exponential backoff, until the name no longer resolves to the address. A
+connection is never ended because of the DNS: while it lasts, the gateway is there. If a name cannot be resolved, its
+last addresses count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from medialane.core.backoff import Backoff
+from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.rpc import Hello
+from medialane.rpc.address import TcpAddress, format_tcp
+from medialane.worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+#: Names are resolved at most this often, however many connections are lost.
+MIN_RESOLVE_INTERVAL_S = 0.5
+RESOLVE_TIMEOUT_S = 10.0
+#: After a loss, connecting again waits for the name to be resolved, but not for a resolver that does not respond.
+RESOLVE_WAIT_S = 1.0
+#: Delays before connecting to an address again.
+INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 2.0
+
+
+class Target(NamedTuple):
+    """One address of one gateway; `host` is a literal IP address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return format_tcp(self.host, self.port)
+
+
+class Connect(Protocol):
+    def __call__(self, address: str, *, on_hello: Callable[[Hello], None]) -> Awaitable[None]:
+        """Connect to a gateway, and return when the connection is lost. Raises like `RpcServer.join`."""
+        ...
+
+
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+
+
+async def resolve(host: str) -> Sequence[str]:
+    """Return all addresses of a host. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class Membership:
+    """`run` keeps the worker connected. One event loop."""
+
+    def __init__(
+        self,
+        gateways: Sequence[TcpAddress],
+        connect: Connect,
+        *,
+        config: WorkerConfig,
+        resolve: Resolve = resolve,
+    ) -> None:
+        self._gateways = gateways
+        self._connect = connect
+        self._config = config
+        self._resolve = resolve
+        self._resolved: dict[TcpAddress, list[Target]] = {}
+        self._siblings: dict[Target, list[Target]] = {}
+        self._staying: set[Target] = set()
+        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []  # for the next look-up
+        self._problems: dict[object, str] = {}
+
+    async def run(self) -> None:
+        """Stay connected until cancelled; connections are left open then."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._changed.clear()
+                waiting, self._waiting = self._waiting, []
+                await asyncio.gather(*(self._look_up(gateway) for gateway in self._gateways))
+                for waiter in waiting:
+                    waiter.set_result(None)
+                for target in self._wanted() - self._staying:
+                    self._staying.add(target)
+                    tasks.create_task(self._stay(target), name=f"join {target}")
+                await asyncio.sleep(min(MIN_RESOLVE_INTERVAL_S, self._config.join_resolve_interval_s))
+                await self._wait_for_change()
+
+    def _wanted(self) -> set[Target]:
+        found = {target for targets in self._resolved.values() for target in targets}
+        return found.union(*(self._siblings.get(target, ()) for target in found))
+
+    async def _look_up(self, gateway: TcpAddress) -> None:
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                found = await self._resolve(gateway.host)
+        except (OSError, TimeoutError) as error:
+            why = "no response" if isinstance(error, TimeoutError) else str(error.strerror or error)
+            self._log_once(gateway, logging.WARNING, f"gateway {gateway.host} cannot be resolved: {why}")
+        else:
+            self._problems.pop(gateway, None)
+            self._resolved[gateway] = [Target(host, gateway.port) for host in found]
+
+    async def _wait_for_change(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.join_resolve_interval_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _stay(self, target: Target) -> None:
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
+        loop = asyncio.get_running_loop()
+        try:
+            while target in self._wanted():
+                started = loop.time()
+                refused = await self._connect_once(target)
+                await self._look_up_again()
+                if refused:
+                    await asyncio.sleep(self._config.join_refused_interval_s)
+                    continue
+                if loop.time() - started >= MAX_BACKOFF_S:
+                    backoff.reset()  # the connection was stable
+                await asyncio.sleep(backoff.next())
+        finally:
+            self._staying.discard(target)
+            self._problems.pop(target, None)
+            self._siblings.pop(target, None)
+
+    async def _look_up_again(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._changed.set()
+        await asyncio.wait([waiter], timeout=RESOLVE_WAIT_S)
+
+    async def _connect_once(self, target: Target) -> bool:
+        """Return after the connection was lost, or could not be made; whether the gateway will not accept it soon."""
+        try:
+            await self._connect(str(target), on_hello=lambda hello: self._registered(target, hello))
+            self._log_once(target, logging.WARNING, f"gateway {target}: connection lost")
+        except AlreadyJoined:
+            return True
+        except (NoWorkerReady, WorkerLost, ProtocolViolation) as error:
+            why = "no process listens there" if isinstance(error, NoWorkerReady) else error.message
+            self._log_once(target, logging.INFO, f"gateway {target}: {why}")
+        except MedialaneError as error:
+            self._log_once(target, logging.ERROR, f"gateway {target} refuses this worker: {error.message}")
+            return True
+        except Exception:  # the supervisor of one connection: its failure must not end the others
+            logger.exception("gateway %s: joining failed and is retried", target)
+        return False
+
+    def _registered(self, target: Target, hello: Hello) -> None:
+        self._problems.pop(target, None)
+        self._siblings[target] = [Target(target.host, port) for port in hello.join_ports]
+        self._changed.set()
+
+    def _log_once(self, what: object, level: int, text: str) -> None:
+        """Log a problem that repeats with every attempt when it begins or changes."""
+        if self._problems.get(what) != text:
+            self._problems[what] = text
+            logger.log(level, "%s", text)

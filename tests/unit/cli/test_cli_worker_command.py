@@ -1,0 +1,69 @@
+"""The command lines of workers and gateways: who connects to whom."""
+
+import pytest
+
+from medialane.cli import gateway_command, worker_command
+from medialane.cli.main import COMMANDS, _parse
+from medialane.cluster import local
+from medialane.config import Config
+from medialane.core.errors import StartupFailed
+from medialane.gateway import GatewayConfig
+from medialane.rpc import RpcConfig
+from medialane.rpc.address import TcpAddress, consecutive_ports
+from medialane.worker import WorkerConfig
+
+SECRET = RpcConfig(shared_secret="0123456789abcdef" * 2)
+
+
+def run(module, name, *words):
+    return module.run(_parse(name, COMMANDS[name], module.add_arguments, ["model", *words]))
+
+
+@pytest.mark.parametrize(
+    ("join", "targets"),
+    [
+        ("gateways:7100", [TcpAddress("gateways", 7100)]),
+        ("a:1, b.example:2,[::1]:3", [TcpAddress("a", 1), TcpAddress("b.example", 2), TcpAddress("::1", 3)]),
+        ("", []),
+    ],
+)
+def test_gateways_to_join_are_parsed(join, targets):
+    assert WorkerConfig(join=join).gateways() == targets
+
+
+@pytest.mark.parametrize("join", ["gateways", "a:1,", "a:0", "unix:/a", "a:b", "a:1;b:2", ","])
+def test_malformed_gateways_are_refused_by_name(join):
+    with pytest.raises(StartupFailed, match="join"):
+        WorkerConfig(join=join).validate()
+
+
+def test_worker_needs_an_address_or_gateways():
+    with pytest.raises(StartupFailed, match="--join HOST:PORT, the gateways to connect to, or --listen"):
+        run(worker_command, "worker")
+
+
+def test_gateway_needs_workers_or_an_address_at_which_they_join():
+    with pytest.raises(StartupFailed, match="--worker ADDRESS, or --join-listen"):
+        run(gateway_command, "gateway")
+
+
+def test_joining_beyond_loopback_needs_a_secret():
+    for words, name in ((("--join", "gateways:7100"), "worker"), (("--join-listen", "tcp://0.0.0.0:7100"), "gateway")):
+        with pytest.raises(StartupFailed, match=f"{words[0]}: .* set a shared secret"):
+            run(worker_command if name == "worker" else gateway_command, name, *words)
+    local.check_join(Config(worker=WorkerConfig(join="gateways:7100"), rpc=SECRET))
+    local.check_join_listen(Config(gateway=GatewayConfig(join_listen="tcp://0.0.0.0:7100"), rpc=SECRET))
+    local.check_join(Config(worker=WorkerConfig(join="127.0.0.1:7100,localhost:7200")))
+
+
+def test_gateways_of_a_host_have_ports_in_a_row():
+    assert consecutive_ports("tcp://[::1]:70", 3, "--x") == ["tcp://[::1]:70", "tcp://[::1]:71", "tcp://[::1]:72"]
+    assert consecutive_ports("tcp://h:0", 1, "--x") == ["tcp://h:0"]
+    for address in ("tcp://h:0", "tcp://h:65534", "unix:/a"):
+        with pytest.raises(StartupFailed, match="--x"):
+            consecutive_ports(address, 3, "--x")
+
+
+def test_join_listen_must_be_a_tcp_address():
+    with pytest.raises(StartupFailed, match="join_listen"):
+        GatewayConfig(join_listen="unix:/a").validate()

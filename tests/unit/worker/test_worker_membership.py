@@ -1,0 +1,229 @@
+"""Which gateways a worker is connected to: names are resolved by a scripted resolver, connections are scripted."""
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+
+from medialane.core.errors import AlreadyJoined, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.rpc import Hello
+from medialane.rpc.address import TcpAddress
+from medialane.worker import WorkerConfig
+from medialane.worker.membership import Membership, resolve
+from waiting import eventually, iterations
+
+NAME = TcpAddress("gateways.example", 7100)
+
+
+class Network:
+    """The DNS, and the gateways that accept connections, each until `drop`."""
+
+    def __init__(self):
+        self.addresses = {NAME.host: ["10.0.0.1"]}
+        self.ports = [7100]
+        self.open = {}
+        self.attempts = []
+        self.refusal = None
+        self.num_lookups = 0
+        self.resolve_now = None
+
+    async def resolve(self, host):
+        self.num_lookups += 1
+        if self.resolve_now is not None:
+            await self.resolve_now(host)
+        found = self.addresses[host]
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    async def connect(self, address, *, on_hello):
+        self.attempts.append(address)
+        if self.refusal is not None:
+            raise self.refusal
+        assert address not in self.open, "connected twice"
+        self.open[address] = asyncio.Event()
+        on_hello(Hello(gateway_id=address, join_ports=self.ports))
+        try:
+            await self.open[address].wait()
+        finally:
+            del self.open[address]
+
+    def drop(self, address):
+        self.open[address].set()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    for name, value in {"MIN_RESOLVE_INTERVAL_S": 0.01, "INITIAL_BACKOFF_S": 0.01, "MAX_BACKOFF_S": 0.02}.items():
+        monkeypatch.setattr(f"medialane.worker.membership.{name}", value)
+
+
+@pytest.fixture
+async def net():
+    net = Network()
+    async with contextlib.AsyncExitStack() as stack:
+
+        def start(*names, interval_s=0.02, refused_s=30.0):
+            config = WorkerConfig(join_resolve_interval_s=interval_s, join_refused_interval_s=refused_s)
+            membership = Membership(names or (NAME,), net.connect, config=config, resolve=net.resolve)
+            running = asyncio.create_task(membership.run())
+            stack.push_async_callback(_cancelled, running)
+
+        net.start = start
+        yield net
+
+
+async def _cancelled(task):
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+def addresses(*hosts, port=7100):
+    return {f"tcp://{host}:{port}" for host in hosts}
+
+
+async def test_every_address_of_every_name_is_joined(net):
+    net.addresses |= {NAME.host: ["10.0.0.1", "10.0.0.2"], "other.example": ["fd00::1"]}
+    net.start(NAME, TcpAddress("other.example", 7200))
+    expected = {*addresses("10.0.0.1", "10.0.0.2"), "tcp://[fd00::1]:7200"}
+    await eventually(lambda: set(net.open) >= expected)
+
+
+async def test_address_that_appears_is_joined_and_connections_stay(net):
+    net.start()
+    await eventually(lambda: set(net.open) == addresses("10.0.0.1"))
+    net.addresses[NAME.host] = ["10.0.0.1", "10.0.0.2"]
+    await eventually(lambda: set(net.open) == addresses("10.0.0.1", "10.0.0.2"))
+    assert net.attempts.count("tcp://10.0.0.1:7100") == 1
+
+
+async def test_other_gateways_of_the_host_are_joined(net):
+    net.ports = [7100, 7101, 7102]
+    net.start()
+    await eventually(lambda: set(net.open) == {f"tcp://10.0.0.1:{port}" for port in net.ports})
+
+
+async def test_lost_gateway_is_joined_again(net):
+    net.start()
+    for _ in range(3):
+        await eventually(lambda: net.open)
+        net.drop("tcp://10.0.0.1:7100")
+        await eventually(lambda: not net.open)
+    await eventually(lambda: net.open)
+
+
+async def test_address_that_vanished_is_left_when_its_connection_ends(net):
+    net.addresses[NAME.host] = ["10.0.0.1", "10.0.0.2"]
+    net.start()
+    await eventually(lambda: len(net.open) == 2)
+    net.addresses[NAME.host] = ["10.0.0.2"]
+    before = net.num_lookups
+    await eventually(lambda: net.num_lookups > before + 2)
+    assert set(net.open) == addresses("10.0.0.1", "10.0.0.2"), "no connection ends because of the DNS"
+    net.drop("tcp://10.0.0.1:7100")
+    before = net.num_lookups
+    await eventually(lambda: net.num_lookups > before + 2)
+    num_attempts = net.attempts.count("tcp://10.0.0.1:7100")
+    before = net.num_lookups
+    await eventually(lambda: net.num_lookups > before + 5)
+    assert net.attempts.count("tcp://10.0.0.1:7100") == num_attempts
+    net.addresses[NAME.host] = ["10.0.0.1", "10.0.0.2"]
+    await eventually(lambda: set(net.open) == addresses("10.0.0.1", "10.0.0.2"))
+
+
+async def test_loss_resolves_the_name_again_before_the_interval(net):
+    net.start(interval_s=3600.0)
+    await eventually(lambda: net.open)
+    net.addresses[NAME.host] = ["10.0.0.2"]
+    net.drop("tcp://10.0.0.1:7100")
+    await eventually(lambda: set(net.open) == addresses("10.0.0.2"))
+
+
+async def test_last_addresses_count_while_the_name_cannot_be_resolved(net, caplog):
+    net.start()
+    await eventually(lambda: net.open)
+    net.addresses[NAME.host] = OSError(-3, "temporary failure in name resolution")
+    before = net.num_lookups
+    await eventually(lambda: net.num_lookups > before + 3)
+    net.drop("tcp://10.0.0.1:7100")
+    await eventually(lambda: len(net.attempts) == 2 and net.open)
+    assert caplog.text.count("gateways.example cannot be resolved: temporary failure in name resolution") == 1
+
+
+async def test_name_that_is_unknown_at_first_is_joined_later(net):
+    net.addresses[NAME.host] = OSError(-2, "name or service not known")
+    net.start()
+    await eventually(lambda: net.num_lookups > 2)
+    net.addresses[NAME.host] = ["10.0.0.1"]
+    await eventually(lambda: net.open)
+
+
+@pytest.mark.parametrize("refusal", [StartupFailed("model is a at the worker and b at the gateway"), AlreadyJoined("")])
+async def test_refused_worker_waits_before_it_tries_again(net, refusal):
+    net.refusal = refusal
+    net.start()
+    await eventually(lambda: net.attempts)
+    before = net.num_lookups
+    await eventually(lambda: net.num_lookups > before + 5)
+    assert len(net.attempts) == 1
+
+
+async def test_refusal_is_logged_once_and_may_end(net, caplog):
+    net.refusal = StartupFailed("another model")
+    net.start(refused_s=0.01)
+    await eventually(lambda: len(net.attempts) > 3)
+    assert caplog.text.count("tcp://10.0.0.1:7100 refuses this worker: another model") == 1
+    net.refusal = None
+    await eventually(lambda: net.open)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(NoWorkerReady("x"), "no process listens there"), (WorkerLost("cut"), "cut")]
+)
+async def test_unreachable_gateway_is_tried_again_and_logged_once(net, caplog, error, text):
+    caplog.set_level(logging.INFO)
+    net.refusal = error
+    net.start()
+    await eventually(lambda: len(net.attempts) > 3)
+    assert caplog.text.count(text) == 1
+    net.refusal = None
+    await eventually(lambda: net.open)
+
+
+async def test_bug_in_one_connection_does_not_end_the_others(net, caplog):
+    net.refusal = RuntimeError("bug")
+    net.start()
+    await eventually(lambda: len(net.attempts) > 1)
+    assert "joining failed" in caplog.text
+    net.refusal = None
+    await eventually(lambda: net.open)
+
+
+async def test_resolver_that_does_not_respond_does_not_prevent_a_reconnection(net, monkeypatch):
+    monkeypatch.setattr("medialane.worker.membership.RESOLVE_WAIT_S", 0.05)
+    net.start()
+    await eventually(lambda: net.open)
+
+    async def hang(_host):
+        await asyncio.Event().wait()
+
+    net.resolve_now = hang
+    net.drop("tcp://10.0.0.1:7100")
+    await eventually(lambda: len(net.attempts) == 2 and net.open)
+
+
+async def test_failing_gateway_causes_no_flood_of_lookups(net, monkeypatch):
+    monkeypatch.setattr("medialane.worker.membership.MIN_RESOLVE_INTERVAL_S", 5.0)
+    monkeypatch.setattr("medialane.worker.membership.RESOLVE_WAIT_S", 0.01)
+    net.refusal = WorkerLost("down")
+    net.start(interval_s=3600.0)
+    await eventually(lambda: len(net.attempts) > 10)
+    await iterations(10)
+    assert net.num_lookups == 1
+
+
+async def test_addresses_are_resolved_without_duplicates():
+    assert await resolve("127.0.0.1") == ["127.0.0.1"]
+    assert await resolve("::1") == ["::1"]
