@@ -1,0 +1,80 @@
+"""What the processes of a host hold: compared before and after a fault."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+from process_tree import all_pids, arenas_of, command_of, descendants, removed_arenas_of, shared_memory_of
+
+from medialane.core.stats import ArenaStats
+from waiting import eventually
+
+SHARED_MEMORY = Path("/dev/shm")
+#: Descriptors and process ids in command lines.
+NUMBER = re.compile(r"(?<= )\d+\b")
+
+
+class HostState(msgspec.Struct, frozen=True):
+    """`processes` by command line; `num_arenas` that they have mapped, `num_removed` of which the file is removed;
+    what the store has leased and reserved. `more` is what a test adds."""
+
+    processes: dict[str, int]
+    num_arenas: int
+    num_removed: int
+    num_leases: int | None
+    num_reservations: int | None
+    held_bytes: int | None
+    more: tuple[object, ...] = ()
+
+
+def state_of(pid: int, arena: ArenaStats | None, *more: object) -> HostState:
+    """Return the state of the processes below `pid`; `arena` is what their store reports, None without a store."""
+    pids = descendants(pid)
+    return HostState(
+        processes=dict(Counter(NUMBER.sub("N", command_of(found)) for found in pids)),
+        num_arenas=len(set().union(*map(arenas_of, pids))),
+        num_removed=sum(map(len, map(removed_arenas_of, pids))),
+        num_leases=None if arena is None else arena.num_leases,
+        num_reservations=None if arena is None else arena.num_reservations,
+        held_bytes=None if arena is None else arena.pinned_bytes + arena.writing_bytes,
+        more=more,
+    )
+
+
+@asynccontextmanager
+async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float = 20) -> AsyncIterator[None]:
+    """Assert that after the block the host is as before it, with nothing held, and no file in shared memory that no
+    process uses."""
+    found = await state()
+    before, files = found, _unused_files()
+
+    async def is_idle() -> bool:
+        nonlocal before
+        before = await state()
+        return (before.num_leases, before.num_reservations, before.num_removed) == (0, 0, 0)
+
+    async def is_same() -> bool:
+        nonlocal found
+        found = await state()
+        return found == before
+
+    await eventually(is_idle, "nothing is held before", timeout_s, more=lambda: before)
+    yield
+    await eventually(is_same, "the host is as before", timeout_s, more=lambda: f"before: {before}\nnow: {found}")
+    await eventually(lambda: not _unused_files() - files, "no file is left", more=lambda: _unused_files() - files)
+
+
+def _unused_files() -> set[str]:
+    """The files of this user in shared memory that no process has mapped or open."""
+    files = set()
+    for path in SHARED_MEMORY.iterdir():
+        with suppress(FileNotFoundError):
+            if path.is_file() and path.stat().st_uid == os.getuid():
+                files.add(path.name)
+    return files - set().union(*map(shared_memory_of, all_pids())) if files else files
