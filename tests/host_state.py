@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections import Counter
@@ -12,39 +13,65 @@ from pathlib import Path
 import msgspec
 from process_tree import all_pids, arenas_of, command_of, descendants, removed_arenas_of, shared_memory_of
 
-from medialane.core.stats import ArenaStats
+from medialane.core.stats import StoreStats
+from medialane.rpc import RpcConfig
+from medialane.store import StoreLink
 from waiting import eventually
 
 SHARED_MEMORY = Path("/dev/shm")
 #: Descriptors and process ids in command lines.
-NUMBER = re.compile(r"(?<= )\d+\b")
+NUMBER = re.compile(r"\b\d+\b")
 
 
 class HostState(msgspec.Struct, frozen=True):
-    """`processes` by command line; `num_arenas` that they have mapped, `num_removed` of which the file is removed;
-    what the store has leased and reserved. `more` is what a test adds."""
+    """`processes` by command line; how many of them have mapped an arena, and one whose file is removed; what the store
+    has leased and reserved. `more` is what a test adds."""
 
     processes: dict[str, int]
-    num_arenas: int
+    num_mapped: int
     num_removed: int
     num_leases: int | None
     num_reservations: int | None
     held_bytes: int | None
+    num_preparers: int | None
     more: tuple[object, ...] = ()
 
 
-def state_of(pid: int, arena: ArenaStats | None, *more: object) -> HostState:
-    """Return the state of the processes below `pid`; `arena` is what their store reports, None without a store."""
+async def state_of(pid: int, store: StoreLink, *more: object) -> HostState:
+    """Return the state of the processes below `pid` and of their store."""
+    stats = await stats_of(store)
+    arena = None if stats is None else stats.arena
     pids = descendants(pid)
     return HostState(
         processes=dict(Counter(NUMBER.sub("N", command_of(found)) for found in pids)),
-        num_arenas=len(set().union(*map(arenas_of, pids))),
+        num_mapped=sum(map(len, map(arenas_of, pids))),
         num_removed=sum(map(len, map(removed_arenas_of, pids))),
         num_leases=None if arena is None else arena.num_leases,
         num_reservations=None if arena is None else arena.num_reservations,
         held_bytes=None if arena is None else arena.pinned_bytes + arena.writing_bytes,
+        num_preparers=None if stats is None else stats.preparers.num_alive,
         more=more,
     )
+
+
+@asynccontextmanager
+async def store_link(address: str, timeout_s: float = 60) -> AsyncIterator[StoreLink]:
+    """The tests' own connection to a store, which holds nothing. It is lost and comes back with the store."""
+    link = StoreLink(address, rpc=RpcConfig(), arena_directory=str(SHARED_MEMORY), wait_timeout_s=timeout_s)
+    running = asyncio.create_task(link.run())
+    try:
+        async with asyncio.timeout(timeout_s):
+            await link.welcome()
+        yield link
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def stats_of(store: StoreLink) -> StoreStats | None:
+    """What the store reports now; None while it is lost."""
+    await store.refresh(5)
+    return None if (status := store.status) is None else status.stats
 
 
 @asynccontextmanager

@@ -5,11 +5,15 @@
 
 import asyncio
 import signal
+from pathlib import Path
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.core.tensor import ArenaRange
 
 POISON = b"\xdb"
+
+#: The command `medialane` with a poisoned store. Its folder has this name because tests find processes by it.
+PROGRAM = Path(__file__).parent / "e2e" / "poisoned" / "medialane"
 
 _clear = Arena._clear
 _create = Arena.create
@@ -32,6 +36,11 @@ def install() -> None:
     """Poison the arenas of this process, which evicts every entry that is not held when it gets SIGUSR1."""
     Arena._clear = _clear_and_overwrite
     Arena.create = _create_evictable
+
+
+def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command line of a process of `serve`, by PROGRAM if it is the store."""
+    return (argv[0], str(PROGRAM), *argv[3:]) if argv[3] == "store" else argv
 
 
 def poison_freed(monkeypatch) -> None:

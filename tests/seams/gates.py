@@ -3,10 +3,8 @@
 Preparers may open no files: they inherit these from the fork server.
 """
 
-import asyncio
 import mmap
 import os
-import time
 from pathlib import Path
 
 import msgspec
@@ -15,11 +13,12 @@ from medialane.core.media import Decoded
 from medialane.prepare import FactoryConfig
 from medialane.prepare.fake import FakeProcessor
 from medialane.prepare.processor import ProcessedItem
+from waiting import eventually, wait_until
 
 #: Steps of a request. A URL is fetched, a body is written into the arena by the gateway.
 STEPS = ("before find", "fetch", "upload", "prepare", "before first token", "mid-stream")
 
-_POLL_S = 0.005
+OPENS_S = 60.0
 
 
 class Gates:
@@ -45,14 +44,12 @@ class Gates:
 
     async def passed(self, step: str) -> None:
         if self._arrives(step):
-            while self._is_closed(step):
-                await asyncio.sleep(_POLL_S)  # time: another process opens the gate
+            await eventually(lambda: not self._is_closed(step), f"the gate {step!r} opens", OPENS_S)
 
     def wait(self, step: str) -> None:
         """`passed`, for a process without an event loop."""
         if self._arrives(step):
-            while self._is_closed(step):
-                time.sleep(_POLL_S)  # time: another process opens the gate
+            wait_until(lambda: not self._is_closed(step), f"the gate {step!r} opens", OPENS_S)
 
     def _arrives(self, step: str) -> bool:
         if self._is_closed(step):

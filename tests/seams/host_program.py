@@ -84,7 +84,6 @@ async def host(folder: Path) -> int:
 
 def store(folder: Path) -> int:
     import poison
-
     from medialane.cli import store as command
 
     poison.install()

@@ -1,5 +1,5 @@
-"""kill -9 of the store, a gateway, a worker or a preparer at each step of two requests: no answer is wrong, and the host
-is as before. At each step everything in the arena that is not held is overwritten."""
+"""kill -9 of the store, a gateway, a worker or a preparer at each step of two requests: no answer is wrong, and the
+host is as before. At each step everything in the arena that is not held is overwritten."""
 
 import asyncio
 import os
@@ -14,13 +14,11 @@ import pytest
 from gates import STEPS, Gates
 from gateway_parts import png
 from host_program import GATEWAYS, NUM_TOKENS, Line, Question, address
-from host_state import as_before, state_of
-from host_store import StoreClientTask
-from http_origin import HttpOrigin, answer
 from medialane_process import launch
 from process_tree import command_of, descendants, is_alive
 
-from medialane.rpc import RpcConfig
+from host_state import as_before, state_of, stats_of, store_link
+from http_origin import HttpOrigin, answer
 from waiting import eventually, wait_until
 
 TESTS = Path(__file__).parents[1]
@@ -66,26 +64,20 @@ class Host:
         finally:
             writer.close()
 
-    async def stats(self):
-        await self._link.refresh(5)
-        return None if (status := self._link.status) is None else status.stats
-
     async def state(self):
         """Includes how many workers each gateway shares memory with."""
-        stats = await self.stats()
         try:
             mapped = [line.num_mapped for i in range(len(GATEWAYS)) async for line in self._lines(i, Question())]
         except OSError:
             mapped = []  # a gateway is starting
-        num_preparers = None if stats is None else stats.preparers.num_alive
-        return state_of(self.pid, stats and stats.arena, num_preparers, *mapped)
+        return await state_of(self.pid, self._link, *mapped)
 
     async def evict(self):
         """Free, and overwrite, everything that is not held."""
         os.kill(self.pid_of("store"), signal.SIGUSR1)
 
         async def evicted():
-            arena = (await self.stats()).arena
+            arena = (await stats_of(self._link)).arena
             return arena.published_bytes == arena.pinned_bytes
 
         await eventually(evicted, "all is evicted that is not held")
@@ -112,14 +104,8 @@ def processes():
 @pytest.fixture
 async def host(processes):
     pid, folder = processes
-    client = StoreClientTask(address(folder, "store"), "/dev/shm", rpc=RpcConfig())
-    try:
-        async with asyncio.timeout(START_S):
-            await client.link.welcome()
-        async with HttpOrigin() as origin:
-            yield Host(pid, folder, client.link, origin)
-    finally:
-        await client.close()
+    async with store_link(address(folder, "store")) as link, HttpOrigin() as origin:
+        yield Host(pid, folder, link, origin)
 
 
 @pytest.fixture

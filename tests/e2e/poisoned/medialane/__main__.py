@@ -1,7 +1,4 @@
-"""The command `medialane`, but its store overwrites what it frees (tests/poison.py): `python PATH/medialane serve ...`.
-
-The folder has this name because tests find processes by their command lines.
-"""
+"""The command `medialane` with a store that overwrites what it frees (tests/poison.py): `python PATH/medialane serve`."""
 
 import sys
 from pathlib import Path
@@ -9,20 +6,12 @@ from pathlib import Path
 from medialane.cli.main import main
 from medialane.cluster import local
 
-FOLDER = Path(__file__).parent
-
-
-def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command line of a process of `serve`, by this program if it is the store."""
-    return (argv[0], str(FOLDER), *argv[3:]) if argv[3] == "store" else argv
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "store":
-        sys.path.append(str(FOLDER.parents[2]))
-        from poison import install
+    sys.path.append(str(Path(__file__).parents[3]))
+    import poison
 
-        install()
+    if sys.argv[1] == "store":
+        poison.install()
     command = local._command
-    local._command = lambda *arguments: poisoned_store(command(*arguments))
+    local._command = lambda *arguments: poison.poisoned_store(command(*arguments))
     sys.exit(main())
