@@ -105,7 +105,10 @@ def processes():
 async def host(processes):
     pid, folder = processes
     async with store_link(address(folder, "store")) as link, HttpOrigin() as origin:
-        yield Host(pid, folder, link, origin)
+        host = Host(pid, folder, link, origin)
+        yield host
+        for step in STEPS:  # after a failure
+            host.gates.open(step)
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ async def started(host, step):
     images = [{"url": host.origin.url(f"/{image}")} if step == "fetch" else {"data": IMAGES[image]} for image in asked]
     tasks = [asyncio.create_task(host.ask(number, **image)) for number, image in enumerate(images)]
     num_arrivals = 1 if step in ("fetch", "prepare") else len(tasks)
-    await eventually(lambda: len(host.gates.arrived()) == num_arrivals, f"the requests are at {step!r}")
+    await eventually(lambda: len(host.gates.arrived()) == num_arrivals, f"at {step!r}", more=lambda: tasks)
     return tasks, asked
 
 

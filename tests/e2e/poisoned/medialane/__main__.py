@@ -1,4 +1,4 @@
-"""The command `medialane` with a store that overwrites what it frees (tests/poison.py): `python PATH/medialane serve`."""
+"""The command `medialane` with a store that overwrites what it frees (tests/poison.py): python PATH/medialane serve."""
 
 import sys
 from pathlib import Path
