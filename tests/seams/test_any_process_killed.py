@@ -74,9 +74,10 @@ class Host:
 
     async def evict(self):
         """Free, and overwrite, everything that is not held."""
-        os.kill(self.pid_of("store"), signal.SIGUSR1)
+        store = self.pid_of("store")
 
         async def evicted():
+            os.kill(store, signal.SIGUSR1)  # each time: a hold may have ended since
             arena = (await stats_of(self._link)).arena
             return arena.published_bytes == arena.pinned_bytes
 
