@@ -24,10 +24,11 @@ NUMBER = re.compile(r"\b\d+\b")
 
 
 class HostState(msgspec.Struct, frozen=True):
-    """`processes` by command line; how many of them have mapped an arena, and one whose file is removed; what the store
+    """`processes` by command line; the `arenas` that they have mapped; how many of them have mapped an arena, and one whose file is removed; what the store
     has leased and reserved. `more` is what a test adds."""
 
     processes: dict[str, int]
+    arenas: frozenset[Path]
     num_mapped: int
     num_removed: int
     num_leases: int | None
@@ -35,6 +36,10 @@ class HostState(msgspec.Struct, frozen=True):
     held_bytes: int | None
     num_preparers: int | None
     more: tuple[object, ...] = ()
+
+    def equals(self, other: HostState) -> bool:
+        """Return whether the states differ at most in the arenas of which they count the users."""
+        return self == msgspec.structs.replace(other, arenas=self.arenas)
 
 
 async def state_of(pid: int, store: StoreLink, *more: object) -> HostState:
@@ -44,6 +49,7 @@ async def state_of(pid: int, store: StoreLink, *more: object) -> HostState:
     pids = descendants(pid)
     return HostState(
         processes=dict(Counter(NUMBER.sub("N", command_of(found)) for found in pids)),
+        arenas=frozenset().union(*map(arenas_of, pids)),
         num_mapped=sum(map(len, map(arenas_of, pids))),
         num_removed=sum(map(len, map(removed_arenas_of, pids))),
         num_leases=None if arena is None else arena.num_leases,
@@ -76,8 +82,8 @@ async def stats_of(store: StoreLink) -> StoreStats | None:
 
 @asynccontextmanager
 async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float = 20) -> AsyncIterator[None]:
-    """Assert that after the block the host is as before it, with nothing held, and no file in shared memory that no
-    process uses."""
+    """Assert that after the block the host is as before it, with nothing held, and that no file is left in shared
+    memory: neither an arena of the host, nor one of another kind that no process uses."""
     found = await state()
     before, files = found, _unused_files()
 
@@ -89,7 +95,7 @@ async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float 
     async def is_same() -> bool:
         nonlocal found
         found = await state()
-        return found == before
+        return found.equals(before) and not any(path.exists() for path in before.arenas - found.arenas)
 
     await eventually(is_idle, "nothing is held before", timeout_s, more=lambda: before)
     yield
@@ -98,10 +104,11 @@ async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float 
 
 
 def _unused_files() -> set[str]:
-    """The files of this user in shared memory that no process has mapped or open."""
+    """The files of this user in shared memory that no process has mapped or open. No arenas: other tests that run now
+    may be killing their owners."""
     files = set()
     for path in SHARED_MEMORY.iterdir():
         with suppress(FileNotFoundError):
-            if path.is_file() and path.stat().st_uid == os.getuid():
+            if path.suffix != ".arena" and path.is_file() and path.stat().st_uid == os.getuid():
                 files.add(path.name)
     return files - set().union(*map(shared_memory_of, all_pids())) if files else files

@@ -72,6 +72,18 @@ class Host:
             mapped = []  # a gateway is starting
         return await state_of(self.pid, self._link, *mapped)
 
+    async def kill(self, pid, *, is_holder):
+        """With `is_holder`, wait until the store has ended its holds, too."""
+        before = (await stats_of(self._link)).arena.num_leases
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not is_alive(pid), "it is dead")
+
+        async def ended():
+            return (await stats_of(self._link)).arena.num_leases < before
+
+        if is_holder:
+            await eventually(ended, "its holds have ended")
+
     async def evict(self):
         """Free, and overwrite, everything that is not held."""
         store = self.pid_of("store")
@@ -161,8 +173,7 @@ async def test_killed_process_costs_its_own_requests_and_no_answer_is_wrong(host
         tasks, images = await started(host, step)
         victim = victim_of(host, kind, step)
         num_lost = host.gates.arrived().count(victim) if kind == "worker" and step == "mid-stream" else 0
-        os.kill(victim, signal.SIGKILL)
-        await eventually(lambda: not is_alive(victim), "it is dead")
+        await host.kill(victim, is_holder=kind in ("gateway", "worker") and step in STEPS[-2:])
         if kind != "store":
             await host.evict()
         host.gates.open(step)
