@@ -104,11 +104,12 @@ async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float 
 
 
 def _unused_files() -> set[str]:
-    """The files of this user in shared memory that no process has mapped or open. No arenas: other tests that run now
-    may be killing their owners."""
+    """The files of this user in shared memory that no process has mapped or open. No arenas and no semaphores:
+    other tests that run now may be killing their owners."""
     files = set()
     for path in SHARED_MEMORY.iterdir():
         with suppress(FileNotFoundError):
-            if path.suffix != ".arena" and path.is_file() and path.stat().st_uid == os.getuid():
+            is_of_others = path.suffix == ".arena" or path.name.startswith("sem.")
+            if not is_of_others and path.is_file() and path.stat().st_uid == os.getuid():
                 files.add(path.name)
     return files - set().union(*map(shared_memory_of, all_pids())) if files else files
