@@ -89,8 +89,8 @@ async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float 
 
     async def is_idle() -> bool:
         nonlocal before
-        before = await state()
-        return (before.num_leases, before.num_reservations, before.num_removed) == (0, 0, 0)
+        last, before = before, await state()  # twice the same: no process is being started
+        return before.equals(last) and (before.num_leases, before.num_reservations, before.num_removed) == (0, 0, 0)
 
     async def is_same() -> bool:
         nonlocal found

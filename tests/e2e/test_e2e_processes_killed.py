@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import aiohttp
 import pytest
 import pytest_asyncio
-from medialane_process import START_S, kill
+from medialane_process import kill
 from openai_http import Answer, chat, data_url, image, in_flight, load, long_chat, num_begun, picture, text
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.vllm
 ASK = text("Describe the picture.")
 PROMPT = text("Tell a long story.")
 AT_ONCE_S = 10
+RESTART_S = 240
 
 
 def huge_jpeg(shade: int) -> bytes:
@@ -84,7 +85,7 @@ async def _as_before(serve, ours, store):
             workers = (await ready_workers(ours), page.value("medialane_worker_in_flight"))
         return await state_of(serve.pid, store, workers)
 
-    async with as_before(state, START_S):
+    async with as_before(state, RESTART_S):
         yield
 
 
@@ -313,7 +314,7 @@ async def comes_back(ours, num_workers: int) -> None:
     async def there() -> bool:
         return await ready_workers(ours) == num_workers
 
-    await eventually(there, "all workers are ready again", 240)
+    await eventually(there, "all workers are ready again", RESTART_S)
 
 
 async def streaming(ours, body) -> asyncio.Task[str | None]:
