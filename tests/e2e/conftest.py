@@ -21,6 +21,7 @@ from small_dummies import with_small_dummies
 
 from medialane.cli.server_process import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from poison import PROGRAM
 from waiting import eventually
 
 #: Tool parsing as users enable it; usage includes prefix cache hits.
@@ -86,7 +87,8 @@ def metrics_port() -> int:
 def starting_serve(
     tiny_model, vllm_environ, runtime_directory, tmp_path_factory, join_port, metrics_port
 ) -> Iterator[MedialaneProcess]:
-    """`medialane serve` with two workers, not ready yet: use the fixture `serve` instead."""
+    """`medialane serve` with two workers, not ready yet: use the fixture `serve` instead. Its store overwrites what it
+    frees."""
     joining = ["--join", f"localhost:{join_port}", "--metrics-port", str(metrics_port)]
     process = MedialaneProcess.spawn(
         "serve",
@@ -99,6 +101,7 @@ def starting_serve(
             "VLLM_RPC_BASE_PATH": str(runtime_directory),
         },
         log=tmp_path_factory.mktemp("serve") / "serve.log",
+        program=[str(PROGRAM)],
     )
     yield process
     process.stop()
@@ -151,7 +154,7 @@ GATEWAYS = {
     "apart": ("--transfer-max-inline-bytes", "1MiB"),
     "joined": (),
 }
-PROGRAM = Path(__file__).with_name("gateways_program.py")
+GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 
 @pytest.fixture(scope="session")
@@ -189,7 +192,7 @@ def starting_gateways(
         ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
         commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
     process = launch(
-        [sys.executable, str(PROGRAM), json.dumps(commands)],
+        [sys.executable, str(GATEWAYS_PROGRAM), json.dumps(commands)],
         environ={**vllm_environ, "VLLM_MEDIA_CONNECTOR": "medialane"},  # as the command sets it before it imports vLLM
         log=next(iter(places.values()))[1],  # what it prints before it forks
     )

@@ -194,7 +194,7 @@ class MetricsPage:
 
 
 def _events(raw: str) -> list[str]:
-    found = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data: ")]
+    found = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data: ")]
     assert found[-1] == "[DONE]", f"the stream broke off: {found[-2:]}"
     return found[:-1]
 

@@ -56,10 +56,28 @@ def cpu_s(pid: int) -> float:
 
 def arenas_of(pid: int) -> set[Path]:
     """The arena files that the process has mapped, removed ones left out."""
+    return {path for path in _mapped_files(pid, ".arena") if path.name.startswith("medialane-")}
+
+
+def removed_arenas_of(pid: int) -> set[Path]:
+    """The arena files that the process has mapped although they are removed."""
+    return _mapped_files(pid, ".arena (deleted)")
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """The names of the files in /dev/shm that the process has mapped or open."""
+    found = {str(path) for path in _mapped_files(pid, "")}
+    with suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed since the listing
+                found.add(os.readlink(entry.path))
+    return {path.removeprefix("/dev/shm/") for path in found if path.startswith("/dev/shm/")}
+
+
+def _mapped_files(pid: int, ending: str) -> set[Path]:
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if line.endswith(".arena")}
-        return {Path(path) for path in paths if Path(path).name.startswith("medialane-")}
+        return {Path(line.split(maxsplit=5)[5]) for line in lines if "/" in line and line.endswith(ending)}
     return set()
 
 

@@ -15,10 +15,12 @@ from medialane_process import START_S
 from openai_http import CHAT, OpenAiHttp, chat, picture
 from process_tree import arenas_of
 
+from host_state import as_before, state_of, store_link
 from medialane.cluster import Supervisor, local, running
 from medialane.cluster.placement import Hardware
 from medialane.config import load_config
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
+from poison import poisoned_store
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -43,10 +45,10 @@ class Log:
 
 
 class Served:
-    """The supervised processes, and a client of the shared port."""
+    """The supervised processes, a client of the shared port, and a connection to the store."""
 
-    def __init__(self, supervisor, log, client):
-        self.supervisor, self.log, self.client = supervisor, log, client
+    def __init__(self, supervisor, log, client, store):
+        self.supervisor, self.log, self.client, self.store = supervisor, log, client, store
 
     async def by_gateway(self, name):
         """The samples of a family, summed for each gateway."""
@@ -64,9 +66,11 @@ class Served:
                     num_tokens += sum(len(c.get("token_ids") or ()) for c in json.loads(line[6:])["choices"])
         return num_tokens
 
-    async def idle(self):
+    async def state(self):
+        """Includes which gateways are up, and what the worker runs."""
         page = await self.client.metrics()
-        return not page.value("medialane_arena_leases") and not page.value("medialane_worker_running")
+        names = ("medialane_gateway_up", "medialane_worker_running")
+        return await state_of(os.getpid(), self.store, *map(page.value, names))
 
 
 @pytest.fixture
@@ -85,12 +89,17 @@ async def served(tiny_model, vllm_environ):
             listener=listener,
         )
         parts = [
-            replace(part, argv=(*part.argv[: part.argv.index("--")], *SIMULATED)) if part.argv[3] == "worker" else part
+            replace(part, argv=(*part.argv[: part.argv.index("--")], *SIMULATED))
+            if part.argv[3] == "worker"
+            else replace(part, argv=poisoned_store(part.argv))
             for part in parts
         ]
         client = OpenAiHttp(local.base_url(config, []), str(tiny_model))
-        async with running(Supervisor(parts, config=config.cluster, logs=folder, observer=log)) as supervisor:
-            yield Served(supervisor, log, client)
+        async with (
+            running(Supervisor(parts, config=config.cluster, logs=folder, observer=log)) as supervisor,
+            store_link(f"unix:{folder}/store.sock") as store,
+        ):
+            yield Served(supervisor, log, client, store)
     shutil.rmtree(folder)
 
 
@@ -112,26 +121,20 @@ async def on_both(served):
 
 async def test_killed_gateway_costs_its_own_requests_only(served):
     arenas = arenas_of(served.supervisor.pids["store"])
-    answers, in_flight = await on_both(served)
     killed = served.supervisor.pids["gateway 0"]
-    os.kill(killed, signal.SIGKILL)
-    for _ in range(4):  # while it restarts, the other one gets all connections
-        await served.client.succeed(chat(picture(2), max_tokens=2))
-    assert await served.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
-    results = await asyncio.gather(*answers, return_exceptions=True)
-    assert sum(isinstance(result, aiohttp.ClientError) for result in results) == in_flight["0"]
-    assert [r for r in results if not isinstance(r, aiohttp.ClientError)] == [NUM_TOKENS] * int(in_flight["1"])
-    await eventually(lambda: served.idle(), "nothing is held or running", 30)
-
-    async def is_back():
-        return await served.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
-
-    await eventually(is_back, "it is back", START_S)
+    async with as_before(served.state, START_S):
+        answers, in_flight = await on_both(served)
+        os.kill(killed, signal.SIGKILL)
+        for _ in range(4):  # while it restarts, the other one gets all connections
+            await served.client.succeed(chat(picture(2), max_tokens=2))
+        assert await served.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        assert sum(isinstance(result, aiohttp.ClientError) for result in results) == in_flight["0"]
+        assert [r for r in results if not isinstance(r, aiohttp.ClientError)] == [NUM_TOKENS] * int(in_flight["1"])
     assert served.log.ends == [("gateway 0", "killed by SIGKILL")]
     assert served.supervisor.pids["gateway 0"] != killed
     await on_both_again(served)
     assert arenas_of(served.supervisor.pids["store"]) == arenas
-    assert await served.idle()
 
 
 async def on_both_again(served):

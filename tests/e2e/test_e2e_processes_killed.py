@@ -1,8 +1,8 @@
 """kill -9 of any process: its requests fail immediately and clearly, others continue, and the process is restarted.
 
-Afterwards `serve` is intact, except for its caches. One kill of each kind: what does not depend on vLLM is tested with
-the simulated engine (tests/seams/test_killed_workers.py). The worker without an engine restarts while the gateway does.
-What a killed process has held is read at the store itself, of which the tests are a client.
+After each test `serve` is as before, except for its caches. One kill of each kind, with requests in several steps: what
+does not depend on vLLM is tested with a fake engine (tests/seams/test_any_process_killed.py). What is not held is
+overwritten. What a killed process has held is read at the store itself, of which the tests are a client.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import aiohttp
 import pytest
@@ -22,7 +22,7 @@ from openai_http import Answer, chat, data_url, image, in_flight, load, long_cha
 from PIL import Image
 from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
 
-from medialane.rpc import RpcConfig
+from host_state import HostState, as_before, state_of, stats_of, store_link
 from medialane.store import StoreLink
 from medialane.worker import EXIT_ENGINE_LOST
 from waiting import eventually
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.vllm
 ASK = text("Describe the picture.")
 PROMPT = text("Tell a long story.")
 AT_ONCE_S = 10
+RESTART_S = 240
 
 
 def huge_jpeg(shade: int) -> bytes:
@@ -52,40 +53,45 @@ async def busy_one(pids: list[int], before: dict[int, float]) -> int:
 
 
 @contextmanager
-def suspended(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+def suspended(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def engine_pids(serve) -> list[int]:
+    """The processes of all engines: while they are suspended, requests stay between worker and first token."""
+    return [engine for pid in worker_pids(serve) for engine in descendants(pid)]
 
 
 @pytest_asyncio.fixture
 async def store(serve):
     """The tests' own connection to the store, which holds nothing."""
-    link = StoreLink(serve.store_address, rpc=RpcConfig(), arena_directory="/dev/shm", wait_timeout_s=60)
-    running = asyncio.create_task(link.run())
-    async with asyncio.timeout(30):
-        await link.ready()
-    yield link
-    running.cancel()
-    await asyncio.wait([running])
+    async with store_link(serve.store_address) as link:
+        yield link
 
 
-async def num_held(store: StoreLink) -> int:
-    """The leases that the store has granted, by its own count."""
-    await store.refresh(5)
-    return store.status.stats.arena.num_leases
+@pytest_asyncio.fixture(autouse=True)
+async def _as_before(serve, ours, store):
+    async def state() -> HostState:
+        workers = None
+        with suppress(aiohttp.ClientError, TimeoutError):
+            page = await ours.metrics()
+            workers = (await ready_workers(ours), page.value("medialane_worker_in_flight"))
+        return await state_of(serve.pid, store, workers)
+
+    async with as_before(state, RESTART_S):
+        yield
 
 
-async def nothing_held(store: StoreLink) -> bool:
-    return await num_held(store) == 0
-
-
-async def idle(ours) -> bool:
-    page = await ours.metrics()
-    held = ("medialane_arena_leases", "medialane_worker_in_flight")
-    return all(page.value(name) == 0 for name in held)
+async def holds(store: StoreLink, number: int) -> bool:
+    """Whether the store has granted this number of leases, by its own count: two for an image that a worker reads."""
+    return (await stats_of(store)).arena.num_leases == number
 
 
 async def ready_workers(ours) -> float:
@@ -117,7 +123,6 @@ async def test_killed_preparer_fails_only_its_request_and_is_replaced(serve, our
     assert (await ours.metrics()).value("medialane_preparer_restarts_total") == restarts + 1
     assert victim not in serve.preparer_pids()
     assert len(serve.preparer_pids()) == 2
-    await eventually(lambda: idle(ours), "nothing of the failed request is held", 20)
 
 
 async def test_killed_fork_server_is_replaced(serve, ours):
@@ -159,30 +164,31 @@ async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, p
 async def test_killed_gateway_costs_its_own_requests_and_the_cache_stays(serve, ours, plain, store):
     right = (await plain.succeed(chat(picture(165), ASK))).ids
     old, arenas, preparers = serve.gateway_pid(), serve.arenas(), serve.preparer_pids()
-    await eventually(lambda: nothing_held(store), "nothing is held before", 20)
-    request = asyncio.create_task(broken_off(ours, long_chat(picture(165), PROMPT, stream=True)))
-    await eventually(lambda: in_flight(ours, 1), "the request runs", 60)
-    assert await num_held(store)
-    num_done = store.status.stats.preparers.num_done
+    streamed = await streaming(ours, long_chat(picture(165), PROMPT, stream=True))
     with suspended(serve.pid):  # the supervisor: what follows happens without the next gateway
-        kill(old)
-        assert await request == "connection lost"
-        await eventually(lambda: nothing_held(store), "the gateway's and then the worker's holds end", 30)
+        with suspended(*engine_pids(serve)):
+            sent = asyncio.create_task(broken_off(ours, chat(picture(165), ASK)))
+            await eventually(lambda: in_flight(ours, 2), "a second request is at a worker", 60)
+            await eventually(lambda: holds(store, 4), "the worker holds its image, too", 20)
+            num_done = (await stats_of(store)).preparers.num_done
+            kill(old)
+            assert await asyncio.gather(streamed, sent) == ["connection lost"] * 2
+        await eventually(lambda: holds(store, 0), "the gateway's and then the workers' holds end", 30)
     await serve.answers()
     assert serve.gateway_pid() != old
     assert (serve.arenas(), serve.preparer_pids()) == (arenas, preparers)
     await comes_back(ours, 2)
     again = [await ours.succeed(chat(picture(165), ASK)) for _ in range(2)]
     assert [(found.cache, found.copied_bytes, found.ids) for found in again] == [("hit", 0, right)] * 2
-    await eventually(lambda: nothing_held(store), "nothing is held", 20)
-    assert store.status.stats.preparers.num_done == num_done
+    assert (await stats_of(store)).preparers.num_done == num_done
 
 
-async def test_store_killed_during_an_answer_costs_other_media_requests_only_time(serve, ours, plain):
+async def test_store_killed_during_answers_costs_other_media_requests_only_time(serve, ours, plain, store):
     """The supervisor is suspended at first, so that there is no store for as long as requests wait for one."""
     body = chat(picture(166), PROMPT, max_tokens=2500, ignore_eos=True)
-    right, right_text, right_other = [
-        (await plain.succeed(found)).ids for found in (body, chat(PROMPT), chat(picture(167), ASK))
+    unstarted = chat(picture(170), ASK)
+    right, right_text, right_other, right_unstarted = [
+        (await plain.succeed(found)).ids for found in (body, chat(PROMPT), chat(picture(167), ASK), unstarted)
     ]
     old, arenas, others = serve.store_pid(), serve.arenas(), (serve.gateway_pid(), *worker_pids(serve))
     below = descendants(old)
@@ -190,7 +196,10 @@ async def test_store_killed_during_an_answer_costs_other_media_requests_only_tim
         tokens = tokens_of(response)
         answer = [*await anext(tokens)]
         with suspended(serve.pid):
-            kill(old)
+            with suspended(*engine_pids(serve)):
+                sent = asyncio.create_task(ours.post(unstarted))
+                await eventually(lambda: holds(store, 4), "a request that has no token yet is held by a worker", 60)
+                kill(old)
             asked_at = time.monotonic()
             waiting = asyncio.create_task(ours.post(chat(picture(167), ASK)))
             assert (await ours.succeed(chat(PROMPT))).ids == right_text
@@ -201,13 +210,12 @@ async def test_store_killed_during_an_answer_costs_other_media_requests_only_tim
             assert refused.headers["retry-after"]
         async for more in tokens:
             answer += more
-    assert answer == right
+    assert (answer, (await sent).ids) == (right, right_unstarted)
     await eventually(lambda: answers_or_503(ours, chat(picture(167), ASK), right_other), "images are prepared", 120)
     await eventually(lambda: not any(map(is_alive, [old, *below])), "its preparers end with it", 30)
     assert not any(path.exists() for path in arenas)
     assert not any(arenas & arenas_of(pid) for pid in descendants(serve.pid)), "its memory is free"
     assert others == (serve.gateway_pid(), *worker_pids(serve))
-    await is_as_before(serve, ours)
     again = [await ours.succeed(body) for _ in range(2)]
     assert [(found.cache, found.ids) for found in again] == [("miss", right), ("hit", right)]
     assert again[1].copied_bytes == 0, "by shared memory"
@@ -232,11 +240,11 @@ async def test_store_killed_while_preparing_answers_from_the_next_store_or_503(s
         assert (again.cache, again.ids) == ("hit", expected)
     await eventually(lambda: not any(map(is_alive, [old, *pids])), "the preparers end with their store", 30)
     assert not any(path.exists() for path in arenas)
-    await is_as_before(serve, ours)
 
 
 async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, store):
-    right = (await plain.succeed(chat(picture(163), ASK))).ids
+    unstarted = chat(picture(171), ASK)
+    right, right_unstarted = [(await plain.succeed(found)).ids for found in (chat(picture(163), ASK), unstarted)]
     old_store, arenas = serve.store_pid(), serve.arenas()
     num_rerouted = (await ours.metrics()).value("medialane_rerouted_requests_total")
 
@@ -246,33 +254,32 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
     async def is_rerouted() -> bool:
         return (await ours.metrics()).value("medialane_rerouted_requests_total") > num_rerouted
 
-    whole = asyncio.create_task(ours.post(long_chat(picture(163), PROMPT)))
-    await eventually(lambda: in_flight(ours, 1), "the first request runs", 60)
-    (address,) = [a for a, n in (await load(ours)).items() if n == 1]
     num_begun_before = await num_begun(ours)
     streams = [
         asyncio.create_task(broken_off(ours, long_chat(picture(163), PROMPT, n=2, stream=True))) for _ in range(3)
     ]
-    await eventually(lambda: in_flight(ours, 4), "all requests run", 60)
     await eventually(have_begun, "all streams have begun", 60)
-    num_doomed_streams = (await load(ours))[address] - 1
-    assert await num_held(store) >= 4
-    killed = serve.worker_pid(address)
-    engines = descendants(killed)
+    num_streams = await load(ours)
     with suspended(serve.pid):  # the supervisor, which would kill the engine
-        kill(killed)
-        await eventually(is_rerouted, "the request that has sent no token is sent to the other worker", AT_ONCE_S)
-        assert not whole.done()
-        whole.cancel()
+        with suspended(*engine_pids(serve)):
+            sent = asyncio.create_task(ours.post(unstarted))
+            await eventually(lambda: in_flight(ours, 4), "a request without a token is at a worker", 60)
+            await eventually(lambda: holds(store, 8), "the worker holds its image, too", 20)
+            (address,) = [a for a, n in (await load(ours)).items() if n > num_streams[a]]
+            killed = serve.worker_pid(address)
+            engines = descendants(killed)
+            kill(killed)
+            await eventually(is_rerouted, "the request that has sent no token is sent to the other worker", AT_ONCE_S)
+            os.kill(old_store, signal.SIGUSR1)  # overwrites what is not held
+        assert (await sent).ids == right_unstarted
         assert (await ours.succeed(chat(picture(163), ASK))).ids == right
         ends = await asyncio.gather(*streams)
-        assert [end for end in ends if end is not None] == ["worker_lost"] * int(num_doomed_streams)
+        assert [end for end in ends if end is not None] == ["worker_lost"] * int(num_streams[address])
         await eventually(lambda: not any(map(is_alive, engines)), "its engine has ended with it", 60)
     await comes_back(ours, 2)
     assert serve.worker_pid(address) != killed
     answers = await asyncio.gather(*(ours.succeed(chat(picture(163), ASK)) for _ in range(4)))
     assert [answer.ids for answer in answers] == [right] * 4
-    await eventually(lambda: nothing_held(store), "nothing is held", 20)
     assert (serve.store_pid(), serve.arenas()) == (old_store, arenas)
 
 
@@ -303,18 +310,11 @@ async def answers_or_503(ours, body, right: list[int]) -> bool:
     return is_right_or_503(answer, right) and answer.status == 200
 
 
-async def is_as_before(serve, ours) -> None:
-    """One store, two preparers, one arena, nothing held."""
-    await eventually(lambda: len(serve.preparer_pids()) == 2, "there are two preparers", 30)
-    assert len(serve.arenas()) == 1
-    await eventually(lambda: idle(ours), "nothing is held", 20)
-
-
 async def comes_back(ours, num_workers: int) -> None:
     async def there() -> bool:
         return await ready_workers(ours) == num_workers
 
-    await eventually(there, "all workers are ready again", 240)
+    await eventually(there, "all workers are ready again", RESTART_S)
 
 
 async def streaming(ours, body) -> asyncio.Task[str | None]:

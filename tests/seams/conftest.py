@@ -9,11 +9,13 @@ from gateway_parts import FakeWorker
 from medialane.arena import Arena, ArenaConfig
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
+from poison import poison_freed
 
 
 @pytest.fixture
-def arena():
-    """A test that leaves a lease or a reservation fails."""
+def arena(monkeypatch):
+    """What it frees is overwritten. A test that leaves a lease or a reservation fails."""
+    poison_freed(monkeypatch)
     arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
     yield arena
     stats = arena.stats()

@@ -33,7 +33,7 @@ from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
-from medialane.rpc import Hello, RpcServer
+from medialane.rpc import Hello, RpcConfig, RpcServer
 from medialane.store import EncodedStore, StoreEntries
 from medialane.transfer import InlineTransport, ShmTransport, TransferConfig
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
@@ -157,10 +157,11 @@ class Parts:
 
     def __init__(
         self,
-        arena: Arena,
-        preparers: PreparerPool,
+        arena: Arena | None,
+        preparers: PreparerPool | None,
         workers: list[FakeWorker],
         *,
+        rpc: RpcConfig = RPC,
         config: GatewayConfig | None = None,
         transfer: TransferConfig | None = None,
         fetcher: Fetcher | None = None,
@@ -169,6 +170,7 @@ class Parts:
     ) -> None:
         """With `beside`, another gateway of that one's host, with the same store."""
         self.arena = arena
+        self._rpc = rpc
         self._beside = beside
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
@@ -187,7 +189,9 @@ class Parts:
         link, config, transfer = self.store.link, self._config, self._transfer
         self.links = WorkerPool(
             [
-                WorkerLink(w.address, hello, rpc=RPC, config=config, metrics=self.metrics, own_arena=lambda: link.arena)
+                WorkerLink(
+                    w.address, hello, rpc=self._rpc, config=config, metrics=self.metrics, own_arena=lambda: link.arena
+                )
                 for w in self._workers
             ]
         )

@@ -32,7 +32,8 @@ class StoreClientTask:
     """A link that stays connected until `close`."""
 
     def __init__(self, address: str, directory: str, **settings: object) -> None:
-        self.link = StoreLink(address, rpc=RPC, arena_directory=directory, wait_timeout_s=WAIT_S, **settings)
+        settings = {"rpc": RPC, "wait_timeout_s": WAIT_S, **settings}
+        self.link = StoreLink(address, arena_directory=directory, **settings)
         self._running = asyncio.create_task(self.link.run())
 
     async def close(self) -> None:

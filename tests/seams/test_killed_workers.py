@@ -14,6 +14,7 @@ import pytest
 from gateway_parts import Parts, png, prompt
 from host_store import store_address
 
+from host_state import as_before, state_of
 from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
 from medialane.cluster.process_spec import SocketExists
 from medialane.core.errors import NoWorkerReady, WorkerLost
@@ -89,7 +90,9 @@ class Cluster:
     async def is_back(self, name, killed):
         await eventually(lambda: self.num_ready == len(NAMES), f"{name} is back")
         assert self.supervisor.pids[name] != killed
-        await eventually(lambda: self.parts.num_held == 0, "no lease is held")
+
+    async def state(self):
+        return await state_of(os.getpid(), self.parts.store.link, self.num_ready)
 
 
 @pytest.fixture
@@ -105,7 +108,9 @@ async def cluster(arena, preparers):
         supervisor = Supervisor(specs, config=config, logs=Path(folder), observer=recorder)
         workers = [SimpleNamespace(address=f"unix:{path}", attaches=True) for path in sockets.values()]
         async with running(supervisor), Parts(arena, preparers, workers) as parts:
-            yield Cluster(parts, supervisor, recorder.ends, sockets)
+            cluster = Cluster(parts, supervisor, recorder.ends, sockets)
+            async with as_before(cluster.state):
+                yield cluster
 
 
 def _command(path, arena):

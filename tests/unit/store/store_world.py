@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from contextlib import suppress
 
 import pytest
 
@@ -18,6 +17,7 @@ from medialane.rpc import RpcConfig
 from medialane.store import StoreLink, StoreServer
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
+from poison import poison_freed
 from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=5.0)
@@ -120,7 +120,7 @@ class World:
         self._pipes: dict[str, int] = {}
         monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
         self._exits: list[int] = []
-        _poison_freed(monkeypatch)
+        poison_freed(monkeypatch)
 
     async def start(self) -> World:
         await self.server.serve(self.address)
@@ -158,18 +158,3 @@ class World:
         read_end, write_end = os.pipe()
         self._exits.append(write_end)
         return read_end
-
-
-def _poison_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overwrite what is freed, so that a reader without a hold is noticed."""
-    from medialane.arena import arena as module
-
-    clear = module.clear
-
-    def poison(words: memoryview, entry: ArenaRange) -> None:
-        clear(words, entry)
-        with suppress(ValueError):
-            memory = words.cast("B")
-            memory[entry.offset + 64 : entry.offset + entry.nbytes] = b"\xdb" * (entry.nbytes - 64)
-
-    monkeypatch.setattr(module, "clear", poison)

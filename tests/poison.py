@@ -1,0 +1,48 @@
+"""Overwrites what an arena frees, so that a process that reads a range without a hold gets a wrong answer.
+
+`install` is for programs that run a store, `poison_freed` for stores in the process of a test.
+"""
+
+import asyncio
+import signal
+from pathlib import Path
+
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
+from medialane.core.tensor import ArenaRange
+
+POISON = b"\xdb"
+
+#: The command `medialane` with a poisoned store. Its folder has this name because tests find processes by it.
+PROGRAM = Path(__file__).parent / "e2e" / "poisoned" / "medialane"
+
+_clear = Arena._clear
+_create = Arena.create
+
+
+def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
+    _clear(self, entry)
+    if not self._closed:
+        payload = self.view.memory[entry.offset + ENTRY_HEADER_BYTES : entry.offset + entry.nbytes]
+        payload[:] = POISON * len(payload)
+
+
+def _create_evictable(config: ArenaConfig) -> Arena:
+    arena = _create(config)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
+    return arena
+
+
+def install() -> None:
+    """Poison the arenas of this process, which evicts every entry that is not held when it gets SIGUSR1."""
+    Arena._clear = _clear_and_overwrite
+    Arena.create = _create_evictable
+
+
+def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command line of a process of `serve`, by PROGRAM if it is the store."""
+    return (argv[0], str(PROGRAM), *argv[3:]) if argv[3] == "store" else argv
+
+
+def poison_freed(monkeypatch) -> None:
+    """Poison the arenas that this process creates during a test."""
+    monkeypatch.setattr(Arena, "_clear", _clear_and_overwrite)

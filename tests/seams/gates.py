@@ -1,0 +1,75 @@
+"""Gates at which the processes of a test stop: a test closes one, waits until they have arrived, and opens it.
+
+Preparers may open no files: they inherit these from the fork server.
+"""
+
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+
+from medialane.core.media import Decoded
+from medialane.prepare import FactoryConfig
+from medialane.prepare.fake import FakeProcessor
+from medialane.prepare.processor import ProcessedItem
+from waiting import eventually, wait_until
+
+#: Steps of a request. A URL is fetched, a body is written into the arena by the gateway.
+STEPS = ("before find", "fetch", "upload", "prepare", "before first token", "mid-stream")
+
+OPENS_S = 60.0
+
+
+class Gates:
+    """In the memory of `folder`/gates, for all processes; they append the gate and their id to `folder`/arrived."""
+
+    def __init__(self, folder: Path) -> None:
+        descriptor = os.open(folder / "gates", os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, len(STEPS))
+        self._closed = mmap.mmap(descriptor, len(STEPS))
+        os.close(descriptor)
+        self._arrived = os.open(folder / "arrived", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def close(self, step: str) -> None:
+        os.ftruncate(self._arrived, 0)
+        self._closed[STEPS.index(step)] = 1
+
+    def open(self, step: str) -> None:
+        self._closed[STEPS.index(step)] = 0
+
+    def arrived(self) -> list[int]:
+        """The process of each arrival since a gate was last closed."""
+        return [int(line) for line in os.pread(self._arrived, 1 << 16, 0).splitlines()]
+
+    async def passed(self, step: str) -> None:
+        if self._arrives(step):
+            await eventually(lambda: not self._is_closed(step), f"the gate {step!r} opens", OPENS_S)
+
+    def wait(self, step: str) -> None:
+        """`passed`, for a process without an event loop."""
+        if self._arrives(step):
+            wait_until(lambda: not self._is_closed(step), f"the gate {step!r} opens", OPENS_S)
+
+    def _arrives(self, step: str) -> bool:
+        if self._is_closed(step):
+            os.write(self._arrived, b"%d\n" % os.getpid())
+            return True
+        return False
+
+    def _is_closed(self, step: str) -> bool:
+        return bool(self._closed[STEPS.index(step)])
+
+
+class GatedProcessor(FakeProcessor):
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        self._gates.wait("prepare")
+        return super().process(media, options)
+
+
+def build_processor(config: bytes) -> GatedProcessor:
+    """A factory for the fork server, of a store whose model is the folder of the gates."""
+    return GatedProcessor(Gates(Path(msgspec.json.decode(config, type=FactoryConfig).model)))

@@ -1,0 +1,210 @@
+"""A host without vLLM whose parts are processes, supervised as by `serve`: `python host_program.py host FOLDER`.
+
+The store is the real one with real preparers, a fake processor, and poisoned ranges (tests/poison.py). Workers have the
+fake engine, whose tokens depend on the bytes of the media; gateways answer on unix sockets. All of them stop at gates.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+from gates import Gates
+
+from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
+from medialane.cluster.process_spec import SocketExists
+from medialane.config import load_config
+from medialane.core.errors import MedialaneError
+from medialane.core.feature import Feature, FoundItem, MediaPrompt
+from medialane.core.media import MediaRef
+from medialane.core.request import EngineRequest, OutputDelta
+from medialane.rpc import RpcConfig
+from medialane.worker.serve import serve_worker, stopped_by_signals
+
+GATEWAYS = ("gateway-0", "gateway-1")
+WORKERS = ("worker-0", "worker-1")
+NAMES = ("store", *WORKERS, *GATEWAYS)
+SHARED_MEMORY = "/dev/shm"
+SETTINGS = {"arena-size": "16MiB", "preparers": "2", "allow-media-network": "127.0.0.0/8"}
+#: Tokens of an answer; the gate "mid-stream" is after the second.
+NUM_TOKENS = 6
+MAX_LINE_BYTES = 1 << 20
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What a gateway is asked, as one line of JSON: about an image of `url` or `data`; about itself without one."""
+
+    url: str | None = None
+    data: bytes | None = None
+
+
+class Line(msgspec.Struct, frozen=True):
+    """Its answer: a line for each token, then one with the code of the error, if any. About itself: whether it has
+    `num_mapped` workers that map the arena of its store."""
+
+    tokens: list[int] = []
+    ended: bool = False
+    error: str | None = None
+    num_mapped: int = 0
+
+
+def address(folder: Path, name: str) -> str:
+    return f"unix:{folder}/{name}.sock"
+
+
+class Quiet:
+    """Observes nothing: the logs of the processes are in the folder."""
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+async def host(folder: Path) -> int:
+    specs = [
+        ProcessSpec(
+            name,
+            (sys.executable, __file__, name, str(folder)),
+            dict(os.environ),
+            SocketExists(folder / f"{name}.sock"),
+            layer=int(name in GATEWAYS),
+        )
+        for name in NAMES
+    ]
+    config = ClusterConfig(restart_initial_s=0.05, restart_reset_s=0.01)
+    with stopped_by_signals() as stop:
+        async with running(Supervisor(specs, config=config, logs=folder, observer=Quiet())):
+            (folder / "ready").touch()
+            await stop.wait()
+    return 0
+
+
+def store(folder: Path) -> int:
+    import poison
+    from medialane.cli import store as command
+
+    poison.install()
+    command.PROCESSOR_FACTORY = "gates:build_processor"
+    return command.run(load_config(SETTINGS, environ={}), str(folder), [], address(folder, "store"))
+
+
+async def worker(folder: Path, name: str) -> int:
+    from host_store import StoreClientTask
+
+    from medialane.store import StoreEntries
+    from medialane.worker import FakeEngine, WorkerConfig
+
+    gates = Gates(folder)
+
+    class GatedEngine(FakeEngine):
+        async def generate(
+            self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+        ) -> AsyncGenerator[OutputDelta, None]:
+            await gates.passed("before first token")
+            num_sent = 0
+            async with aclosing(super().generate(request, tensors)) as deltas:
+                async for delta in deltas:
+                    yield delta
+                    num_sent += 1
+                    if num_sent == 2:
+                        await gates.passed("mid-stream")
+
+    client = StoreClientTask(address(folder, "store"), SHARED_MEMORY, rpc=RpcConfig())
+    try:
+        return await serve_worker(
+            WorkerConfig(),
+            RpcConfig(),
+            GatedEngine(),
+            address(folder, name),
+            arena_directory=SHARED_MEMORY,
+            host_arena=StoreEntries(client.link),
+        )
+    finally:
+        await client.close()
+
+
+async def gateway(folder: Path, name: str) -> int:
+    from gateway_parts import MEDIA, Parts
+    from host_store import StoreClientTask
+
+    from medialane.core.loop_fairness import LoopFairness
+    from medialane.store import StoreFeatures
+
+    gates = Gates(folder)
+
+    class GatedFeatures(StoreFeatures):
+        async def processed(self, ref: MediaRef, *arguments) -> FoundItem[Feature]:
+            await gates.passed("before find")
+            return await super().processed(ref, *arguments)
+
+        async def _write(self, *arguments) -> None:
+            await gates.passed("upload")
+            await super()._write(*arguments)
+
+    client = StoreClientTask(
+        address(folder, "store"), SHARED_MEMORY, rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor="digest"
+    )
+    fairness = LoopFairness()
+    features = GatedFeatures(client.link, processor_digest="digest", fairness=fairness, media=MEDIA)
+    workers = [SimpleNamespace(address=address(folder, found), attaches=True) for found in WORKERS]
+    beside = SimpleNamespace(store=SimpleNamespace(link=client.link, features=features))
+    with stopped_by_signals() as stop:
+        async with Parts(None, None, workers, rpc=RpcConfig(), beside=beside) as parts:
+            path = address(folder, name).removeprefix("unix:")
+            server = await asyncio.start_unix_server(
+                lambda *streams: serve(parts, *streams), path, limit=MAX_LINE_BYTES
+            )
+            await stop.wait()
+            server.close()
+        await client.close()
+    fairness.close()
+    return 0
+
+
+async def serve(parts, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one question."""
+    question = msgspec.json.decode(await reader.readline(), type=Question)
+    if question.url is None and question.data is None:
+        _send(writer, Line(ended=True, num_mapped=sum(link.same_host for link in parts.links.links.values())))
+    else:
+        try:
+            async with aclosing(answer(parts, question)) as deltas:
+                async for delta in deltas:
+                    _send(writer, Line(delta.completions[0].token_ids))
+            _send(writer, Line(ended=True))
+        except MedialaneError as error:
+            _send(writer, Line(ended=True, error=error.code))
+    await writer.drain()
+    writer.close()
+
+
+async def answer(parts, question: Question) -> AsyncGenerator[OutputDelta, None]:
+    from gateway_parts import PLACEHOLDER_TOKEN, request
+
+    from medialane.gateway import open_scope
+
+    image = MediaRef("image", "image", url=question.url, data=question.data)
+    with open_scope():
+        prepared = await parts.gateway.prepare(MediaPrompt([1, 2, PLACEHOLDER_TOKEN], (image,), b"{}"))
+        wanted = request("r", prepared.token_ids, max_tokens=NUM_TOKENS)
+        async with aclosing(parts.gateway.generate(wanted, prepared)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
+def _send(writer: asyncio.StreamWriter, line: Line) -> None:
+    writer.write(msgspec.json.encode(line) + b"\n")
+
+
+def main(name: str, folder: Path) -> int:
+    if name == "store":
+        return store(folder)
+    run = host(folder) if name == "host" else worker(folder, name) if name in WORKERS else gateway(folder, name)
+    return asyncio.run(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
