@@ -61,9 +61,9 @@ async def state_of(pid: int, store: StoreLink, *more: object) -> HostState:
 
 
 @asynccontextmanager
-async def store_link(address: str, timeout_s: float = 60) -> AsyncIterator[StoreLink]:
+async def store_link(address: str, directory: Path = SHARED_MEMORY, timeout_s: float = 60) -> AsyncIterator[StoreLink]:
     """The tests' own connection to a store, which holds nothing. It is lost and comes back with the store."""
-    link = StoreLink(address, rpc=RpcConfig(), arena_directory=str(SHARED_MEMORY), wait_timeout_s=timeout_s)
+    link = StoreLink(address, rpc=RpcConfig(), arena_directory=str(directory), wait_timeout_s=timeout_s)
     running = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(timeout_s):

@@ -7,7 +7,7 @@ import asyncio
 import signal
 from pathlib import Path
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
+from medialane.arena import ENTRY_HEADER_BYTES, Arena
 from medialane.core.tensor import ArenaRange
 
 POISON = b"\xdb"
@@ -26,8 +26,8 @@ def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
         payload[:] = POISON * len(payload)
 
 
-def _create_evictable(config: ArenaConfig) -> Arena:
-    arena = _create(config)
+def _create_evictable(*arguments: object, **settings: object) -> Arena:
+    arena = _create(*arguments, **settings)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
     return arena
 

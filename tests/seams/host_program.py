@@ -28,7 +28,6 @@ from medialane.worker.serve import serve_worker, stopped_by_signals
 GATEWAYS = ("gateway-0", "gateway-1")
 WORKERS = ("worker-0", "worker-1")
 NAMES = ("store", *WORKERS, *GATEWAYS)
-SHARED_MEMORY = "/dev/shm"
 SETTINGS = {"arena-size": "16MiB", "preparers": "2", "allow-media-network": "127.0.0.0/8"}
 #: Tokens of an answer; the gate "mid-stream" is after the second.
 NUM_TOKENS = 6
@@ -88,7 +87,8 @@ def store(folder: Path) -> int:
 
     poison.install()
     command.PROCESSOR_FACTORY = "gates:build_processor"
-    return command.run(load_config(SETTINGS, environ={}), str(folder), [], address(folder, "store"))
+    config = load_config({**SETTINGS, "arena-directory": str(folder)}, environ={})
+    return command.run(config, str(folder), [], address(folder, "store"))
 
 
 async def worker(folder: Path, name: str) -> int:
@@ -112,14 +112,14 @@ async def worker(folder: Path, name: str) -> int:
                     if num_sent == 2:
                         await gates.passed("mid-stream")
 
-    client = StoreClientTask(address(folder, "store"), SHARED_MEMORY, rpc=RpcConfig())
+    client = StoreClientTask(address(folder, "store"), str(folder), rpc=RpcConfig())
     try:
         return await serve_worker(
             WorkerConfig(),
             RpcConfig(),
             GatedEngine(),
             address(folder, name),
-            arena_directory=SHARED_MEMORY,
+            arena_directory=str(folder),
             host_arena=StoreEntries(client.link),
         )
     finally:
@@ -145,7 +145,7 @@ async def gateway(folder: Path, name: str) -> int:
             await super()._write(*arguments)
 
     client = StoreClientTask(
-        address(folder, "store"), SHARED_MEMORY, rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor="digest"
+        address(folder, "store"), str(folder), rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor="digest"
     )
     fairness = LoopFairness()
     features = GatedFeatures(client.link, processor_digest="digest", fairness=fairness, media=MEDIA)

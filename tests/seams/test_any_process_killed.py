@@ -99,7 +99,8 @@ class Host:
 @pytest.fixture(scope="module")
 def processes():
     """The host's process, and its folder."""
-    folder = Path(tempfile.mkdtemp(prefix="ml-host-", dir="/tmp"))  # a short path, for sockets
+    # Also of its arenas: until the next store reaps it, that of a killed store would fail tests that run beside these.
+    folder = Path(tempfile.mkdtemp(prefix="ml-host-", dir="/dev/shm"))
     paths = [str(TESTS), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
     process = launch([sys.executable, str(PROGRAM), "host", str(folder)], environ=environ, log=folder / "host.log")
@@ -117,7 +118,7 @@ def processes():
 @pytest.fixture
 async def host(processes):
     pid, folder = processes
-    async with store_link(address(folder, "store")) as link, HttpOrigin() as origin:
+    async with store_link(address(folder, "store"), folder) as link, HttpOrigin() as origin:
         host = Host(pid, folder, link, origin)
         yield host
         for step in STEPS:  # after a failure
