@@ -12,6 +12,9 @@ from medialane.core.tensor import ArenaRange
 
 POISON = b"\xdb"
 
+#: Written at once: tests measure the heap.
+_PIECE = POISON * 65536
+
 #: The command `medialane` with a poisoned store. Its folder has this name because tests find processes by it.
 PROGRAM = Path(__file__).parent / "e2e" / "poisoned" / "medialane"
 
@@ -23,7 +26,9 @@ def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
     _clear(self, entry)
     if not self._closed:
         payload = self.view.memory[entry.offset + ENTRY_HEADER_BYTES : entry.offset + entry.nbytes]
-        payload[:] = POISON * len(payload)
+        for start in range(0, len(payload), len(_PIECE)):
+            piece = payload[start : start + len(_PIECE)]
+            piece[:] = _PIECE[: len(piece)]
 
 
 def _create_evictable(*arguments: object, **settings: object) -> Arena:

@@ -130,8 +130,10 @@ async def gateway(folder: Path, name: str) -> int:
     from gateway_parts import MEDIA, Parts
     from host_store import StoreClientTask
 
+    from medialane.core.hashing import digest
     from medialane.core.loop_fairness import LoopFairness
-    from medialane.store import StoreFeatures
+    from medialane.gateway import StoreFeatures
+    from medialane.prepare.fake import FakeProcessor
 
     gates = Gates(folder)
 
@@ -144,11 +146,12 @@ async def gateway(folder: Path, name: str) -> int:
             await gates.passed("upload")
             await super()._write(*arguments)
 
+    settings = dict(FakeProcessor.settings)
     client = StoreClientTask(
-        address(folder, "store"), str(folder), rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor="digest"
+        address(folder, "store"), str(folder), rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor=settings
     )
     fairness = LoopFairness()
-    features = GatedFeatures(client.link, processor_digest="digest", fairness=fairness, media=MEDIA)
+    features = GatedFeatures(client.link, processor_digest=digest(settings), fairness=fairness, media=MEDIA)
     workers = [SimpleNamespace(address=address(folder, found), attaches=True) for found in WORKERS]
     beside = SimpleNamespace(store=SimpleNamespace(link=client.link, features=features))
     with stopped_by_signals() as stop:

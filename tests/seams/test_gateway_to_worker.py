@@ -233,7 +233,7 @@ async def test_fallback_media_are_found_once_for_all_beams(arena, preparers, mak
 async def test_bookkeeping_failure_after_sending_aborts_the_request(arena, preparers, worker, monkeypatch):
     async with Parts(arena, preparers, [worker]) as parts:
 
-        def broken(*_):
+        def broken(*_, **__):
             raise RuntimeError("the router is broken")
 
         monkeypatch.setattr(parts.gateway.routes, "begin", broken)

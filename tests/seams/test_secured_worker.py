@@ -56,11 +56,8 @@ def worker(tmp_path, ca):
 
 
 @pytest.mark.timeout(60)
-async def test_request_with_media_is_answered_over_tcp_with_secret_and_tls(
-    worker, gateway_rpc, arena, preparers, monkeypatch
-):
-    monkeypatch.setattr(gateway_parts, "RPC", gateway_rpc)
-    async with Parts(arena, preparers, [worker]) as parts:
+async def test_request_with_media_is_answered_over_tcp_with_secret_and_tls(worker, gateway_rpc, arena, preparers):
+    async with Parts(arena, preparers, [worker], rpc=gateway_rpc) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png(seed=1)))
             params = msgspec.msgpack.encode({"max_tokens": 4, "output_kind": 1})
@@ -70,11 +67,10 @@ async def test_request_with_media_is_answered_over_tcp_with_secret_and_tls(
 
 @pytest.mark.timeout(60)
 async def test_gateway_with_another_secret_is_refused_and_both_logs_say_so(
-    worker, gateway_rpc, arena, preparers, monkeypatch, caplog
+    worker, gateway_rpc, arena, preparers, caplog
 ):
     wrong = msgspec.structs.replace(gateway_rpc, shared_secret="another secret of ours")
-    monkeypatch.setattr(gateway_parts, "RPC", gateway_rpc)
-    async with Parts(arena, preparers, [worker]) as parts:
+    async with Parts(arena, preparers, [worker], rpc=gateway_rpc) as parts:
         link = parts.links.links[worker.address]
         link._rpc = wrong
         await link.client.close()
