@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 
 import aiohttp
+import msgspec
 import pytest
 import pytest_asyncio
 from medialane_process import kill
@@ -83,7 +84,8 @@ async def _as_before(serve, ours, store):
         with suppress(aiohttp.ClientError, TimeoutError):
             page = await ours.metrics()
             workers = (await ready_workers(ours), page.value("medialane_worker_in_flight"))
-        return await state_of(serve.pid, store, workers)
+        # A vLLM process may keep a removed arena mapped until its next full garbage collection: not compared here.
+        return msgspec.structs.replace(await state_of(serve.pid, store, workers), num_removed=0)
 
     await comes_back(ours, 2)
     async with as_before(state, RESTART_S):
