@@ -1,6 +1,8 @@
 """The table of private seams, checked against the installed vLLM: failures show what an upgrade broke."""
 
 import importlib
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,7 +17,10 @@ SEAMS = [seam for group in GROUPS for seam in group.seams]
 
 @pytest.mark.timeout(120)  # the first import of vLLM
 def test_installed_vllm_has_every_seam():
-    assert [str(broken) for broken in probe.probe()] == []
+    """In a process of its own: other tests of this one have replaced functions of vLLM."""
+    code = "from medialane.vllm_bridge.seams import probe; print(*probe.probe(), sep='\\n', end='')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == ""
 
 
 def test_probe_is_fast_once_vllm_is_imported():
