@@ -65,7 +65,7 @@ class HostStore:
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.pulls = Pulls(self.arena)
+        self.pulls = Pulls(self.arena, RPC)
         self._stack.push_async_callback(self.pulls.close)
         await self.pulls.serve("tcp://127.0.0.1:0")
         self.server = StoreServer(

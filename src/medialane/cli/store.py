@@ -61,7 +61,7 @@ async def _start(
     fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
     aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
     items = Items(arena=arena, pool=pool, fetcher=fetcher, media=config.media, aliases=aliases)
-    pulls = Pulls(arena)
+    pulls = Pulls(arena, config.rpc)
     stack.push_async_callback(pulls.close)
     server = StoreServer(
         items,

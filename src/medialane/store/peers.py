@@ -22,8 +22,11 @@ from medialane.arena import Cached
 from medialane.core.errors import MedialaneError, ProtocolViolation, TransferFailed, from_report
 from medialane.core.remote_entry import RemoteEntry
 from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.authentication import Role
+from medialane.rpc.security import Security
 from medialane.store.peer_messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
     CloseEntry,
     EntryClosed,
     EntryOpened,
@@ -51,8 +54,9 @@ UNREACHABLE_S = 2.0
 class Peers:
     """Connects to the stores of other hosts. `arena` is the id of ours. The owner calls `close`."""
 
-    def __init__(self, arena: str, *, max_threads: int) -> None:
+    def __init__(self, arena: str, security: Security, *, max_threads: int) -> None:
         self._arena = arena
+        self._security = security
         self._threads = ThreadPoolExecutor(max_threads, "medialane-pull")
         self._idle: defaultdict[str, list[_Connection]] = defaultdict(list)
         self._unreachable: dict[str, float] = {}
@@ -117,7 +121,7 @@ class Peers:
             raise
 
     async def _new_connection(self, address: str, deadline: float) -> _Connection:
-        dialing = asyncio.get_running_loop().run_in_executor(self._threads, _dial, address)
+        dialing = asyncio.get_running_loop().run_in_executor(self._threads, _dial, address, self._security)
         try:
             sock = await asyncio.shield(dialing)
         except asyncio.CancelledError:
@@ -206,17 +210,22 @@ class _Connection:
         return found
 
 
-def _dial(address: str) -> PeerSocket:
-    """Raises TransferFailed."""
+def _dial(address: str, security: Security) -> PeerSocket:
+    """Connect and authenticate. Raises TransferFailed."""
     try:
         target = parse_address(address)
         if not isinstance(target, TcpAddress):
             raise TransferFailed(f"{address} is not the address of another host's store")
-        return PeerSocket(socket.create_connection(target, CONNECT_TIMEOUT_S))
+        found = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0][4]
+        security.check_host(str(found[0]))
+        peer = PeerSocket(socket.create_connection((str(found[0]), target.port), CONNECT_TIMEOUT_S))
+        authentication = security.authentication(PROTOCOL, Role.STORE, Role.STORE)
+        peer.authenticate(authentication, dialled_host=target.host)
     except OSError as error:
         raise TransferFailed(f"the other store cannot be reached: {error.strerror or error}") from error
     except MedialaneError as error:
         raise TransferFailed(error.message) from error
+    return peer
 
 
 def _close_result(dialing: asyncio.Future[PeerSocket]) -> None:

@@ -111,7 +111,7 @@ class World:
             self.items,
             self.arena,
             RPC,
-            pulls=Pulls(self.arena),
+            pulls=Pulls(self.arena, RPC),
             max_connections=16,
             processor=dict,
             status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE)),
