@@ -184,4 +184,7 @@ def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool, can_p
         chosen = ("shm", "pull")
     elif choice == "auto":
         chosen = stage.transports
-    return tuple(name for name in stage.transports if name in chosen and possible[name]) or stage.last_resort
+    found = tuple(name for name in stage.transports if name in chosen and possible[name])
+    if not found or found[-1] == "pull":  # the other host may be unreachable
+        found += stage.last_resort
+    return found
