@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -64,12 +65,14 @@ async def test_store_that_runs_already_is_used(address):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address.removeprefix("unix:"))
         listener.listen()
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
         async with (
             worker_store.host_store(Config(), "model", address),
             worker_store.host_store(Config(), "model", address),
         ):
             for _ in range(3):
-                listener.accept()[0].close()
+                (await loop.sock_accept(listener))[0].close()
     assert pids(address) == []
 
 
