@@ -127,14 +127,16 @@ async def test_large_tensors_are_copied_completely(arena, monkeypatch, at_once_b
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
-async def test_preparers_request_huge_pages_and_keep_operator_tunables(arena, encoded, monkeypatch, own):
+async def test_preparers_request_huge_pages_and_inherit_tunables_but_no_secret(arena, encoded, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
+    monkeypatch.setenv("MEDIALANE_RPC_SECRET", "a secret of sixteen")
     async with running(make_pool(arena)) as pool:
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         (pid,) = pool.stats().pids
         assert "hg" in mapping_flags(pid)
         assert own is None or own in environment_of(pid)
+        assert "MEDIALANE_RPC_SECRET" not in environment_of(pid)  # a preparer may be taken over
 
 
 def mapping_flags(pid: int) -> set[str]:
