@@ -29,9 +29,9 @@ MIB = 1 << 20
 class Host:
     """The arena of one host and its pulls. `close` checks that nothing is held."""
 
-    def __init__(self, directory: str = "/dev/shm", size_bytes: int = 16 * MIB) -> None:
-        self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes, directory=directory))
-        self.pulls = Pulls(self.arena, RPC)
+    def __init__(self, rpc: RpcConfig = RPC) -> None:
+        self.arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
+        self.pulls = Pulls(self.arena, rpc)
 
     async def serve(self) -> str:
         return await self.pulls.serve("tcp://127.0.0.1:0")

@@ -6,8 +6,10 @@ import time
 
 import msgspec
 import pytest
+import trustme
 from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern
 
+from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES
 from medialane.core.errors import ArenaFull, HandoverFailed, StartupFailed, TransferFailed
 from medialane.core.media import EncodedMedia
@@ -180,6 +182,18 @@ async def test_peer_without_the_secret_is_refused(source, destination):
     with source.store("k") as stored, pytest.raises(TransferFailed, match=r"authenticate|secret"):
         await stranger.pull([source.grant(stored)])
     await stranger.close()
+
+
+async def test_entry_is_copied_over_tls_where_both_sides_have_it(tmp_path, source):
+    config = RpcConfig(shared_secret="a secret for this test alone", **tls_settings(tmp_path, trustme.CA()))
+    one, other = Host(config), Host(config)
+    await one.serve()
+    with one.store("k", 3 * MIB) as stored, await pull(other, one.grant(stored)) as copied:
+        assert other.payload(copied) == one.payload(stored)
+    with source.store("l") as stored, pytest.raises(TransferFailed):
+        await pull(other, source.grant(stored))
+    await other.close()
+    await one.close()
 
 
 # Sources that fail. The deadline of a pull is shortened where it is waited for.
