@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli import worker_store
+from medialane.cli import worker_command, worker_store
 from medialane.cli.main import main
 from medialane.config import Config
 from waiting import eventually
@@ -76,7 +76,8 @@ async def test_store_that_runs_already_is_used(address):
     assert pids(address) == []
 
 
-def test_store_to_start_needs_an_address(capsys):
+def test_store_to_start_needs_an_address(capsys, monkeypatch):
+    monkeypatch.setattr(worker_command, "configure", lambda _: None)
     assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--start-store"]) == 2
     assert "--start-store needs --store" in capsys.readouterr().err
 
