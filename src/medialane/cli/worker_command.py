@@ -97,7 +97,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     directory = config.arena.directory
 
     async def serve() -> int:
-        async with _host_arena(config, args) as host_arena:
+        async with _host_arena(config, args if engine.takes_media else None) as host_arena:
             return await serve_worker(
                 config.worker, config.rpc, engine, args.listen, arena_directory=directory, host_arena=host_arena
             )
@@ -109,9 +109,9 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
 
 
 @asynccontextmanager
-async def _host_arena(config: Config, args: argparse.Namespace) -> AsyncIterator[StoreEntries | None]:
+async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncIterator[StoreEntries | None]:
     """Stay connected to this host's store, if it has one, and keep it running if that is wanted."""
-    if args.store is None:
+    if args is None or args.store is None:
         yield None
         return
     link = StoreLink(
@@ -123,7 +123,7 @@ async def _host_arena(config: Config, args: argparse.Namespace) -> AsyncIterator
     running = asyncio.create_task(link.run(), name="store link")
     try:
         async with host_store(config, args.model, args.store) if args.start_store else nullcontext():
-            yield StoreEntries(link)
+            yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -155,6 +155,7 @@ def parts(
         environ=inherited,
         ready=SocketExists(store_socket),
         stop_timeout_s=config.cluster.stop_timeout_s,
+        not_needed="not needed: this model takes no media",
     )
     store_flags = ["--store", f"unix:{store_socket}"]
     sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 import msgspec
 
 from medialane.arena import ArenaView
-from medialane.core.errors import HandoverFailed
+from medialane.core.errors import HandoverFailed, MediaLost
 from medialane.core.remote_entry import MoverName
 from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
@@ -96,7 +96,7 @@ class ShmReceiver:
             raise HandoverFailed("an inline tensor was given to the shm receiver")
         view = self._views.get(tensor.range.arena)
         if view is None:
-            raise HandoverFailed("the tensor is in an arena that this worker has not mapped")
+            raise MediaLost("the tensor is in an arena that this worker has not mapped")
         return view.tensor(tensor)
 
     def close(self) -> None:

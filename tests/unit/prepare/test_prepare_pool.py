@@ -625,6 +625,31 @@ async def test_failed_start_reports_its_reason_and_leaves_nothing(arena, factory
     assert not children()
 
 
+async def test_jobs_wait_while_the_first_processor_is_loaded(arena, encoded):
+    loaded = []
+    pool = make_pool(arena, b'{"warm_s": 0.5}')
+    pool._on_loaded = lambda: loaded.append(dict(pool.processor_settings))
+    starting = asyncio.create_task(pool.start())
+    await eventually(lambda: pool._supervisor is not None)
+    assert pool.degradation == "the model's processor is being loaded"
+    lease = await pool.prepare_item(encoded, b"{}", "a" * 64)
+    lease.release()
+    await starting
+    assert loaded == [dict(pool.processor_settings)]
+    assert pool.degradation is None
+    await pool.close()
+
+
+async def test_jobs_fail_if_the_first_processor_cannot_be_loaded(arena, encoded):
+    pool = make_pool(arena, b'{"refusal": "no such model"}')
+    starting = asyncio.create_task(pool.start())
+    await eventually(lambda: pool._supervisor is not None)
+    with pytest.raises(Unavailable):
+        await pool.prepare_item(encoded, b"{}", "a" * 64)
+    with pytest.raises(StartupFailed):
+        await starting
+
+
 async def test_unmappable_arena_fails_the_start_clearly(arena):
     pool = make_pool(arena)
     arena.path.rename(arena.path.with_suffix(".moved"))
