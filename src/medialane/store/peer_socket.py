@@ -68,13 +68,16 @@ class PeerSocket:
 
     def receive_into(self, target: memoryview) -> None:
         """Fill `target`."""
-        if len(target) > 2 * _AT_ONCE_BYTES and not self._is_tls:
-            # Wake this thread for many packets at once: each wake-up costs both sides as much as copying one.
+        if len(target) <= 2 * _AT_ONCE_BYTES or self._is_tls:
+            self._fill(target)
+            return
+        # Wake this thread for many packets at once: each wake-up costs both sides as much as copying one. The last
+        # bytes suffice to wake it for those before them. Views are released: a traceback would keep the arena mapped.
+        with target[:-_AT_ONCE_BYTES] as first, target[-_AT_ONCE_BYTES:] as last:
             self._set_low_watermark(_AT_ONCE_BYTES)
-            self._fill(target[:-_AT_ONCE_BYTES])  # what follows suffices to wake it at the end
+            self._fill(first)
             self._set_low_watermark(1)
-            target = target[-_AT_ONCE_BYTES:]
-        self._fill(target)
+            self._fill(last)
 
     def _set_low_watermark(self, num_bytes: int) -> None:
         try:
