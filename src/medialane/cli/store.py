@@ -20,7 +20,7 @@ from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreServer
 from medialane.store.messages import StoreStatus
 from medialane.worker.serve import stopped_by_signals
 
@@ -80,10 +80,15 @@ class _Store:
         stack.push_async_callback(self._pool.close)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
+        self._pulls = pulls = Pulls(arena, config.rpc)
+        stack.push_async_callback(pulls.close)
+        if config.store.peer_listen:
+            logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
         self._server = StoreServer(
             Items(arena=arena, pool=self._pool, fetcher=fetcher, media=config.media, aliases=aliases),
             arena,
             config.rpc,
+            pulls=pulls,
             max_connections=config.store.max_connections,
             processor=lambda: self._pool.processor_settings,
             status=self._status,
@@ -101,7 +106,7 @@ class _Store:
         return True
 
     def _status(self) -> StoreStatus:
-        stats = StoreStats(self._arena.stats(), self._pool.stats())
+        stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats)
         return StoreStatus(stats, self._pool.degradation, self._has_started)
 
 

@@ -21,6 +21,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     hold_retention_s: NonNegativeFloat = field(default=1.0, name="store-hold-retention")
     """how long gateways and workers hold an item after its last use, so that using it again needs no message to the
     store; 0 disables it. At most an eighth of the arena each, and nothing while memory is short"""
+    peer_listen: str = field(default="", name="peer-listen")
+    """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
+    that they can connect to; none by default"""
 
     def validate(self) -> None:
         check_bounds(self)
