@@ -21,17 +21,18 @@ from enum import Enum
 from heapq import merge
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, TypeVar, get_args
 
 from medialane.arena.allocator import Allocator
 from medialane.arena.eviction import Span, choose_span
 from medialane.core.errors import ArenaFull
+from medialane.core.remote_entry import EntryKind
 from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange, align
 
 V = TypeVar("V")
 
-Kind = Literal["encoded", "decoded", "processed"]
+Kind = EntryKind
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: Limit of candidates among entries of kinds over their share: if these are too scattered for one hole, trying all of

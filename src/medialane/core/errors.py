@@ -120,6 +120,9 @@ class GenerationFailed(MedialaneError, code="generation_failed"): ...  # the eng
 class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""
 
+class TransferFailed(HandoverFailed, code="transfer_failed"):
+    """An entry could not be copied from another host's store. Another mover or transfer path may succeed."""
+
 class ProtocolViolation(MedialaneError, code="protocol_violation"):
     """The peer violated the protocol; the connection is closed."""
 

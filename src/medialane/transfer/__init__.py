@@ -1,6 +1,8 @@
 """Transports from gateway to worker, and the order in which transfer paths are tried."""
 
 from medialane.transfer.config import TransferConfig
+from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
+from medialane.transfer.mover_health import MoverHealth
 from medialane.transfer.transport import (
     InlineReceiver,
     InlineTransport,
@@ -15,11 +17,16 @@ from medialane.transfer.transport import (
 )
 
 __all__ = [
+    "Destination",
     "InlineReceiver",
     "InlineTransport",
+    "Mover",
+    "MoverHealth",
+    "OpenedEntry",
     "Receiver",
     "ShmReceiver",
     "ShmTransport",
+    "StillWriting",
     "TransferConfig",
     "TransferPath",
     "TransferTensors",
