@@ -12,14 +12,16 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import msgspec
+from blake3 import blake3
 
 from medialane.core.errors import TransferFailed
 from medialane.core.tensor import ArenaRange
 from medialane.transfer.nixl.messages import (
     MAX_PACKET_BYTES,
+    MAX_READS,
     AddPeer,
     Expect,
     Forget,
@@ -41,23 +43,27 @@ from medialane.transfer.nixl.rdma_metadata import Descriptor
 
 logger = logging.getLogger(__name__)
 
+#: Other hosts' agents that the process knows. Those of processes that have exited are among them.
+MAX_PEERS = 256
+
 
 class NixlRefused(TransferFailed, code="nixl_refused"):
     """NIXL is not installed, or cannot be used on this host: another attempt would fail in the same way."""
 
 
 class MoverChild:
-    """Owns the process and its channel until `close`. When `ended` is set, the process has exited: it writes nothing any
-    more. Its pending reads fail then, and not before."""
+    """Owns the process and its channel until `close`. When `ended` is set, the process has exited: it writes nothing
+    any more. Its pending reads fail then, and not before."""
 
-    def __init__(self, process: Process, control: socket.socket, agent: str) -> None:
-        self.agent = agent
+    def __init__(self, process: Process, control: socket.socket) -> None:
         self.ended = asyncio.Event()
         self._process = process
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Started] = self._loop.create_future()
-        self._reads: dict[int, asyncio.Future[None]] = {}
+        self._reads: dict[int, tuple[str, asyncio.Future[None]]] = {}
+        self._slots = asyncio.Semaphore(MAX_READS)
+        self._peers: dict[str, None] = {}  # least recently used first
         self._expected: dict[str, asyncio.Future[None]] = {}
         self._num_reads = 0
         self._is_lost = False
@@ -68,14 +74,9 @@ class MoverChild:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def num_reads(self) -> int:
-        """Reads that have not been reported, those that were given up included."""
-        return len(self._reads)
-
     @classmethod
     async def start(
-        cls, arena: str, directory: str, *, factory: str, environment: Mapping[str, str], timeout_s: float
+        cls, arena: str, directory: str, *, factory: str, variables: Mapping[str, str], timeout_s: float
     ) -> Self:
         """Start a process for the arena and wait until its agent is ready.
 
@@ -85,11 +86,11 @@ class MoverChild:
         mine, theirs = channel()
         with theirs:
             try:
-                process = await _spawn(factory, theirs.fileno(), environment)
+                process = await _spawn(factory, theirs.fileno(), variables)
             except BaseException:  # cancelled or failed: the socket has no other owner
                 mine.close()
                 raise
-        self = cls(process, mine, agent)
+        self = cls(process, mine)
         try:
             self._send(Start(arena, directory, agent))
             async with asyncio.timeout(timeout_s):
@@ -105,15 +106,22 @@ class MoverChild:
     def started(self) -> Started:
         return self._started.result()
 
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Raises TransferFailed."""
-        self._send(AddPeer(agent, metadata))
+    def know(self, metadata: bytes) -> str:
+        """Return how reads refer to the agent of `metadata`. Raises TransferFailed."""
+        peer = blake3(metadata).hexdigest()
+        if peer in self._peers:
+            del self._peers[peer]
+        else:
+            self._send(AddPeer(peer, metadata))
+        self._peers[peer] = None
+        if len(self._peers) > MAX_PEERS:
+            in_use = {peer, *(other for other, _ in self._reads.values())}
+            if (oldest := next((other for other in self._peers if other not in in_use), None)) is not None:
+                del self._peers[oldest]
+                self._send(RemovePeer(oldest))
+        return peer
 
-    def remove_peer(self, agent: str) -> None:
-        """Raises TransferFailed."""
-        self._send(RemovePeer(agent))
-
-    def read(
+    async def read(
         self,
         peer: str,
         sources: Sequence[Descriptor],
@@ -122,13 +130,19 @@ class MoverChild:
         entry: ArenaRange | None = None,
         notification: str = "",
     ) -> asyncio.Future[None]:
-        """Start a read (see `messages.Read`). The future ends, successfully or with TransferFailed, when nothing is
-        written to the destinations any more. It must not be cancelled. Raises TransferFailed: no read was started."""
+        """Start a read (see `messages.Read`), as soon as fewer than MAX_READS are pending. The future ends,
+        successfully or with TransferFailed, when nothing is written to the destinations any more; it must not be
+        cancelled. Raises TransferFailed: no read was started."""
+        await self._slots.acquire()
+        done: asyncio.Future[None] = self._loop.create_future()
+        done.add_done_callback(self._read_ended)
         self._num_reads += 1
-        read_id = self._num_reads
-        self._send(Read(read_id, peer, list(sources), list(offsets), entry, notification))
-        done = self._reads[read_id] = self._loop.create_future()
-        done.add_done_callback(lambda found: found.exception())  # marks it as retrieved: the read may be given up
+        self._reads[self._num_reads] = peer, done
+        try:
+            self._send(Read(self._num_reads, peer, list(sources), list(offsets), entry, notification))
+        except TransferFailed as error:
+            del self._reads[self._num_reads]
+            done.set_exception(error)
         return done
 
     def expect(self, notification: str) -> asyncio.Future[None]:
@@ -157,12 +171,13 @@ class MoverChild:
         if -status not in (0, signal.SIGKILL) and self._started.done():
             logger.error("the NIXL mover process (pid %d) has exited with status %d", self.pid, status)
         error = TransferFailed(f"the NIXL mover process has exited with status {status}")
-        for future in (self._started, *self._reads.values(), *self._expected.values()):
+        pending: list[asyncio.Future[Any]] = [self._started, *self._expected.values()]
+        pending += [done for _, done in self._reads.values()]
+        self._reads.clear()
+        for future in pending:
             if not future.done():
                 future.set_exception(error)
         self._started.exception()  # marks it as retrieved
-        self._reads.clear()
-        self._expected.clear()
 
     def _send(self, message: ToMover) -> None:
         if self._is_lost or self.ended.is_set():
@@ -199,12 +214,16 @@ class MoverChild:
             case Refused(message):
                 self._started.set_exception(NixlRefused(message))
             case ReadDone(read_id):
-                self._reads.pop(read_id).set_result(None)
+                self._reads.pop(read_id)[1].set_result(None)
             case ReadFailed(read_id, message):
-                self._reads.pop(read_id).set_exception(TransferFailed(message))
+                self._reads.pop(read_id)[1].set_exception(TransferFailed(message))
             case Notified(notification):
                 if (found := self._expected.get(notification)) is not None and not found.done():
                     found.set_result(None)
+
+    def _read_ended(self, done: asyncio.Future[None]) -> None:
+        self._slots.release()
+        done.exception()  # marks it as retrieved: the read may have been given up
 
     def _forget(self, notification: str, found: asyncio.Future[None]) -> None:
         self._expected.pop(notification, None)

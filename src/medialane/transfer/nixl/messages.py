@@ -29,6 +29,10 @@ from medialane.transfer.nixl.rdma_metadata import MAX_AGENT_METADATA_BYTES, Desc
 MAX_PACKET_BYTES = MAX_AGENT_METADATA_BYTES + 32 * 1024
 
 
+#: Reads in flight of one process, those that were given up included: each occupies a thread there.
+MAX_READS = 32
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
     """`agent` is the name of the NIXL agent, unique to this process."""
 
@@ -51,12 +55,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True, tag=True):
-    agent: str
+    """`peer` is the store's name of the agent that this is the metadata of."""
+
+    peer: str
     metadata: bytes
 
 
 class RemovePeer(msgspec.Struct, frozen=True, tag=True):
-    agent: str
+    peer: str
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):

@@ -33,6 +33,7 @@ from medialane.core.parent_death import signal_on_parent_death
 from medialane.transfer.nixl.agent import Agent, AgentError, Segment, Transfer
 from medialane.transfer.nixl.messages import (
     MAX_PACKET_BYTES,
+    MAX_READS,
     AddPeer,
     Expect,
     Forget,
@@ -53,9 +54,6 @@ from medialane.transfer.nixl.rdma_metadata import Descriptor
 
 logger = logging.getLogger(__name__)
 
-#: Reads in flight, those of stopped peers included. The store sends no more.
-MAX_READS = 32
-
 #: A transfer is polled at intervals of a twentieth of its age, within these limits: little is added to its duration,
 #: and a transfer that waits for a stopped peer costs little.
 _MIN_POLL_S, _MAX_POLL_S = 1e-4, 0.1
@@ -74,6 +72,7 @@ class MoverProcess:
         self._headers_base = _register(agent, self._headers)
         self._free_headers = list(range(MAX_READS))
         self._reads = ThreadPoolExecutor(MAX_READS, thread_name_prefix="read")
+        self._peers: dict[str, str] = {}  # the names of their agents
         self._expected: set[str] = set()
         self._expecting = threading.Event()
 
@@ -90,8 +89,8 @@ class MoverProcess:
                 self._reads.submit(self._read, request)
             case AddPeer():
                 self._add_peer(request)
-            case RemovePeer(agent):
-                self._remove_peer(agent)
+            case RemovePeer(peer):
+                self._remove_peer(peer)
             case Expect(notification):
                 self._expected.add(notification)
                 self._expecting.set()
@@ -102,19 +101,18 @@ class MoverProcess:
 
     def _add_peer(self, request: AddPeer) -> None:
         try:
-            name = self._agent.add_peer(request.metadata)
-        except AgentError as error:
-            logger.warning("the metadata of NIXL agent %s were refused: %s", request.agent, error)
-            return
-        if name != request.agent:
-            logger.warning("the metadata of NIXL agent %s name another agent", request.agent)
-            self._remove_peer(name)
+            self._peers[request.peer] = self._agent.add_peer(request.metadata)
+        except AgentError as error:  # reads from it fail
+            logger.warning("a peer's NIXL metadata were refused: %s", error)
 
-    def _remove_peer(self, agent: str) -> None:
+    def _remove_peer(self, peer: str) -> None:
+        agent = self._peers.pop(peer, None)
+        if agent is None or agent in self._peers.values():  # known by later metadata, too
+            return
         try:
             self._agent.remove_peer(agent)
         except AgentError as error:
-            logger.info("disconnecting from NIXL agent %s: %s", agent, error)
+            logger.info("disconnecting from a NIXL agent: %s", error)
 
     def _read(self, request: Read) -> None:
         try:
@@ -154,7 +152,9 @@ class MoverProcess:
 
     def _transfer(self, request: Read, sources: list[Descriptor], destinations: list[Segment]) -> None:
         started = time.monotonic()
-        transfer = self._agent.read(request.peer, sources, destinations, request.notification.encode())
+        if (agent := self._peers.get(request.peer)) is None:
+            raise AgentError("the peer's metadata were refused")
+        transfer = self._agent.read(agent, sources, destinations, request.notification.encode())
         try:
             wait(transfer, started)
         finally:
