@@ -9,8 +9,8 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 MAX_PEERS = 256
 
 
+#: A killed process exits within a millisecond unless it hangs inside the kernel.
+_KILL_TIMEOUT_S = 10.0
+
+
 class NixlRefused(TransferFailed, code="nixl_refused"):
     """NIXL is not installed, or cannot be used on this host: another attempt would fail in the same way."""
 
@@ -55,7 +59,7 @@ class MoverChild:
     """Owns the process and its channel until `close`. When `ended` is set, the process has exited: it writes nothing
     any more. Its pending reads fail then, and not before."""
 
-    def __init__(self, process: Process, control: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self.ended = asyncio.Event()
         self._process = process
         self._control = control
@@ -68,7 +72,8 @@ class MoverChild:
         self._num_reads = 0
         self._is_lost = False
         self._loop.add_reader(control.fileno(), self._receive)
-        self._reaper = self._loop.create_task(self._reap())
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(self._pidfd, self._reap)
 
     @property
     def pid(self) -> int:
@@ -86,7 +91,7 @@ class MoverChild:
         mine, theirs = channel()
         with theirs:
             try:
-                process = await _spawn(factory, theirs.fileno(), variables)
+                process = _spawn(factory, theirs.fileno(), variables)
             except BaseException:  # cancelled or failed: the socket has no other owner
                 mine.close()
                 raise
@@ -155,20 +160,27 @@ class MoverChild:
 
     def kill(self) -> None:
         """Terminate the process; `ended` is set soon."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if not self.ended.is_set():
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self) -> None:
         """Kill the process and wait for its end. Idempotent."""
         self.kill()
-        await asyncio.shield(self._reaper)
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await self.ended.wait()
+        except TimeoutError:
+            logger.error("the NIXL mover process (pid %d) could not be killed", self.pid)
 
-    async def _reap(self) -> None:
-        status = await self._process.wait()
+    def _reap(self) -> None:
+        """Called when the process, with all its threads, has exited."""
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         self.ended.set()
-        if -status not in (0, signal.SIGKILL) and self._started.done():
+        status = self._process.wait()
+        if status not in (0, -signal.SIGKILL) and self._started.done():
             logger.error("the NIXL mover process (pid %d) has exited with status %d", self.pid, status)
         error = TransferFailed(f"the NIXL mover process has exited with status {status}")
         pending: list[asyncio.Future[Any]] = [self._started, *self._expected.values()]
@@ -263,12 +275,11 @@ def with_tcp(transports: str) -> str:
     return ",".join(names) if {"all", "tcp"} & set(names) else ",".join([*names, "tcp"])
 
 
-async def _spawn(factory: str, control_fd: int, variables: Mapping[str, str]) -> Process:
+def _spawn(factory: str, control_fd: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     arguments = ["-P", "-m", "medialane.transfer.nixl.process", factory, str(control_fd), str(os.getpid())]
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        stdin=DEVNULL,
+    return subprocess.Popen(  # noqa: S603 - our own command line, no shell
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
         pass_fds=[control_fd],
         env=dict(variables),
         # Ctrl-C in the terminal must reach only the store, which then terminates this process.

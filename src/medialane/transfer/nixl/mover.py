@@ -169,6 +169,7 @@ class NixlMover:
                 raise
             done.result()
         self._backoff.reset()
+        self._next_start = 0.0
 
     def _give_up(
         self, child: MoverChild, done: asyncio.Future[None], num_bytes: int, *, deadline: float
