@@ -12,7 +12,7 @@ from medialane.core.stats import PoolStats, StoreStats
 from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import PreparerPool
 from medialane.rpc import RpcConfig
-from medialane.store import Aliases, Items, StoreFeatures, StoreLink, StoreServer
+from medialane.store import Aliases, Items, Pulls, StoreFeatures, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
@@ -65,7 +65,12 @@ class HostStore:
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.server = StoreServer(self.items, self.arena, RPC, max_connections=64, processor=dict, status=self._status)
+        self.pulls = Pulls(self.arena)
+        self._stack.push_async_callback(self.pulls.close)
+        await self.pulls.serve("tcp://127.0.0.1:0")
+        self.server = StoreServer(
+            self.items, self.arena, RPC, pulls=self.pulls, max_connections=64, processor=dict, status=self._status
+        )
         self._stack.push_async_callback(self.server.close)
         await self.server.serve(self.address)
         client = StoreClientTask(self.address, str(self.arena.path.parent), writable=True, processor="digest")

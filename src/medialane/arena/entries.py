@@ -160,11 +160,24 @@ class EntryTable(Generic[V]):
 
     def pin_held(self, range_: ArenaRange) -> Entry | None:
         """Add a pin to the published entry at `range_`, which must already have one; None otherwise."""
-        entry = self._held.get(range_.generation)
-        if entry is None or entry.range != range_ or entry.state is not EntryState.PUBLISHED:
-            return None
-        self.pin(entry)
+        entry = self.held(range_)
+        if entry is not None:
+            self.pin(entry)
         return entry
+
+    def pin_cached(self, range_: ArenaRange, key: str, kind: Kind) -> tuple[Entry, V] | None:
+        """Pin the entry of `key` if it is the one at `range_`; None otherwise. Not counted as a hit or a miss."""
+        found = self._by_key.get((kind, key))
+        if found is None or found[0].range != range_:
+            return None
+        self.pin(found[0])
+        return found
+
+    def held(self, range_: ArenaRange) -> Entry | None:
+        """Return the published entry at `range_` if it is pinned."""
+        entry = self._held.get(range_.generation)
+        is_it = entry is not None and entry.range == range_ and entry.state is EntryState.PUBLISHED
+        return entry if is_it else None
 
     def pin(self, entry: Entry) -> None:
         """Add a pin to a published entry. Raises RuntimeError for other entries."""

@@ -41,7 +41,7 @@ def add_settings(
     usual.add_argument("--config", metavar="FILE", help="TOML file with the same setting names: arena-size = '2GiB'")
     if common:
         parser.add_argument(_ALL, action="help", help="show this help with every setting, and exit")
-    found = [s for s in settings() if s.section in sections]
+    found = [s for s in settings() if s.section in sections and not s.is_secret]
     for setting in sorted((s for s in found if s.name in common), key=lambda s: list(common).index(s.name)):
         _add(usual, setting, visible=True)
     for section in sections:

@@ -47,8 +47,8 @@ from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.rpc import Hello
-from medialane.store import StoreFeatures, StoreLink
-from medialane.transfer import InlineTransport, ShmTransport
+from medialane.store import StoreFeatures, StoreGrants, StoreLink
+from medialane.transfer import InlineTransport, PullTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,13 @@ def _links(
     pool = WorkerPool(
         [
             WorkerLink(
-                address, hello, rpc=config.rpc, config=config.gateway, metrics=metrics, own_arena=lambda: store.arena
+                address,
+                hello,
+                rpc=config.rpc,
+                config=config.gateway,
+                metrics=metrics,
+                own_arena=lambda: store.arena,
+                can_grant=lambda: store.can_grant,
             )
             for address in workers
         ]
@@ -244,7 +250,10 @@ def _gateway(components: _Components) -> Gateway:
         transfer=components.config.transfer,
         features=features,
         handover=Handover(
-            transports=[ShmTransport(), inline], max_inline_bytes=components.config.transfer.max_inline_bytes
+            transports=[ShmTransport(), PullTransport(), inline],
+            max_inline_bytes=components.config.transfer.max_inline_bytes,
+            grants=StoreGrants(components.store),
+            mover=components.config.transfer.mover,
         ),
         assembler=components.frontend.assembler,
         workers=components.links,

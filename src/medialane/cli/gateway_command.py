@@ -8,26 +8,28 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.store_command import check_store
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
-from medialane.config import SectionName, enter_environ, load_config, process_environ
+from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.security import check_address
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "logging",
 )  # fmt: skip
-_COMMON = ("host", "port", "stage", "transport", "router", "rpc-token", "log-level")
+_COMMON = ("host", "port", "stage", "transport", "router", "rpc-secret-file", "log-level")
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
 
 _EPILOG = """\
 example:
-  medialane worker ./model --listen tcp://10.0.0.2:7000        # on 10.0.0.2, with MEDIALANE_RPC_TOKEN set
+  medialane worker ./model --listen tcp://10.0.0.2:7000        # on 10.0.0.2, with --rpc-secret-file FILE
   medialane store ./model --listen unix:/run/medialane/store.sock    # on this host
-  medialane gateway ./model --worker tcp://10.0.0.2:7000 --store unix:/run/medialane/store.sock    # the same token"""
+  medialane gateway ./model --worker tcp://10.0.0.2:7000 --store unix:/run/medialane/store.sock \\
+      --rpc-secret-file FILE    # the same secret"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     for address in args.workers:
-        _check_worker(address)
+        _check_worker(address, config)
     if args.store is not None:
         check_store(args.store, "--store")
     environ = process_environ()
@@ -75,11 +77,12 @@ def run(args: argparse.Namespace) -> int:
     return gateway.run(config, args.model, args.vllm_args, peers, listen_fd=args.listen_fd)
 
 
-def _check_worker(address: str) -> None:
+def _check_worker(address: str, config: Config) -> None:
     """Raise StartupFailed for an address that cannot be connected to."""
     try:
         target = parse_address(address)
+        if isinstance(target, TcpAddress) and not target.port:
+            raise StartupFailed(f"worker address {address!r} needs the port that the worker listens on, not 0")
+        check_address(address, config.rpc)
     except StartupFailed as error:
         raise StartupFailed(f"--worker: {error.message}") from error
-    if isinstance(target, TcpAddress) and not target.port:
-        raise StartupFailed(f"--worker: worker address {address!r} needs the port that the worker listens on, not 0")

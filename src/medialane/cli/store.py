@@ -19,7 +19,7 @@ from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreServer
 from medialane.store.messages import StoreStatus
 from medialane.worker.serve import stopped_by_signals
 
@@ -61,16 +61,21 @@ async def _start(
     fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
     aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
     items = Items(arena=arena, pool=pool, fetcher=fetcher, media=config.media, aliases=aliases)
+    pulls = Pulls(arena)
+    stack.push_async_callback(pulls.close)
     server = StoreServer(
         items,
         arena,
         config.rpc,
+        pulls=pulls,
         max_connections=config.store.max_connections,
         processor=lambda: pool.processor_settings,
-        status=lambda: StoreStatus(StoreStats(arena.stats(), pool.stats()), pool.degradation),
+        status=lambda: StoreStatus(StoreStats(arena.stats(), pool.stats(), pulls.stats), pool.degradation),
     )
     stack.push_async_callback(server.close)
     await asyncio.shield(prefaulted)  # if a page could not be allocated later, its writer would get SIGBUS
+    if config.store.peer_listen:
+        logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
     await server.serve(address)
     return server
 

@@ -20,12 +20,12 @@ from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_address
+from medialane.rpc.security import check_address
 from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
-_COMMON = ("rpc-token", "log-level", "arena-directory", "simulated-workers", "speedup")
+_COMMON = ("rpc-secret-file", "log-level", "arena-directory", "simulated-workers", "speedup")
 
 _EPILOG = """\
 examples:
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if args.store is not None:
         check_store(args.store, "--store")
+    _check_listen(args.listen, config)
     if args.engine == "simulated":
         return _run_simulated(config, args)
-    _check_listen(args.listen)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
@@ -145,8 +145,8 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
     return uvloop.run(serve())
 
 
-def _check_listen(address: str) -> None:
+def _check_listen(address: str, config: Config) -> None:
     try:
-        parse_address(address)
+        check_address(address.replace("{}", "0"), config.rpc)  # {}: the index of a simulated worker
     except StartupFailed as error:
         raise StartupFailed(f"--listen: {error.message}") from error

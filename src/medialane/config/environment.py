@@ -15,7 +15,7 @@ from medialane.config.settings import ARENA_DIR, PREFIX, Config, settings
 def as_environ(config: Config) -> dict[str, str]:
     """Return the environment variables from which another process loads an equal configuration. Defaults are left out.
 
-    A process's environment is readable only by its user, unlike its command line: the token may be passed this way.
+    A process's environment is readable only by its user, unlike its command line: the secret may be passed this way.
     """
     found = {}
     for setting in settings():

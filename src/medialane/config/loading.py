@@ -44,10 +44,12 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     known = {setting.name: setting for setting in settings()}
-    given: dict[str, _RawValue] = {}
-    given |= _from_file(file or environ.get(_FILE), known)
-    given |= _from_environ(environ, known)
-    given |= {name: _RawValue(value, "--" + name) for name, value in (flags or {}).items()}
+    from_file = _from_file(file or environ.get(_FILE), known)
+    from_flags = {name: _RawValue(value, "--" + name) for name, value in (flags or {}).items()}
+    for name, (_, source) in (from_file | from_flags).items():
+        if name in known and known[name].is_secret:
+            raise StartupFailed(f"{source} is not accepted here: set it in the environment ({known[name].variable})")
+    given = from_file | _from_environ(environ, known) | from_flags
     config = _build(given, known)
     config.validate(sections)
     return config
@@ -106,7 +108,7 @@ def _convert(setting: Setting, value: Any, source: str) -> Any:
             value = json.loads(value) if value.startswith("[") else [v.strip() for v in value.split(",") if v.strip()]
         return msgspec.convert(value, setting.type, strict=False)
     except (ValueError, msgspec.ValidationError) as error:
-        shown = "" if "token" in setting.field else f" {value!r}"
+        shown = "" if setting.is_secret else f" {value!r}"
         raise StartupFailed(f"{source}{shown}: {_readable(str(error), setting)}") from error
 
 

@@ -19,7 +19,7 @@ from medialane.arena.config import ArenaConfig
 from medialane.cluster.config import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
-from medialane.core.setting import descriptions
+from medialane.core.setting import descriptions, is_secret
 from medialane.gateway.config import GatewayConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
@@ -93,6 +93,7 @@ class Setting(NamedTuple):
     type: Any
     default: Any
     description: str
+    is_secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -116,7 +117,8 @@ def settings() -> tuple[Setting, ...]:
         for each in msgspec.structs.fields(section):
             kind = typing.get_args(each.type)[0] if typing.get_origin(each.type) is Annotated else each.type
             section_name = typing.cast("SectionName", name)
-            found.append(Setting(each.encode_name, section_name, each.name, kind, each.default, texts[each.name]))
+            text, secret = texts[each.name], is_secret(each.type)
+            found.append(Setting(each.encode_name, section_name, each.name, kind, each.default, text, secret))
     return tuple(found)
 
 

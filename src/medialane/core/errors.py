@@ -126,6 +126,9 @@ class TransferFailed(HandoverFailed, code="transfer_failed"):
 class ProtocolViolation(MedialaneError, code="protocol_violation"):
     """The peer violated the protocol; the connection is closed."""
 
+class AuthenticationFailed(MedialaneError, code="authentication_failed"):
+    """A peer did not prove that it has the shared secret, or the certificate. The message is never sent to it."""
+
 class StartupFailed(MedialaneError, code="startup_failed"):
     """An error at start-up that the operator must fix; the message says how."""
 # fmt: on

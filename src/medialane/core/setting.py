@@ -20,6 +20,13 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+#: Set by its environment variable only: command lines and configuration files are readable by other users.
+SecretText = Annotated[str, msgspec.Meta(extra={"is_secret": True})]
+
+
+def is_secret(kind: object) -> bool:
+    """Whether the type of a field is SecretText."""
+    return kind is SecretText or kind == SecretText
 
 
 def check_bounds(config: msgspec.Struct) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, WorkerLoad
 from medialane.observability.worker_metrics import MetricMirror
+from medialane.rpc.authentication import Role
 from medialane.rpc.client_calls import ClientCalls
 from medialane.rpc.client_reports import ClientReports
 from medialane.rpc.client_requests import ClientRequests
@@ -44,6 +43,7 @@ from medialane.rpc.messages import (
     decode_from_worker,
 )
 from medialane.rpc.remote_request import RemoteRequest
+from medialane.rpc.security import Security
 
 
 class RpcClient:
@@ -66,13 +66,14 @@ class RpcClient:
 
     @classmethod
     async def connect(cls, address: str, hello: Hello, config: RpcConfig) -> RpcClient:
-        """Connect and register; `config.token` replaces the token of `hello`.
+        """Connect and register.
 
         When this returns, the requests of this gateway's earlier connections have ended. Raises
 
         * NoWorkerReady: no process listens at the address, and only then: the worker has exited or is not up yet;
         * WorkerLost: unreachable, no response within `connect_timeout_s`, disconnected, or temporarily refused;
-        * StartupFailed and others: refused until the configuration changes (token, version, model);
+        * AuthenticationFailed: one side did not accept the other's secret or certificate (TCP);
+        * StartupFailed and others: refused until the configuration changes (version, model);
         * ProtocolViolation: the listener is not a worker.
 
         Cancellation and errors leave no connection behind.
@@ -211,8 +212,9 @@ class RpcClient:
             self._on_lost()
 
     async def _register(self, address: str, hello: Hello) -> Welcome:
-        await dial(address, self._connection)
-        self._connection.send(msgspec.structs.replace(hello, token=self._config.token))
+        security = Security.load(self._config)
+        await dial(address, self._connection, security.authentication("rpc", Role.GATEWAY, Role.WORKER))
+        self._connection.send(hello)
         return await self._welcome
 
     def _mapped(self, arena: str | None) -> None:

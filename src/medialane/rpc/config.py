@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import PositiveFloat, PositiveInt, SecretText, check_bounds
 
 MIB = 1 << 20
 
@@ -32,8 +32,21 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     """heartbeat interval"""
     heartbeat_timeout_s: float = field(default=10.0, name="rpc-heartbeat-timeout")
     """time without data after which a peer is considered dead"""
-    token: str = field(default="", name="rpc-token")
-    """shared secret of gateway and workers; set it if workers listen on tcp://"""
+    handshake_timeout_s: PositiveFloat = field(default=5.0, name="rpc-handshake-timeout")
+    """time for a TCP peer to authenticate itself, TLS included"""
+    secret_file: str = field(default="", name="rpc-secret-file")
+    """file with the secret shared by gateways and workers (or MEDIALANE_RPC_SECRET), needed by tcp:// addresses beyond
+    loopback; with a second line, that secret is accepted, too"""
+    shared_secret: SecretText = field(default="", name="rpc-secret")
+    """the shared secret itself, instead of its file"""
+    tls_cert: str = field(default="", name="rpc-tls-cert")
+    """PEM file with the certificate of this process, for TLS on tcp:// addresses"""
+    tls_key: str = field(default="", name="rpc-tls-key")
+    """PEM file with its private key"""
+    tls_ca: str = field(default="", name="rpc-tls-ca")
+    """PEM file with the certificate authority that has signed the certificates of all processes"""
+    tls_check_hostname: bool = field(default=False, name="rpc-tls-check-hostname")
+    """whether a certificate must also be for the host that was connected to"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
@@ -47,6 +60,13 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
             0 < self.release_timeout_s < self.connect_timeout_s,
             "release_timeout_s must be positive and less than connect_timeout_s, which includes it",
         )
+        files = [self.tls_cert, self.tls_key, self.tls_ca]
+        _require(all(files) or not any(files), "TLS needs all of tls_cert, tls_key and tls_ca")
+        _require(all(files) or not self.tls_check_hostname, "tls_check_hostname needs TLS: tls_cert, tls_key, tls_ca")
+
+    def __repr__(self) -> str:
+        hidden = msgspec.structs.replace(self, shared_secret="***" if self.shared_secret else "")
+        return super(RpcConfig, hidden).__repr__()
 
 
 def _require(holds: bool, message: str) -> None:

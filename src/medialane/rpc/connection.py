@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
             self._pump_soon()
 
     def accept_large_frames(self) -> None:
-        """Raise the frame size limit to the configured one, once the peer is authenticated."""
+        """Raise the frame size limit to the configured one, once the peer is registered."""
         self._frames.max_frame_bytes = self._config.max_frame_bytes
 
     def start_heartbeat(self) -> None:

@@ -20,7 +20,7 @@ class Handler(Protocol):
     """Implemented by the worker; called from the event loop only. Request ids are unique across connections."""
 
     async def register(self, hello: Hello) -> Welcome:
-        """Register a gateway whose version and token are valid and whose earlier requests are all released.
+        """Register a gateway whose version is ours and whose earlier requests are all released.
 
         Raises MedialaneError to refuse it. Cancelled when the gateway disconnects or the timeout expires; the gateway
         may then register again.

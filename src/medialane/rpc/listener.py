@@ -12,39 +12,49 @@ from collections.abc import Callable
 
 from medialane.core.errors import StartupFailed
 from medialane.rpc.address import UnixAddress, format_tcp, parse_address
+from medialane.rpc.security import Authentication
+from medialane.rpc.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Accepts connections until closed. A unix socket has mode 0600, and its file is removed by `close`."""
+    """Accepts connections until closed. A unix socket has mode 0600, and its file is removed by `close`.
 
-    def __init__(self, server: asyncio.Server, address: str, bound: tuple[str, int] | None) -> None:
+    Each connection gets a protocol of its own, on TCP when its peer is authenticated.
+    """
+
+    def __init__(self, server: asyncio.Server | TcpServer, address: str, bound: tuple[str, int] | None = None) -> None:
         self._server = server
         self._bound = bound
         self.address = address
 
     @classmethod
-    async def listen(cls, address: str, protocol: Callable[[], asyncio.Protocol]) -> Listener:
+    async def listen(
+        cls, address: str, protocol: Callable[[], asyncio.Protocol], authentication: Authentication | None = None
+    ) -> Listener:
         """Listen at `address`; the `address` of the result has the port that the kernel chose for port 0.
 
-        Raises StartupFailed if the address is malformed, in use, or not of this host.
+        `authentication` is needed for TCP. Raises StartupFailed if the address is malformed, in use, not of this host,
+        or beyond loopback without a secret.
         """
         target = parse_address(address)
         loop = asyncio.get_running_loop()
         try:
             if isinstance(target, UnixAddress):
                 bound = _bind_unix(target.path)
-                return cls(
-                    await loop.create_unix_server(protocol, sock=bound), address, (target.path, _inode(target.path))
-                )
-            server = await loop.create_server(protocol, target.host, target.port)
+                server = await loop.create_unix_server(protocol, sock=bound)
+                return cls(server, address, (target.path, _inode(target.path)))
+            if authentication is None:
+                raise StartupFailed(f"cannot listen at {address}: only unix:/path is supported here")
+            tcp_server = TcpServer(protocol, authentication)
+            await tcp_server.listen(target.host, target.port)
         except OSError as error:
             raise StartupFailed(f"cannot listen at {address}: {_reason(error)}") from error
-        return cls(server, format_tcp(target.host, server.sockets[0].getsockname()[1]), None)
+        return cls(tcp_server, format_tcp(target.host, tcp_server.port))
 
     def close(self) -> None:
-        """Stop listening. Connections stay open."""
+        """Stop listening. Connections stay open, unless they are in the handshake."""
         if self._bound is not None:
             _unlink(*self._bound)
         self._server.close()

@@ -49,7 +49,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -57,7 +57,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True
 
     version: int = PROTOCOL_VERSION
     gateway_id: str
-    token: str = ""
     processor: dict[str, str] = {}
 
     def __repr__(self) -> str:

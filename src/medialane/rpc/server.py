@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 
 from medialane.core.errors import StartupFailed, WorkerLost
+from medialane.rpc.authentication import Role
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.gateway_group import GatewayGroup
 from medialane.rpc.handler import Handler
 from medialane.rpc.listener import Listener
 from medialane.rpc.messages import PROTOCOL_VERSION, Hello
+from medialane.rpc.security import Security
 from medialane.rpc.session import Session
 
 logger = logging.getLogger(__name__)
 
-#: Most unauthenticated connections. A gateway sends its token immediately; above this limit the oldest is closed.
+#: Most connections without a Hello. A gateway sends it immediately; above this limit the oldest is closed.
 MAX_UNIDENTIFIED = 64
 #: Time for sessions to end, and again for their tasks after cancellation.
 END_TIMEOUT_S = 1.0
@@ -45,13 +46,12 @@ class RpcServer:
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to (with the port that the kernel chose for port 0).
 
-        Raises StartupFailed if it cannot listen at the address.
+        Raises StartupFailed if it cannot listen at the address, or the address needs a secret and there is none.
         """
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
-        if address.startswith("tcp://") and not self._config.token:
-            logger.warning("listening at %s without a token: anyone who can connect may use this worker", address)
-        self._listener = await Listener.listen(address, self._open_connection)
+        authentication = Security.load(self._config).authentication("rpc", Role.WORKER, Role.GATEWAY)
+        self._listener = await Listener.listen(address, self._open_connection, authentication)
         return self._listener.address
 
     async def stop(self) -> None:
@@ -109,18 +109,16 @@ class RpcServer:
         if len(self._unidentified) > MAX_UNIDENTIFIED:
             oldest = next(iter(self._unidentified))
             del self._unidentified[oldest]
-            logger.warning("more than %d unauthenticated connections: the oldest is closed", MAX_UNIDENTIFIED)
-            oldest.end(WorkerLost("too many unauthenticated connections"))
+            logger.warning("more than %d connections are not registered: the oldest is closed", MAX_UNIDENTIFIED)
+            oldest.end(WorkerLost("too many connections are not registered"))
         task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
         self._sessions[session] = task
         task.add_done_callback(lambda _: self._ended(session, task))
 
     async def _identify(self, session: Session, hello: Hello) -> None:
-        """Check version and token, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
+        """Check the version, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
         if hello.version != PROTOCOL_VERSION:
             raise StartupFailed(f"gateway speaks protocol {hello.version}, worker {PROTOCOL_VERSION}: same release?")
-        if not hmac.compare_digest(hello.token.encode(), self._config.token.encode()):
-            raise StartupFailed("gateway and worker have different tokens")
         self._unidentified.pop(session, None)
         if len({*self._gateway_ids.values(), hello.gateway_id}) > self._config.max_connections:
             logger.warning("more than %d gateways", self._config.max_connections)

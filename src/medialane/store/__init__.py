@@ -8,18 +8,21 @@ from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.features import StoreFeatures
-from medialane.store.holds import StoreEntries
+from medialane.store.holds import StoreEntries, StoreGrants
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
+from medialane.store.pulls import Pulls
 from medialane.store.server import StoreServer
 
 __all__ = [
     "Aliases",
     "EncodedStore",
     "Items",
+    "Pulls",
     "StoreConfig",
     "StoreEntries",
     "StoreFeatures",
+    "StoreGrants",
     "StoreLink",
     "StoreServer",
 ]

@@ -11,18 +11,14 @@ from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.dial import dial
 from medialane.store.messages import (
-    AliasResolved,
     Call,
     CallFailed,
     Cancel,
-    EntriesHeld,
-    ImageSize,
-    ItemFound,
+    HoldReply,
     Proceed,
     Question,
     Release,
     Reply,
-    SendData,
     StoreHello,
     StorePing,
     StoreRefused,
@@ -146,7 +142,7 @@ class StoreClient:
                 self._connection.start_heartbeat()
             case StoreRefused(report):
                 self._connection.end(from_report(report))
-            case SendData() | ImageSize() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
+            case _:
                 self._reply(message)
 
     def beat(self) -> None:
@@ -167,7 +163,7 @@ class StoreClient:
         return reply
 
     def _reply(self, message: Reply | Question) -> None:
-        if isinstance(message, ItemFound | EntriesHeld):
+        if isinstance(message, HoldReply):
             self._holds.add(message.hold_id)
         reply = self._calls.get(message.call_id)
         if reply is not None and not reply.done():
@@ -184,5 +180,5 @@ class StoreClient:
 
     def _release_unused(self, message: Reply | Question) -> None:
         """Release the result of a call that was cancelled in the meantime."""
-        if isinstance(message, ItemFound | EntriesHeld):
+        if isinstance(message, HoldReply):
             self.release(message.hold_id)

@@ -18,5 +18,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     wait_timeout_s: PositiveFloat = field(default=10.0, name="store-wait-timeout")
     """how long a request waits for a store that is restarting before it gets 503"""
 
+    peer_listen: str = field(default="", name="peer-listen")
+    """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
+    that they can connect to; none by default"""
+
     def validate(self) -> None:
         check_bounds(self)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.store.link import StoreLink
-from medialane.store.messages import EntriesHeld, HoldEntries
+from medialane.store.messages import EntriesHeld, EntriesPulled, GrantPulls, HoldEntries, PullEntries, PullsGranted
 
 
 class StoreHold:
@@ -33,6 +34,19 @@ class StoreHold:
             self._link.release(self._hold_id, self._arena)
 
 
+class StoreGrants:
+    """Grants other hosts the entries that this client holds (implements `gateway.handover.Grants`)."""
+
+    def __init__(self, link: StoreLink) -> None:
+        self._link = link
+
+    async def grant(self, ranges: Sequence[ArenaRange]) -> list[RemoteEntry]:
+        if not ranges:
+            return []
+        reply = await self._link.call_at(ranges[0].arena, lambda call_id: GrantPulls(call_id, list(ranges)))
+        return cast("PullsGranted", reply).entries
+
+
 class StoreEntries:
     """Entries of the arena that gateways refer to (implements `worker.HostArena`)."""
 
@@ -46,3 +60,8 @@ class StoreEntries:
         arena = ranges[0].arena
         reply = await self._link.call_at(arena, lambda call_id: HoldEntries(call_id, list(ranges)))
         return StoreHold(self._link, cast("EntriesHeld", reply).hold_id, arena)
+
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[StoreHold, list[ArenaRange]]:
+        reply = await self._link.call(lambda call_id: PullEntries(call_id, list(entries)))
+        pulled = cast("EntriesPulled", reply)
+        return StoreHold(self._link, pulled.hold_id, pulled.ranges[0].arena), pulled.ranges

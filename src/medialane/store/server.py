@@ -16,6 +16,7 @@ from medialane.rpc.listener import Listener
 from medialane.store.client_use import ClientUse
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, StoreHello, StoreStatus, StoreWelcome
+from medialane.store.pulls import Pulls
 from medialane.store.session import StoreSession
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class StoreServer:
         arena: Arena,
         config: RpcConfig,
         *,
+        pulls: Pulls,
         max_connections: int,
         processor: Callable[[], Mapping[str, str]],
         status: Callable[[], StoreStatus],
@@ -40,6 +42,7 @@ class StoreServer:
         self._items = items
         self._arena = arena
         self._config = config
+        self._pulls = pulls
         self._max_connections = max_connections
         self._processor = processor
         self._status = status
@@ -67,6 +70,7 @@ class StoreServer:
             self._items,
             self._arena,
             self._config,
+            pulls=self._pulls,
             register=self._register,
             status=self._status,
             on_open=self._admit,
@@ -86,7 +90,9 @@ class StoreServer:
         session.use = self._earlier_use(hello)
         session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())
         offer = ArenaOffer(self._arena.id, self._arena.nonce)
-        return StoreWelcome(pid=os.getpid(), arena=offer, processor=dict(self._processor()))
+        return StoreWelcome(
+            pid=os.getpid(), arena=offer, processor=dict(self._processor()), can_grant=self._pulls.can_grant
+        )
 
     def _earlier_use(self, hello: StoreHello) -> ClientUse:
         """Return what the client held on its earlier connection, which is closed if it still exists."""

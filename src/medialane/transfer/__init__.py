@@ -3,9 +3,11 @@
 from medialane.transfer.config import TransferConfig
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
 from medialane.transfer.mover_health import MoverHealth
+from medialane.transfer.tcp import TcpMover
 from medialane.transfer.transport import (
     InlineReceiver,
     InlineTransport,
+    PullTransport,
     Receiver,
     ShmReceiver,
     ShmTransport,
@@ -23,10 +25,12 @@ __all__ = [
     "Mover",
     "MoverHealth",
     "OpenedEntry",
+    "PullTransport",
     "Receiver",
     "ShmReceiver",
     "ShmTransport",
     "StillWriting",
+    "TcpMover",
     "TransferConfig",
     "TransferPath",
     "TransferTensors",

@@ -57,9 +57,11 @@ class OpenedEntry(Protocol):
         """What the source's movers offer, by name: a mover of this name here can read from there."""
         ...
 
-    def receive(self, payload: memoryview, deadline: float) -> None:
-        """Receive the payload over the connection on which the entry was opened, in the calling thread, until
-        `deadline` by time.monotonic. Used by the tcp mover. Raises TransferFailed; nothing is written afterwards."""
+    async def receive(self, payload: memoryview, deadline_s: float) -> None:
+        """Receive the payload over the connection on which the entry was opened, for the tcp mover.
+
+        Raises TransferFailed; however it ends, also if cancelled, nothing is written to `payload` afterwards.
+        """
         ...
 
 

@@ -85,10 +85,17 @@ def test_invalid_value_or_name_error_names_its_source(flags, environ, message):
         load(flags, environ=environ)
 
 
-def test_secret_is_not_repeated_in_the_message(file):
-    with pytest.raises(StartupFailed) as failed:
-        load(file=file("rpc-token = [170171172]"))
-    assert "170171172" not in failed.value.message
+def test_secret_is_accepted_from_the_environment_only(file):
+    assert load(environ={"MEDIALANE_RPC_SECRET": "170171172"}).rpc.shared_secret == "170171172"
+    for refused in (lambda: load({"rpc-secret": "170171172"}), lambda: load(file=file('rpc-secret = "170171172"'))):
+        with pytest.raises(StartupFailed, match="MEDIALANE_RPC_SECRET") as failed:
+            refused()
+        assert "170171172" not in failed.value.message
+
+
+def test_secret_is_in_no_repr():
+    config = load(environ={"MEDIALANE_RPC_SECRET": "170171172"})
+    assert "170171172" not in f"{config!r} {config} {config.rpc!r}"
 
 
 def test_unknown_setting_of_the_file_is_named(file):

@@ -28,7 +28,7 @@ def test_flag_variable_and_file_key_share_one_name():
 def test_flags_of_the_command_line_have_their_documented_names():
     names = {s.flag for s in settings()}
     assert {"--workers", "--preparers", "--host", "--port", "--arena-size", "--stage", "--transport"} <= names
-    assert {"--single-gpu", "--log-level", "--rpc-token", "--allow-media-network"} <= names
+    assert {"--single-gpu", "--log-level", "--rpc-secret-file", "--allow-media-network"} <= names
 
 
 def test_every_setting_has_a_unique_name_and_a_description():

@@ -44,8 +44,3 @@ async def test_non_socket_file_is_left_alone(net):
     with pytest.raises(StartupFailed, match="in use"):
         await RpcServer(FakeHandler(), RpcConfig()).serve(net.address)
     assert stat.S_ISREG(os.stat(net.path).st_mode)
-
-
-async def test_tcp_without_token_logs_a_warning(tcp_net, caplog):
-    await tcp_net.serve(FakeHandler())
-    assert "without a token" in caplog.text

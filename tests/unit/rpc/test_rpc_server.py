@@ -61,16 +61,6 @@ async def test_reconnection_is_rejected_while_requests_are_unreleased(net):
     await net.connect()
 
 
-@pytest.mark.parametrize("token", ["", "wrong", "secret "])
-async def test_wrong_token_is_rejected_before_the_handler(net, token):
-    handler = FakeHandler()
-    await net.serve(handler, RpcConfig(token="secret"))
-    with pytest.raises(StartupFailed, match="token"):
-        await net.connect(RpcConfig(token=token))
-    assert handler.hellos == []
-    await net.connect(RpcConfig(token="secret"))
-
-
 async def test_other_protocol_version_is_rejected(net):
     await net.serve(FakeHandler())
     with pytest.raises(StartupFailed, match="protocol 99"):
@@ -118,7 +108,7 @@ async def test_registration_is_cancelled_when_its_gateway_disconnects(net):
     ],
     ids=["http", "msgpack", "order", "hello", "large", "huge"],
 )
-async def test_unauthenticated_peer_is_disconnected_without_affecting_others(net, raw, noise):
+async def test_unregistered_peer_is_disconnected_without_affecting_others(net, raw, noise):
     await net.serve(FakeHandler([1, 2], delay_s=0.05))
     running = (await net.connect()).submit(engine_request("r"))
     other = await raw(hello=False)
@@ -127,7 +117,7 @@ async def test_unauthenticated_peer_is_disconnected_without_affecting_others(net
     assert await tokens_of(running) == [1, 2]
 
 
-async def test_silent_unauthenticated_peer_is_disconnected(net, raw):
+async def test_silent_unregistered_peer_is_disconnected(net, raw):
     await net.serve(FakeHandler(), RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2))
     assert await (await raw(hello=False)).is_disconnected()
 
@@ -140,18 +130,18 @@ async def test_connections_over_the_limit_are_rejected(net):
     assert not first.closed.is_set()
 
 
-async def test_unauthenticated_connections_do_not_exclude_gateways(net, raw):
-    await net.serve(FakeHandler(), RpcConfig(max_connections=2, token="secret"))
+async def test_unregistered_connections_do_not_exclude_gateways(net, raw):
+    await net.serve(FakeHandler(), RpcConfig(max_connections=2))
     others = [await raw(hello=False) for _ in range(4)]
     for name in ("a", "b"):
-        await net.connect(RpcConfig(token="secret"), gateway_id=name)
+        await net.connect(gateway_id=name)
     with pytest.raises(WorkerLost, match="limit of gateways"):
-        await net.connect(RpcConfig(token="secret"), gateway_id="c")
-    assert await net.connect(RpcConfig(token="secret"), gateway_id="b")
+        await net.connect(gateway_id="c")
+    assert await net.connect(gateway_id="b")
     assert len(others) == 4
 
 
-async def test_too_many_unauthenticated_connections_close_the_oldest(net, raw, monkeypatch):
+async def test_too_many_unregistered_connections_close_the_oldest(net, raw, monkeypatch):
     monkeypatch.setattr(server, "MAX_UNIDENTIFIED", 2)
     await net.serve(FakeHandler())
     oldest, _, newest = [await raw(hello=False) for _ in range(3)]

@@ -15,7 +15,7 @@ from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
-from medialane.store import StoreLink, StoreServer
+from medialane.store import Pulls, StoreLink, StoreServer
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
 from waiting import eventually
@@ -111,6 +111,7 @@ class World:
             self.items,
             self.arena,
             RPC,
+            pulls=Pulls(self.arena),
             max_connections=16,
             processor=dict,
             status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE)),

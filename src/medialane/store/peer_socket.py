@@ -1,0 +1,102 @@
+"""A blocking TCP connection between two stores: frames, and payloads that are not copied in user space.
+
+One thread reads and writes; the event loop ends what takes too long by `abort`, which wakes the thread. So no operation
+here has a timeout of its own, and a thread that has returned from `receive_into` writes nothing later: what arrives
+afterwards stays in the kernel, and is dropped when the socket is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+
+import msgspec
+
+from medialane.core.errors import ProtocolViolation, TransferFailed
+from medialane.rpc.framing import HEADER, append_frame
+from medialane.store.peer_messages import MAX_MESSAGE_BYTES
+
+#: Closes without waiting, and drops what was not sent (socket(7), SO_LINGER).
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class PeerSocket:
+    """Owns the socket. All methods but `abort` are called by one thread; they raise TransferFailed when the connection
+    is lost or aborted."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        buffer = bytearray()
+        for message in messages:
+            append_frame(buffer, message, MAX_MESSAGE_BYTES)
+        try:
+            self._sock.sendall(buffer)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def receive(self, max_bytes: int) -> bytes:
+        """Return the next frame. Raises ProtocolViolation if it is larger than `max_bytes`."""
+        header = bytearray(HEADER.size)
+        self.receive_into(memoryview(header))
+        (length,) = HEADER.unpack(header)
+        if length > max_bytes:
+            raise ProtocolViolation(f"a frame of {length} bytes was announced, {max_bytes} are allowed")
+        frame = bytearray(length)
+        self.receive_into(memoryview(frame))
+        return bytes(frame)
+
+    def receive_into(self, target: memoryview) -> None:
+        """Fill `target`."""
+        done = 0
+        while done < len(target):
+            try:
+                received = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise _lost(error) from error
+            if not received:
+                raise TransferFailed("the connection to the other store was closed")
+            done += received
+
+    def send_file(self, file: int, offset: int, nbytes: int) -> None:
+        """Send a part of an open file. The kernel may refer to its pages until the peer has received them."""
+        end = offset + nbytes
+        while offset < end:
+            try:
+                sent = os.sendfile(self._sock.fileno(), file, offset, end - offset)
+            except OSError as error:
+                raise _lost(error) from error
+            if not sent:
+                raise TransferFailed("the arena's file is too short")
+            offset += sent
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether an idle connection is still open: nothing can be read from it."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def abort(self) -> None:
+        """End the connection and drop what was not sent; its thread is woken. May be called from any thread, any number
+        of times."""
+        with suppress(OSError):  # it is closed already
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._sock.close()
+
+
+def _lost(error: OSError) -> TransferFailed:
+    return TransferFailed(f"the connection to the other store was lost: {error.strerror}")
