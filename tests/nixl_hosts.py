@@ -38,7 +38,7 @@ class Host:
             reservation.buffer[:] = data
             lease = self.arena.keep(reservation, None)
         self._owned.append(lease.release)
-        offer = await self.mover.offer()
+        offer = await self.mover.offer(wait=True)
         entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
         return Opened(entry, {} if offer is None else {"nixl": offer})
 

@@ -21,6 +21,7 @@ from medialane.media import Fetcher
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
 from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreServer
 from medialane.store.messages import StoreStatus
+from medialane.transfer.nixl import NixlMover
 from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ async def _start(
     fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
     aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
     items = Items(arena=arena, pool=pool, fetcher=fetcher, media=config.media, aliases=aliases)
-    pulls = Pulls(arena)
+    pulls = Pulls(arena, [NixlMover(arena.id, config.arena.directory, max_given_up_bytes=arena.size_bytes // 8)])
     stack.push_async_callback(pulls.close)
     server = StoreServer(
         items,

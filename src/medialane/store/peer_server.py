@@ -12,14 +12,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
 from medialane.core.errors import HandoverFailed, MedialaneError, ProtocolViolation, StartupFailed, to_report
 from medialane.core.media import EncodedMedia
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import MoverChoice, RemoteEntry
 from medialane.rpc.address import TcpAddress, format_tcp, parse_address
 from medialane.store.capabilities import Capabilities
 from medialane.store.peer_messages import (
@@ -153,7 +153,7 @@ class PeerServer:
         """Serve one connection, in its thread, until it is closed."""
         peer = connection.socket
         try:
-            self._welcome(peer, on_loop)
+            self._welcome(peer)
             while True:
                 connection.deadline = time.monotonic() + IDLE_TIMEOUT_S
                 self._answer(decode_to_source(peer.receive(MAX_MESSAGE_BYTES)), connection, on_loop)
@@ -164,7 +164,7 @@ class PeerServer:
         finally:
             peer.close()
 
-    def _welcome(self, peer: PeerSocket, on_loop: Callable[[Coroutine[Any, Any, Mapping[str, bytes]]], Any]) -> None:
+    def _welcome(self, peer: PeerSocket) -> None:
         hello = decode_to_source(peer.receive(MAX_HELLO_BYTES))
         if not isinstance(hello, PeerHello):
             raise ProtocolViolation(f"unexpected {type(hello).__name__}")
@@ -172,12 +172,12 @@ class PeerServer:
             error = StartupFailed(f"the store speaks version {hello.version}, this one {PEER_VERSION}: same release?")
             peer.send(PeerRefused(to_report(error)))
             raise ProtocolViolation(error.message)
-        peer.send(PeerWelcome(self._arena.id, on_loop(self._offers())))
+        peer.send(PeerWelcome(self._arena.id))
 
-    async def _offers(self) -> dict[str, bytes]:
+    async def _offers(self, choice: MoverChoice) -> dict[str, bytes]:
         offers = {"tcp": b""}
         for mover in self._movers:
-            if (offer := await mover.offer()) is not None:
+            if choice in ("auto", mover.name) and (offer := await mover.offer(wait=choice == mover.name)) is not None:
                 offers[mover.name] = offer
         return offers
 
@@ -207,8 +207,10 @@ class PeerServer:
             return PeerRefused(to_report(error))
         if not connection.own(lease):
             raise HandoverFailed("the connection has ended")
-        value = lease.value
-        return EntryOpened(encoded=value) if isinstance(value, EncodedMedia) else EntryOpened(feature=value)
+        value, offers = lease.value, await self._offers(entry.mover)
+        if isinstance(value, EncodedMedia):
+            return EntryOpened(encoded=value, offers=offers)
+        return EntryOpened(feature=value, offers=offers)
 
     def _lease(self, entry: RemoteEntry) -> Lease[Cached]:
         """Raises HandoverFailed."""

@@ -147,6 +147,7 @@ class PeerEntry:
         self._peers = peers
         self._entry = entry
         self._connection = connection
+        self._offers: Mapping[str, bytes] = {}
         self.value: Cached
 
     @property
@@ -155,7 +156,7 @@ class PeerEntry:
 
     @property
     def offers(self) -> Mapping[str, bytes]:
-        return self._connection.offers
+        return self._offers
 
     async def receive(self, payload: memoryview, deadline_s: float) -> None:
         def receive() -> None:
@@ -171,6 +172,7 @@ class PeerEntry:
         if value is None:
             raise TransferFailed("the other store has sent an entry without its description")
         self.value = value
+        self._offers = opened.offers
 
     def close(self) -> None:
         """Blocking. Raises TransferFailed."""
@@ -184,7 +186,6 @@ class _Connection:
     def __init__(self, address: str, sock: PeerSocket) -> None:
         self.address = address
         self.socket = sock
-        self.offers: Mapping[str, bytes] = {}
         self.idle_since = 0.0
 
     @property
@@ -193,7 +194,7 @@ class _Connection:
 
     def register(self, arena: str) -> None:
         """Blocking. Raises TransferFailed."""
-        self.offers = self.ask(PeerHello(arena), PeerWelcome).offers
+        self.ask(PeerHello(arena), PeerWelcome)
 
     def ask(self, message: msgspec.Struct, reply: type[M]) -> M:
         """Blocking. Raises TransferFailed, or the error that the other store reports as one."""

@@ -72,12 +72,12 @@ async def test_processes_are_started_when_they_are_first_needed(owner, reader):
 
 
 async def test_concurrent_calls_start_one_process(owner):
-    offers = await asyncio.gather(*(owner.mover.offer() for _ in range(3)))
+    offers = await asyncio.gather(*(owner.mover.offer(wait=True) for _ in range(3)))
     assert offers[0] == offers[1] == offers[2] is not None
 
 
 async def test_cancelled_call_does_not_end_the_start_of_the_process(owner):
-    call = asyncio.create_task(owner.mover.offer())
+    call = asyncio.create_task(owner.mover.offer(wait=True))
     await iterations(3)
     call.cancel()
     await asyncio.wait([call])
@@ -196,7 +196,7 @@ async def test_read_from_an_owner_that_was_killed_fails_and_the_next_one_is_read
     with pytest.raises(TransferFailed) as raised:
         await reader.read(opened)
     assert not isinstance(raised.value, StillWriting)
-    await eventually(owner.mover.offer, "after the pause between two starts")
+    await eventually(lambda: owner.mover.offer(wait=True), "after the pause between two starts")
     assert await reader.read(await owner.opened(DATA)) == DATA
 
 
@@ -221,12 +221,12 @@ async def test_reads_fail_when_the_mover_process_has_exited(owner, reader, numbe
 async def test_process_that_keeps_failing_is_restarted_after_a_growing_pause(owner, reader):
     opened = await owner.opened(DATA)
     for _ in range(2):
-        await eventually(reader.mover.offer)
+        await eventually(lambda: reader.mover.offer(wait=True))
         reader.kill()
         await eventually(lambda: reader.mover.pid is None)
     with pytest.raises(TransferFailed, match="restarted later"):
         await reader.read(opened)
-    await eventually(reader.mover.offer)
+    await eventually(lambda: reader.mover.offer(wait=True))
     assert await reader.read(opened) == DATA
 
 
@@ -234,11 +234,11 @@ async def test_missing_nixl_is_logged_once_and_nothing_is_offered(hosts, owner, 
     reader = hosts(factory="no_such_module:Agent")
     opened = await owner.opened(DATA)
     with caplog.at_level(logging.WARNING):
-        assert [await reader.mover.offer() for _ in range(3)] == [None] * 3
+        assert [await reader.mover.offer(wait=True) for _ in range(3)] == [None] * 3
     for _ in range(2):
         with pytest.raises(TransferFailed, match="no_such_module"):
             await reader.read(opened)
-    assert caplog.text.count("NIXL is not used on this host") == 1
+    assert caplog.text.count("NIXL cannot be used on this host") == 1
 
 
 @pytest.mark.parametrize("offer", [b"", b"garbage", b"\x82\xa8metadata\xa1x\xa4base\x00"])
@@ -265,6 +265,6 @@ async def test_peers_that_are_not_used_are_forgotten(hosts, reader, monkeypatch)
 
 
 async def test_process_ends_when_its_channel_is_closed(owner):
-    await owner.mover.offer()
+    await owner.mover.offer(wait=True)
     await owner.mover.close()
     assert owner.mover.pid is None

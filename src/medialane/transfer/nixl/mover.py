@@ -95,7 +95,14 @@ class NixlMover:
         """Size of the destinations that may still be written although their reads were given up."""
         return sum(given_up.num_bytes for given_up in self._given_up.values())
 
-    async def offer(self) -> bytes | None:
+    def is_ready(self) -> bool:
+        if self.pid is None:
+            self._begin_start()
+        return self.pid is not None
+
+    async def offer(self, *, wait: bool) -> bytes | None:
+        if not wait and not self.is_ready():
+            return None
         try:
             child = await self._running()
         except TransferFailed:
@@ -202,10 +209,13 @@ class NixlMover:
         """Return the process; start it, once for all callers, if there is none. Raises TransferFailed."""
         if self._child is not None and not self._child.ended.is_set():
             return self._child
+        return await asyncio.shield(self._begin_start())
+
+    def _begin_start(self) -> asyncio.Task[MoverChild]:
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
             self._starting.add_done_callback(self._has_started)
-        return await asyncio.shield(self._starting)
+        return self._starting
 
     async def _start(self) -> MoverChild:
         if self._refusal is not None:
@@ -228,6 +238,6 @@ class NixlMover:
         error = task.exception()
         if isinstance(error, NixlRefused):
             self._refusal = error
-            logger.warning("NIXL is not used on this host: %s", error.message)
+            logger.warning("NIXL cannot be used on this host, tcp is used instead: %s", error.message)
         elif error is None:
             self._child = task.result()
