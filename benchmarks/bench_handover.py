@@ -137,7 +137,7 @@ async def _measure(
     addresses: ends.Addresses, features: dict[str, Feature], requests: Connection, seen: Connection, *, rounds: int
 ) -> Hop:
     async with store_link(addresses.store) as link:
-        await link.welcome()
+        await link.ready()
         entries = StoreEntries(link)
         held = {size: (found, await entries.hold([found.tensors[0].range])) for size, found in features.items()}
         workers, gateway = _gateway(link, addresses)
@@ -245,6 +245,10 @@ class FoundMedia:
 
     async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
         return self._items
+
+    @property
+    def is_lost(self) -> bool:
+        return False
 
 
 async def _send_ours(gateway: Gateway, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:

@@ -48,12 +48,12 @@ from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.gateway import Gateway, GatewayConfig, WorkerPool, open_scope
+from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, WorkerPool, open_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
-from medialane.store import StoreFeatures, StoreLink
+from medialane.store import StoreLink
 from medialane.transfer import TransferConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler
@@ -159,7 +159,7 @@ async def _measure(model: str, renderer: Connection, renderer_pid: int, options:
             address = f"unix://{folder}/store-{count}"
             await stack.enter_async_context(host_store(address, arena, pool))
             link = await stack.enter_async_context(store_link(address, writable=True))
-            await link.welcome()
+            await link.ready()
             gateways[count] = _gateway(link, processor=processor, fairness=fairness)
         ours: dict[str, tuple[int, Prepare]] = {}
         for count, pool in pools.items():

@@ -60,13 +60,9 @@ async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server]
     """Add one row per server and the bars of this case."""
     rounds: dict[str, list[Answered]] = {server.name: [] for server in servers}
     for turn in range(options.rounds or (2 if options.quick else 5)):
-        bodies = _bodies(case, model, quick=options.quick)
+        sent = bodies(case, model, quick=options.quick)
         for server in servers if turn % 2 == 0 else servers[::-1]:
-            await settle()
-            if case.repeated:
-                await send(server.base_url, bodies[:2], concurrency=1, pids=server.pids)
-            answered = await send(server.base_url, bodies, concurrency=case.concurrency, pids=server.pids)
-            rounds[server.name].append(answered)
+            rounds[server.name].append(await send_case(case, server, sent))
     rows = {name: _row(case, name, found) for name, found in rounds.items()}
     report.tables.setdefault("serve", []).extend(rows.values())
     ours, theirs = (rows[server.name] for server in servers)
@@ -77,7 +73,16 @@ async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server]
 _SEEDS = count(1000)
 
 
-def _bodies(case: Case, model: str, *, quick: bool) -> list[bytes]:
+async def send_case(case: Case, server: Server, sent: list[bytes]) -> Answered:
+    """Send `bodies` of this case to an idle server."""
+    await settle()
+    if case.repeated:
+        await send(server.base_url, sent[:2], concurrency=1, pids=server.pids)
+    return await send(server.base_url, sent, concurrency=case.concurrency, pids=server.pids)
+
+
+def bodies(case: Case, model: str, *, quick: bool) -> list[bytes]:
+    """Return the requests of one turn."""
     num = case.num_requests(quick=quick)
     if case.repeated:
         return [image_request(model, data_url(sample_jpeg(1, *case.size)))] * num

@@ -32,7 +32,7 @@ async def host_store(address: str, arena: Arena, pool: PreparerPool | None = Non
             return StoreStatus(StoreStats(arena.stats(), _NO_PREPARERS if pool is None else pool.stats()))
 
         server = StoreServer(
-            items, arena, RpcConfig(), pulls=Pulls(arena), max_connections=8, processor=dict, status=status
+            items, arena, RpcConfig(), pulls=Pulls(arena, RpcConfig()), max_connections=8, processor=dict, status=status
         )
         try:
             await server.serve(address)

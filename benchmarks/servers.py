@@ -49,18 +49,27 @@ async def settle() -> None:
 @asynccontextmanager
 async def both_servers(model: str) -> AsyncIterator[tuple[Server, Server]]:
     """medialane, then plain vLLM, serving `model`."""
-    environ = {name: value for name, value in os.environ.items() if name not in _SPEED} | _ENVIRON
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder)
-        command = ["-m", "medialane", "serve", model, "--workers", "1"]
-        flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
         async with (
-            plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=log / "plain.log") as plain,
-            server_process(
-                "medialane", command, flags, model=model, environ=environ, log=log / "medialane.log", stop_s=60
-            ) as ours,
+            plain_vllm(model, TINY_MODEL_FLAGS, environ=_environ(), log=log / "plain.log") as plain,
+            medialane_server(model, log / "medialane.log") as ours,
         ):
-            yield _server("medialane", ours), _server("plain vLLM", plain)
+            yield ours, _server("plain vLLM", plain)
+
+
+@asynccontextmanager
+async def medialane_server(model: str, log: Path, *, sources: Path | None = None) -> AsyncIterator[Server]:
+    """`medialane serve`, by default of the installed package, otherwise of the sources in this folder."""
+    environ = _environ() | ({} if sources is None else {"PYTHONPATH": str(sources)})
+    command = ["-m", "medialane", "serve", model, "--workers", "1"]
+    flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
+    async with server_process("medialane", command, flags, model=model, environ=environ, log=log, stop_s=60) as process:
+        yield _server("medialane", process)
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _SPEED} | _ENVIRON
 
 
 def _server(name: str, process: ServerProcess) -> Server:

@@ -1,11 +1,8 @@
 """Processor settings: equal where features mean the same, different where they do not."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 
-from medialane.core.errors import StartupFailed
 from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.settings import settings_of as settings_in
@@ -47,16 +44,6 @@ def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags, monk
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which `build_processor` changes
     processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
     assert processor.settings == settings_of(*flags)
-
-
-def test_store_with_other_settings_is_refused_by_name(settings):
-    from medialane.cli.gateway import _check_store
-
-    gateway = SimpleNamespace(processor_settings=settings)
-    for agreeing in (settings, {}):  # in stage `url` a store processes nothing
-        _check_store(gateway, agreeing)
-    with pytest.raises(StartupFailed, match="setting dtype is other in the media store"):
-        _check_store(gateway, settings | {"dtype": "other"})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ class Answer:
 class OpenAiHttp:
     """A server by its address without /v1, and the model that its requests name."""
 
-    def __init__(self, base_url: str, model: str, *, api_key: str = "") -> None:
+    def __init__(self, base_url: str, model: str, *, api_key: str = "", trust: ssl.SSLContext | bool = True) -> None:
+        self._trust = trust
         self.base_url = base_url
         self.model = model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -140,9 +142,14 @@ class OpenAiHttp:
             is_json = response.content_type == "application/json" and raw
             return Answer(response.status, json.loads(raw) if is_json else raw, headers, [])
 
+    def session(self, **headers: str) -> aiohttp.ClientSession:
+        """A session of its own, and so a connection of its own."""
+        connector = aiohttp.TCPConnector(ssl=self._trust)
+        return aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, headers={**self._headers, **headers})
+
     async def get(self, path: str) -> Answer:
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session,
+            self.session() as session,
             session.get(self.base_url + path) as response,
         ):
             return Answer(response.status, await response.json(), dict(response.headers), [])
@@ -158,16 +165,15 @@ class OpenAiHttp:
     async def opened(self, body: Any, path: str = CHAT) -> AsyncIterator[aiohttp.ClientResponse]:
         """Stream the response. Leaving early disconnects."""
         data = body if isinstance(body, bytes) else json.dumps({"model": self.model, **body}).encode()
-        headers = {**self._headers, "Content-Type": "application/json"}
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT, headers=headers) as session,
+            self.session(**{"Content-Type": "application/json"}) as session,
             session.post(self.base_url + path, data=io.BytesIO(data)) as response,
         ):
             yield response
 
     async def metrics(self) -> "MetricsPage":
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session,
+            self.session() as session,
             session.get(self.base_url + "/metrics") as response,
         ):
             return MetricsPage(await response.text())

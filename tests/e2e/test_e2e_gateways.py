@@ -1,63 +1,56 @@
-"""Two gateways on one port, as `serve --gateways 2` starts them, over a simulated worker: no engine is needed."""
+"""`serve --gateways 2` with TLS over a simulated worker: no engine is needed."""
 
 import asyncio
 import json
 import os
 import shutil
 import signal
+import ssl
+import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
-from medialane_process import START_S
+import trustme
+from medialane_process import START_S, MedialaneProcess, free_port, launch
 from openai_http import CHAT, OpenAiHttp, chat, picture
-from process_tree import arenas_of
+from process_tree import command_of, descendants, is_alive
 
-from medialane.cluster import Supervisor, local, running
-from medialane.cluster.placement import Hardware
-from medialane.config import load_config
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
-NAMES = ("gateway 0", "gateway 1")
+PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
+FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB")
 #: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
 NUM_TOKENS = 200
-SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "50", "--simulated-prefill-token-ms", "0")
-
-
-class Log:
-    """What the supervisor reports: how processes ended."""
-
-    def __init__(self):
-        self.ends = []
-
-    def ended(self, part, how, restart_in_s):
-        self.ends.append((part, how))
-
-    def __getattr__(self, name):
-        return lambda *_: None
 
 
 class Served:
-    """The supervised processes, and a client of the shared port."""
+    """The command's process, and a client of the shared port."""
 
-    def __init__(self, supervisor, log, client):
-        self.supervisor, self.log, self.client = supervisor, log, client
+    def __init__(self, process, client):
+        self.process, self.client = process, client
+
+    def pid(self, command):
+        (found,) = [pid for pid in descendants(self.process.pid) if command in command_of(pid)]
+        return found
 
     async def by_gateway(self, name):
         """The samples of a family, summed for each gateway."""
         page = await self.client.metrics()
-        return {str(i): page.value(name, gateway=str(i)) for i in range(len(NAMES))}
+        return {str(i): page.value(name, gateway=str(i)) for i in range(2)}
+
+    async def both_are_up(self):
+        return await self.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
 
     async def answer(self):
         """The number of chunks with a token of a long answer about an image. Raises aiohttp.ClientError."""
         body = {"model": self.client.model, **chat(picture(1), max_tokens=NUM_TOKENS, stream=True, ignore_eos=True)}
         num_tokens = 0
-        async with aiohttp.ClientSession() as session, session.post(self.client.base_url + CHAT, json=body) as response:
+        async with self.client.session() as session, session.post(self.client.base_url + CHAT, json=body) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -69,29 +62,38 @@ class Served:
         return not page.value("medialane_arena_leases") and not page.value("medialane_worker_running")
 
 
-@pytest.fixture
-async def served(tiny_model, vllm_environ):
+@pytest.fixture(scope="module")
+def serving(tiny_model, vllm_environ, tmp_path_factory):
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/tmp"))  # a short path, for sockets
-    settings = {"gateways": "2", "stage": "features", "preparers": "1", "arena-size": "64MiB", "port": "0"}
-    config, hardware, log = local.with_port(load_config(settings, environ={})), Hardware((), 2), Log()
-    with local.shared_listener(config, hardware) as listener:
-        parts = local.parts(
-            config,
-            str(tiny_model),
-            TINY_MODEL_FLAGS,
-            folder=folder,
-            hardware=hardware,
-            environ=vllm_environ,
-            listener=listener,
-        )
-        parts = [
-            replace(part, argv=(*part.argv[: part.argv.index("--")], *SIMULATED)) if part.argv[3] == "worker" else part
-            for part in parts
-        ]
-        client = OpenAiHttp(local.base_url(config, []), str(tiny_model))
-        async with running(Supervisor(parts, config=config.cluster, logs=folder, observer=log)) as supervisor:
-            yield Served(supervisor, log, client)
+    authority, port = trustme.CA(), free_port()
+    certificate, trust = authority.issue_cert("127.0.0.1"), ssl.create_default_context()
+    authority.configure_trust(trust)
+    key, chain = folder / "key.pem", folder / "cert.pem"
+    certificate.private_key_pem.write_to_path(key)
+    certificate.cert_chain_pems[0].write_to_path(chain)
+    runtime = folder / "run"
+    runtime.mkdir()
+    tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(chain)]
+    log = tmp_path_factory.mktemp("gateways") / "serve.log"
+    process = launch(
+        [sys.executable, str(PROGRAM), str(tiny_model), "--port", str(port), *FLAGS, "--", *TINY_MODEL_FLAGS, *tls],
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime)},
+        log=log,
+    )
+    found = MedialaneProcess(process, port, str(tiny_model), log)
+    yield Served(found, OpenAiHttp(f"https://127.0.0.1:{port}", str(tiny_model), trust=trust))
+    found.stop()
+    assert not list(runtime.iterdir())
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def served(serving):
+    ready = "Ctrl-C stops it"
+    await eventually(
+        lambda: ready in serving.process.log.read_text(), "it is ready", START_S, more=serving.process.tail
+    )
+    return serving
 
 
 async def on_both(served):
@@ -111,9 +113,9 @@ async def on_both(served):
 
 
 async def test_killed_gateway_costs_its_own_requests_only(served):
-    arenas = arenas_of(served.supervisor.pids["store"])
+    arenas = served.process.arenas()
     answers, in_flight = await on_both(served)
-    killed = served.supervisor.pids["gateway 0"]
+    killed = served.pid("--gateway-index 0")
     os.kill(killed, signal.SIGKILL)
     for _ in range(4):  # while it restarts, the other one gets all connections
         await served.client.succeed(chat(picture(2), max_tokens=2))
@@ -122,15 +124,11 @@ async def test_killed_gateway_costs_its_own_requests_only(served):
     assert sum(isinstance(result, aiohttp.ClientError) for result in results) == in_flight["0"]
     assert [r for r in results if not isinstance(r, aiohttp.ClientError)] == [NUM_TOKENS] * int(in_flight["1"])
     await eventually(lambda: served.idle(), "nothing is held or running", 30)
-
-    async def is_back():
-        return await served.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
-
-    await eventually(is_back, "it is back", START_S)
-    assert served.log.ends == [("gateway 0", "killed by SIGKILL")]
-    assert served.supervisor.pids["gateway 0"] != killed
+    await eventually(served.both_are_up, "it is back", START_S)
+    assert served.process.log.read_text().count("exited (") == 1
+    assert served.pid("--gateway-index 0") != killed
     await on_both_again(served)
-    assert arenas_of(served.supervisor.pids["store"]) == arenas
+    assert served.process.arenas() == arenas
     assert await served.idle()
 
 
@@ -144,3 +142,21 @@ async def on_both_again(served):
         return all(after[i] > before[i] for i in after)
 
     await eventually(counted, "both have answered", 60)
+
+
+async def test_media_requests_wait_for_a_killed_store_and_are_answered(served):
+    """It listens within seconds, and answers when it has loaded its processor."""
+    killed = served.process.store_pid()
+    os.kill(killed, signal.SIGKILL)
+    await eventually(lambda: not is_alive(killed), "it is gone", 5)
+    await asyncio.gather(*[served.client.succeed(chat(picture(n), max_tokens=1)) for n in range(3, 6)])
+    assert served.process.store_pid() != killed
+    await eventually(lambda: served.idle(), "nothing is held or running", 30)
+
+
+async def test_stop_leaves_nothing(served):
+    everyone, arenas = descendants(served.process.pid), served.process.arenas()
+    assert arenas
+    assert served.process.stop() == 0, served.process.tail()
+    await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
+    assert not [path for path in arenas if path.exists()]

@@ -114,7 +114,7 @@ async def sender(serve, worker_addresses, processor):
     store = StoreLink(serve.store_address, rpc=config, arena_directory="/dev/shm", wait_timeout_s=10, writable=True)
     running = asyncio.create_task(store.run())
     async with asyncio.timeout(30):
-        await store.welcome()
+        await store.ready()
     client = await RpcClient.connect(worker_addresses[0], Hello(gateway_id=secrets.token_hex(16)), config)
     await eventually(lambda: client.arena == store.arena, "the worker has mapped the store's arena")
     sender = Sender(client, store, processor)

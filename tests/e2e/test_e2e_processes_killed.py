@@ -66,7 +66,7 @@ async def store(serve):
     link = StoreLink(serve.store_address, rpc=RpcConfig(), arena_directory="/dev/shm", wait_timeout_s=60)
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(30):
-        await link.welcome()
+        await link.ready()
     yield link
     running.cancel()
     await asyncio.wait([running])

@@ -7,14 +7,17 @@ from contextlib import AsyncExitStack
 from typing import Self
 
 from medialane.arena import Arena
+from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stats import PoolStats, StoreStats
+from medialane.gateway import StoreFeatures
 from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import PreparerPool
 from medialane.rpc import RpcConfig
-from medialane.store import Aliases, Items, Pulls, StoreFeatures, StoreLink, StoreServer
+from medialane.store import Aliases, Items, Pulls, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 
+PROCESSOR = {"model": "fake"}
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 WAIT_S = 2.0
 NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
@@ -65,7 +68,7 @@ class HostStore:
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.pulls = Pulls(self.arena)
+        self.pulls = Pulls(self.arena, RPC)
         self._stack.push_async_callback(self.pulls.close)
         await self.pulls.serve("tcp://127.0.0.1:0")
         self.server = StoreServer(
@@ -73,12 +76,14 @@ class HostStore:
         )
         self._stack.push_async_callback(self.server.close)
         await self.server.serve(self.address)
-        client = StoreClientTask(self.address, str(self.arena.path.parent), writable=True, processor="digest")
+        client = StoreClientTask(self.address, str(self.arena.path.parent), writable=True, processor=PROCESSOR)
         self._stack.push_async_callback(client.close)
         self.link = client.link
         async with asyncio.timeout(5):
-            await self.link.welcome()
-        self.features = StoreFeatures(self.link, processor_digest="digest", fairness=self.fairness, media=self.media)
+            await self.link.ready()
+        self.features = StoreFeatures(
+            self.link, processor_digest=digest(PROCESSOR), fairness=self.fairness, media=self.media
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -26,14 +26,16 @@ from medialane.core.errors import (
     PreparerCrashed,
     PreparersBusy,
     PromptTooLong,
+    StoreUnavailable,
     WorkerLost,
 )
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef, MediaSize
+from medialane.core.media import Alias, MediaRef, MediaSize
 from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
+from medialane.core.stage import STAGES
 from medialane.core.tensor import InlineTensor
-from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.transfer import TransferConfig
 from waiting import eventually, iterations
 
@@ -376,6 +378,23 @@ async def test_failure_of_the_last_transfer_path_fails_the_generation(arena, pre
         assert scope.error_code == "generation_failed"
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("transport", "is_noticed"), [("shm", False), ("shm", True), ("inline", True)])
+async def test_media_lost_with_their_store_are_unavailable(arena, preparers, worker, stage, transport, is_noticed):
+    """With one transfer path only; otherwise the next stage finds them at the next store."""
+    config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
+    async with Parts(arena, preparers, [worker], config=config, transfer=transfer) as parts:
+        with open_scope() as scope:
+            prepared = await parts.gateway.prepare(prompt(png()))
+            await parts.store.server.close()
+            if is_noticed:
+                await eventually(lambda: parts.store.link.arena is None)
+            with pytest.raises(StoreUnavailable) as lost:
+                await parts.generate(request("r", prepared.token_ids), prepared)
+            assert lost.value.retry_after_s is not None
+            assert scope.error_code == "media_store_unavailable"
+
+
 async def test_hand_over_failing_after_the_first_token_is_not_retried(arena, preparers, worker):
     generate = worker.engine.generate
     num_calls = 0
@@ -669,11 +688,22 @@ async def test_request_over_the_limit_is_rejected_until_another_ends(arena, prep
     async with Parts(arena, preparers, [worker], config=GatewayConfig(max_requests=1, **FAST)) as parts:
         with open_scope():
             await parts.gateway.prepare(prompt(png()))
-            with pytest.raises(PreparersBusy) as refused:
+            await parts.gateway.prepare(prompt(png()))  # another prompt of the same request
+            with open_scope(), pytest.raises(PreparersBusy) as refused:
                 await parts.gateway.prepare(prompt(png()))
             assert refused.value.retry_after_s
         with open_scope():
             assert await parts.answer(prompt(png()))
+
+
+async def test_uuids_are_looked_up_after_admission(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(max_requests=1, **FAST)) as parts:
+        with open_scope():
+            await parts.gateway.prepare(prompt(png()))
+            with open_scope() as scope:
+                scope.extracted = ExtractedMedia((MediaRef("image", "p", alias=Alias("u", "image")),))
+                with pytest.raises(PreparersBusy):
+                    await parts.gateway.by_uuid("medialane:0")
 
 
 async def test_text_request_needs_no_preparers_or_leases(arena, preparers, worker):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import tempfile
 from contextlib import AsyncExitStack
 
@@ -55,14 +54,13 @@ async def other_host():
     gc.collect()
 
 
-def parts_for(arena, preparers, workers, *, transport="auto", stage="auto"):
-    config = GatewayConfig(stage=stage, **FAST)
-    return Parts(arena, preparers, workers, config=config, transfer=TransferConfig(transport=transport))
+def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", beside=None):
+    config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
+    return Parts(arena, preparers, workers, config=config, transfer=transfer, beside=beside)
 
 
 def transfer_of(scope):
-    report = json.loads(scope.report())
-    return report["stage"], report["transport"]
+    return scope._sent.stage, scope._sent.transport
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
@@ -83,11 +81,12 @@ async def test_every_kind_of_entry_is_pulled_and_gives_the_same_output(
 
 async def test_second_worker_of_a_host_costs_no_second_pull(arena, preparers, other_host):
     workers = [await other_host.worker(), await other_host.worker()]
-    async with parts_for(arena, preparers, workers[:1]) as first, parts_for(arena, preparers, workers[1:]) as second:
+    async with parts_for(arena, preparers, workers[:1]) as first:
         with open_scope():
             expected = await first.answer(prompt(png()))
-        with open_scope():
-            assert await second.answer(prompt(png())) == expected
+        async with parts_for(arena, preparers, workers[1:], beside=first) as second:
+            with open_scope():
+                assert await second.answer(prompt(png())) == expected
     assert other_host.num_pulls == 1
 
 
@@ -101,3 +100,50 @@ async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_ho
         answers = await asyncio.gather(*[one(number) for number in range(8)])
     assert len({tuple(answer) for answer in answers}) == 1
     assert other_host.num_pulls == 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+async def test_pull_that_fails_falls_back_to_another_path_with_the_same_output(
+    arena, preparers, worker, other_host, transport
+):
+    stage = "features" if transport == "auto" else "url"
+    async with parts_for(arena, preparers, [worker], stage=stage) as near:
+        with open_scope():
+            expected = await near.answer(prompt(png()))
+    async with parts_for(arena, preparers, [await other_host.worker()], transport=transport) as far:
+        await far.store.pulls._server.close()  # as if it could not be reached
+        far.store.pulls._server._capabilities.address = "tcp://127.0.0.1:1"
+        with open_scope() as scope:
+            assert await far.answer(prompt(png())) == expected
+        assert transfer_of(scope) == (stage, "inline")
+        assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
+
+
+async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):
+    async with parts_for(arena, preparers, [await other_host.worker()]) as far:
+        with other_host.arena.keep(other_host.arena.reserve(31 << 20), None), open_scope() as scope:
+            await far.answer(prompt(png(600, 400)))
+        assert transfer_of(scope) == ("features", "inline")
+
+
+async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, preparers, other_host, monkeypatch):
+    reached = asyncio.Event()
+
+    async def stalled(self, payload, deadline_s):
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("medialane.store.peers.PeerEntry.receive", stalled)
+    async with parts_for(arena, preparers, [await other_host.worker()]) as far:
+
+        async def one():
+            with open_scope():
+                await far.answer(prompt(png()))
+
+        answering = asyncio.create_task(one())
+        await reached.wait()
+        answering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        await eventually(lambda: other_host.arena.stats().num_reservations == 0)
+        await eventually(lambda: arena.stats().num_leases == 0, "the source's hold has ended")

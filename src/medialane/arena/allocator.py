@@ -16,9 +16,10 @@ from medialane.core.tensor import ALIGNMENT, align
 
 
 class Allocator:
-    """Allocates disjoint, aligned pieces of [0, size). A failed call changes nothing."""
+    """Allocates disjoint, aligned pieces of [0, size), at first of [0, usable_bytes) if given. A failed call changes
+    nothing."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, usable_bytes: int | None = None) -> None:
         if size_bytes <= 0 or size_bytes % ALIGNMENT:
             raise ValueError(f"an arena of {size_bytes} bytes is not a positive multiple of {ALIGNMENT}")
         self.size_bytes = size_bytes
@@ -28,7 +29,8 @@ class Allocator:
         self._by_size: list[tuple[int, int]] = []
         self._hole_at: dict[int, int] = {}
         self._hole_before: dict[int, int] = {}
-        self._add_hole(0, size_bytes)
+        self._usable_bytes = 0
+        self.extend(size_bytes if usable_bytes is None else usable_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -71,6 +73,19 @@ class Allocator:
             self._remove_hole(offset + size, after)
             size += after
         self._add_hole(offset, size)
+
+    def extend(self, usable_bytes: int) -> None:
+        """Allocate from [0, usable_bytes) from now on. Raises ValueError unless it is larger, aligned, within size."""
+        start, end = self._usable_bytes, usable_bytes
+        if end == start:
+            return
+        if not start < end <= self.size_bytes or end % ALIGNMENT:
+            raise ValueError(f"an arena of {self.size_bytes} bytes cannot be extended from {start} to {end}")
+        self._usable_bytes = end
+        self._allocated[start] = end - start  # add it as a piece, then free it
+        self._allocated_before[end] = start
+        self.used_bytes += end - start
+        self.free(start)
 
     def shrink(self, offset: int, nbytes: int) -> None:
         """Shrink the piece at `offset` to `nbytes` rounded up to the alignment.

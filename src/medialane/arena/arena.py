@@ -6,7 +6,7 @@ Single-threaded: one process owns an arena and calls it from one thread (except 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Literal, TypeVar, cast, overload
@@ -30,17 +30,25 @@ C = TypeVar("C", bound=Cached)
 class Arena:
     """The owner of an arena file and its entries; created by `Arena.create`, ended by `close`."""
 
-    def __init__(self, file: ArenaFile, shares: Mapping[Kind, float]) -> None:
+    def __init__(self, file: ArenaFile, config: ArenaConfig, *, grows: bool) -> None:
         self._file = file
         self._closed = False
         self._table: EntryTable[Cached] = EntryTable(
-            self.id, PAGE_BYTES, file.view.size_bytes - PAGE_BYTES, self._clear, shares=shares
+            self.id,
+            PAGE_BYTES,
+            file.view.size_bytes - PAGE_BYTES,
+            self._clear,
+            shares=config.shares,
+            usable_bytes=0 if grows else None,
         )
 
     @classmethod
-    def create(cls, config: ArenaConfig) -> Arena:
-        """Create and lock the file. Raises StartupFailed, leaving no file behind. Call `reap` first."""
-        return cls(ArenaFile.create(config), config.shares)
+    def create(cls, config: ArenaConfig, *, grows: bool = False) -> Arena:
+        """Create and lock the file. Raises StartupFailed, leaving no file behind. Call `reap` first.
+
+        If it `grows`, only memory that was reported to `prefaulted` is used.
+        """
+        return cls(ArenaFile.create(config), config, grows=grows)
 
     @property
     def id(self) -> str:
@@ -70,9 +78,16 @@ class Arena:
         """The owner's mapping, to read entries in this process. It is closed with the arena."""
         return self._file.view
 
-    def prefault(self, stop: Event) -> int:
-        """Allocate all pages; call it in a thread, and join that before `close`. See `ArenaFile.prefault`."""
-        return self._file.prefault(stop)
+    def prefault(self, stop: Event, on_progress: Callable[[int], object] = lambda _: None) -> int:
+        """Allocate all pages; call it in a thread, and join that before `close`. See `ArenaFile.prefault`.
+
+        `on_progress` is called in that thread with the number for `prefaulted`.
+        """
+        return self._file.prefault(stop, on_progress)
+
+    def prefaulted(self, num_bytes: int) -> None:
+        """Use the first `num_bytes` of the file of an arena that grows."""
+        self._table.extend(num_bytes - PAGE_BYTES)
 
     def reserve(self, num_bytes: int, kind: Kind = "processed") -> Reservation:
         """Reserve a range for a payload of `num_bytes`, evicting cached entries that are not held if necessary.

@@ -61,7 +61,7 @@ class Entry:
 class EntryTable(Generic[V]):
     """Entries of one arena in [start, start + size_bytes) of its file; V is the type of values of cached entries.
 
-    `shares` are fractions of `size_bytes` by kind; the default is 1.
+    `shares` are fractions of `size_bytes` by kind; the default is 1. `usable_bytes` is the size until `extend`.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ class EntryTable(Generic[V]):
         on_free: Callable[[ArenaRange], None],
         *,
         shares: Mapping[Kind, float] = MappingProxyType({}),
+        usable_bytes: int | None = None,
     ) -> None:
         self._arena = arena
         self._start = start
-        self._allocator = Allocator(size_bytes)
+        self._allocator = Allocator(size_bytes, usable_bytes=usable_bytes)
         self._on_free = on_free
         self._generations = count(1)
         self._uses = count(1)
@@ -87,6 +88,10 @@ class EntryTable(Generic[V]):
         self._writing_bytes = self._pinned_bytes = 0
         self._num_reservations = self._num_leases = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
+
+    def extend(self, usable_bytes: int) -> None:
+        """Use the first `usable_bytes` from now on."""
+        self._allocator.extend(usable_bytes)
 
     def reserve(self, nbytes: int, kind: Kind = "processed") -> Entry:
         """Reserve a range for an entry of `kind`, evicting idle entries if necessary.

@@ -19,6 +19,7 @@ import ctypes
 import errno
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -63,8 +64,9 @@ class ArenaFile:
             raise
         return cls(path, lock, view)
 
-    def prefault(self, stop: Event) -> int:
-        """Allocate all pages of the arena, about 1 s per GiB; return the bytes allocated before `stop` was set.
+    def prefault(self, stop: Event, on_progress: Callable[[int], object] = lambda _: None) -> int:
+        """Allocate all pages of the arena, about 1 s per GiB; return the bytes allocated before `stop` was set, which
+        `on_progress` gets after each piece.
 
         To be called in a thread: it releases the GIL and changes no data, so entries may be written in the meantime.
         Until it has returned, a write to a new page is slow, and if the file system is full (because of other
@@ -79,6 +81,7 @@ class ArenaFile:
                 with memory[done : done + nbytes] as piece:
                     self._populate(piece, done)
                 done += nbytes
+                on_progress(done)
         return done
 
     def close(self) -> None:

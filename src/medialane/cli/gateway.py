@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,13 +33,13 @@ from medialane.gateway import (
     IntakeMiddleware,
     ScopeMiddleware,
     ScrapeMiddleware,
+    StoreFeatures,
     WorkerLink,
     WorkerPool,
     WorkerScrape,
     health_of,
 )
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.connected_worker import disagreements
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
@@ -47,7 +47,7 @@ from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.rpc import Hello
-from medialane.store import StoreFeatures, StoreGrants, StoreLink
+from medialane.store import StoreGrants, StoreLink
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
 
@@ -152,7 +152,8 @@ async def _start(
     that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     frontend = await asyncio.to_thread(Frontend, model, vllm_args)
-    gateway_config = _fit(config.gateway, frontend)
+    shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
+    gateway_config = _fit(shared, frontend)
     if config.media.jpeg_scaled_decode:
         _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)
@@ -163,7 +164,7 @@ async def _start(
         rpc=config.rpc,
         arena_directory=config.arena.directory,
         wait_timeout_s=config.store.wait_timeout_s,
-        processor=digest(frontend.processor_settings),
+        processor=frontend.processor_settings,
         writable=True,
     )
     links = _links(config, frontend, store=store, workers=peers.workers, metrics=metrics)
@@ -175,18 +176,9 @@ async def _start(
         if peers.store is None:
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
-        _check_store(frontend, (await store.welcome()).processor)
-        store.expect(frontend.processor_settings)
+        await store.ready()
     tasks.start(links.run(), "connecting to workers")
     return frontend, *await _app(components, gateway, peers)
-
-
-def _check_store(frontend: Frontend, theirs: Mapping[str, str]) -> None:
-    """Raise StartupFailed if the store would process media with other settings than this gateway's."""
-    if not theirs:
-        return  # it decodes nothing: stage url
-    for name, (ours, found) in disagreements(frontend.processor_settings, theirs).items():
-        raise StartupFailed(f"processor setting {name} is {found} in the media store and {ours} here")
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
@@ -243,6 +235,7 @@ def _gateway(components: _Components) -> Gateway:
         processor_digest=digest(components.frontend.processor_settings),
         fairness=components.fairness,
         media=components.config.media,
+        retention_s=components.config.store.hold_retention_s,
     )
     inline = InlineTransport(components.store.tensor)
     return Gateway(

@@ -14,6 +14,7 @@ import uvloop
 from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.tuning import tune_process
+from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
@@ -32,7 +33,10 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
-    """Serve until SIGINT or SIGTERM. Raises StartupFailed."""
+    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED).
+
+    Raises StartupFailed.
+    """
     tune_process()
     return uvloop.run(_serve(config, model, vllm_args, address))
 
@@ -40,66 +44,90 @@ def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> i
 async def _serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
-            started = await unless_set(stop, _start(config, model, vllm_args, address=address, stack=stack))
-            if started is not None:
-                logger.info("the media store listens at %s", address)
-                await stop.wait()
+            arena, prefaulted = await stack.enter_async_context(_arena(config))
+            store = _Store(config, model, vllm_args, arena)
+            takes_media = await unless_set(stop, store.start(address, prefaulted, stack))
+            if takes_media is False:
+                logger.warning("this model takes no media: it needs no media store")
+                return NOT_NEEDED
+            await stop.wait()
     return 0
 
 
-async def _start(
-    config: Config, model: str, vllm_args: Sequence[str], *, address: str, stack: AsyncExitStack
-) -> StoreServer:
-    """Create all components, owned by `stack`, and listen."""
-    arena, prefaulted = await stack.enter_async_context(_arena(config))
-    pool = _pool(config, model, vllm_args, arena)
-    stack.push_async_callback(pool.close)
-    await pool.start()
-    prepares = prepared_stage(config.gateway.stage).is_decoded
-    if prepares and not pool.processor_settings:
-        logger.info("this model takes no media")
-        await pool.close()
-    fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
-    aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
-    items = Items(arena=arena, pool=pool, fetcher=fetcher, media=config.media, aliases=aliases)
-    pulls = Pulls(arena, [NixlMover(arena.id, config.arena.directory, max_given_up_bytes=arena.size_bytes // 8)])
-    stack.push_async_callback(pulls.close)
-    server = StoreServer(
-        items,
-        arena,
-        config.rpc,
-        pulls=pulls,
-        max_connections=config.store.max_connections,
-        processor=lambda: pool.processor_settings,
-        status=lambda: StoreStatus(StoreStats(arena.stats(), pool.stats(), pulls.stats), pool.degradation),
-    )
-    stack.push_async_callback(server.close)
-    await asyncio.shield(prefaulted)  # if a page could not be allocated later, its writer would get SIGBUS
-    if config.store.peer_listen:
-        logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
-    await server.serve(address)
-    return server
+class _Store:
+    """The components of a store. It listens before its processor is loaded and its arena prefaulted, which take many
+    seconds: clients map the arena, and their items are fetched, meanwhile."""
 
+    def __init__(self, config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> None:
+        self._config = config
+        self._prepares = prepared_stage(config.gateway.stage).is_decoded
+        self._arena = arena
+        self._has_started = False
+        self._pool = PreparerPool(
+            config.prepare,
+            factory=PROCESSOR_FACTORY if self._prepares else NO_PROCESSOR_FACTORY,
+            factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
+            arena=arena,
+            media=config.media,
+            on_loaded=lambda: self._server.loaded(),
+        )
 
-def _pool(config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> PreparerPool:
-    return PreparerPool(
-        config.prepare,
-        factory=PROCESSOR_FACTORY if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY,
-        factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
-        arena=arena,
-        media=config.media,
-    )
+    async def start(self, address: str, prefaulted: asyncio.Task[int], stack: AsyncExitStack) -> bool:
+        """Listen, and return when all preparers are ready and the arena is `prefaulted`; `stack` owns what is started.
+
+        Returns False if the model takes no media. Raises StartupFailed.
+        """
+        config, arena = self._config, self._arena
+        stack.push_async_callback(self._pool.close)
+        fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
+        aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
+        nixl = NixlMover(arena.id, config.arena.directory, max_given_up_bytes=arena.size_bytes // 8)
+        self._pulls = pulls = Pulls(arena, config.rpc, [nixl])
+        stack.push_async_callback(pulls.close)
+        if config.store.peer_listen:
+            logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
+        self._server = StoreServer(
+            Items(arena=arena, pool=self._pool, fetcher=fetcher, media=config.media, aliases=aliases),
+            arena,
+            config.rpc,
+            pulls=pulls,
+            max_connections=config.store.max_connections,
+            processor=lambda: self._pool.processor_settings,
+            status=self._status,
+        )
+        stack.push_async_callback(self._server.close)
+        await self._server.serve(address)
+        logger.info("the media store listens at %s", address)
+        await self._pool.start()
+        if self._prepares and not self._pool.processor_settings:
+            return False
+        await asyncio.shield(prefaulted)
+        self._has_started = True
+        self._server.started()
+        logger.info("the media store is ready")
+        return True
+
+    def _status(self) -> StoreStatus:
+        stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats)
+        return StoreStatus(stats, self._pool.degradation, self._has_started)
 
 
 @asynccontextmanager
 async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
-    """Create the arena, removed on exit, and the task that prefaults its pages."""
+    """Create the arena, removed on exit, and the task that prefaults its pages.
+
+    Only prefaulted pages are used: if a page could not be allocated later, its writer would get SIGBUS.
+    """
     config.arena.validate()
     for dead in reap(config.arena.directory):
         logger.info("removed the arena of a store that has exited: %s", dead.path)
-    arena = Arena.create(config.arena)
-    stop = threading.Event()
-    prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop))
+    arena = Arena.create(config.arena, grows=True)
+    stop, loop = threading.Event(), asyncio.get_running_loop()
+
+    def on_progress(num_bytes: int) -> None:
+        loop.call_soon_threadsafe(arena.prefaulted, num_bytes)
+
+    prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop, on_progress))
     try:
         yield arena, prefault
     finally:

@@ -20,6 +20,7 @@ from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
+from medialane.rpc import Security
 
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
@@ -33,6 +34,7 @@ _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/gateway-9999.sock")
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
     """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
     operator."""
+    Security.load(config.rpc)
     check_port(config.server.host, config.server.port)
     check_start(model, vllm_args, environ)
 
@@ -153,6 +155,7 @@ def parts(
         environ=inherited,
         ready=SocketExists(store_socket),
         stop_timeout_s=config.cluster.stop_timeout_s,
+        not_needed="not needed: this model takes no media",
     )
     store_flags = ["--store", f"unix:{store_socket}"]
     sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import aiohttp
 
+#: Exit status of a process that is not needed (EX_UNAVAILABLE of sysexits.h): it is not started again.
+NOT_NEEDED = 69
+
 
 class ReadyCheck(Protocol):
     """Checks whether a process is ready."""
@@ -28,7 +31,7 @@ class ProcessSpec:
     must stay open here.
 
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
-    is started for the first time.
+    is started for the first time. `not_needed` is what is shown if it exits with that status.
     """
 
     name: str
@@ -39,6 +42,7 @@ class ProcessSpec:
     after: str | None = None
     stop_timeout_s: float = 10.0
     pass_fds: tuple[int, ...] = ()
+    not_needed: str = "not needed"
 
 
 @dataclass(frozen=True)

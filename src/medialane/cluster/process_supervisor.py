@@ -12,7 +12,7 @@ from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.process_spec import ProcessSpec
+from medialane.cluster.process_spec import NOT_NEEDED, ProcessSpec
 from medialane.core.backoff import Backoff, first_of
 from medialane.core.errors import StartupFailed
 
@@ -64,6 +64,7 @@ class ProcessSupervisor:
         self._context = context
         self._gate = gate
         config = context.config
+        self._status: int | None = None
         self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
 
     async def run(self) -> None:
@@ -74,6 +75,10 @@ class ProcessSupervisor:
         while not stopping.is_set():
             how, lifetime_s = await self._run_once()
             if stopping.is_set():
+                return
+            if self._status == NOT_NEEDED:
+                self._context.observer.ended(self.part.name, self.part.not_needed, None)
+                self.was_ready.set()  # for those that wait for it
                 return
             if not self._context.all_ready.is_set():
                 self._fail(how)
@@ -106,7 +111,7 @@ class ProcessSupervisor:
         try:
             ready = asyncio.create_task(self._wait_until_ready(process))
             ready.add_done_callback(lambda task: self._kill_unmonitored(process, task))
-            status = await process.wait()
+            self._status = status = await process.wait()
             timed_out = await _result_or_cancel(ready)
         finally:
             process.kill()

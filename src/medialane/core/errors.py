@@ -120,6 +120,8 @@ class GenerationFailed(MedialaneError, code="generation_failed"): ...  # the eng
 class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""
 
+class MediaLost(HandoverFailed, code="media_lost"): ...  # with the store in whose arena they were
+
 class TransferFailed(HandoverFailed, code="transfer_failed"):
     """An entry could not be copied from another host's store. Another mover or transfer path may succeed."""
 

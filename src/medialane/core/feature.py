@@ -113,10 +113,6 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 class Hold(Protocol):
     """A pin on an entry of the arena (`arena.Lease`): its bytes stay in place until `release`, called exactly once."""
 
-    def duplicate(self) -> Hold:
-        """Return a second, independent hold on the same entry. Raises RuntimeError after `release`."""
-        ...
-
     def release(self) -> None: ...
 
 
@@ -153,6 +149,11 @@ class StagedMedia(Protocol):
 
         Raises MedialaneError.
         """
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether any of them was in the arena of a store that is lost."""
         ...
 
 

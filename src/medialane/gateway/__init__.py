@@ -10,6 +10,7 @@ from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes
 from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
+from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
+    "StoreFeatures",
     "WorkerLink",
     "WorkerPool",
     "WorkerScrape",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from medialane.core.admin import AddLora, AdminCall, AdminResult, clears_encoder_cache
+from medialane.core.admin import AddLora, AdminCall, AdminResult
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -17,14 +17,11 @@ MAX_NAMED = 8
 
 
 class Administration:
-    """`forget_encoder_items` is called with each worker whose engine has emptied its encoder cache."""
+    """What a call does to caches is reported by the workers, to all their gateways."""
 
-    def __init__(
-        self, workers: WorkerPool, *, timeout_s: float, forget_encoder_items: Callable[[WorkerLink], None]
-    ) -> None:
+    def __init__(self, workers: WorkerPool, *, timeout_s: float) -> None:
         self._workers = workers
         self._timeout_s = timeout_s
-        self._forget_encoder_items = forget_encoder_items
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Execute `call` at every worker and return their results, in the configured order of the workers.
@@ -55,12 +52,9 @@ class Administration:
         if client is None:
             return NoWorkerReady("not connected")
         try:
-            result = await client.administer(call, self._timeout_s)
+            return await client.administer(call, self._timeout_s)
         except MedialaneError as error:
             return error
-        if clears_encoder_cache(call):
-            self._forget_encoder_items(link)
-        return result
 
 
 def _error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerLink]) -> MedialaneError:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from medialane.core.errors import PreparersBusy
+from medialane.gateway.scope import RequestScope
 
 
 class Admission:
-    """Counts the admitted requests. One event loop."""
+    """The admitted requests. One event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.num_in_flight = 0
+        self._admitted: set[RequestScope] = set()
 
-    def enter(self) -> None:
-        """Admit a request, which calls `leave` at its end. Raises PreparersBusy if there is no free slot."""
-        if self.num_in_flight >= self._limit:
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._admitted)
+
+    def admit(self, scope: RequestScope) -> None:
+        """Admit a request until its scope ends; again for the same one has no effect. Raises PreparersBusy if there is
+        no free slot."""
+        if scope in self._admitted:
+            return
+        if len(self._admitted) >= self._limit:
             raise PreparersBusy("too many concurrent requests with media")
-        self.num_in_flight += 1
-
-    def leave(self) -> None:
-        self.num_in_flight -= 1
+        self._admitted.add(scope)
+        scope.defer(lambda: self._admitted.discard(scope))

@@ -15,7 +15,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """what is sent to workers: features (processed tensors), decoded (the worker processes), url (the worker
     decodes and processes), auto (features; decoded if the worker's processor differs; url if the hand-over fails)"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
-    """most concurrent requests with media; more get 503 with Retry-After"""
+    """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
     """largest request body, excluding its media (--media-max-body-bytes includes them)"""
     max_body_values: PositiveInt = field(default=20_000, name="gateway-max-body-values")
@@ -27,8 +27,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_token_ids: PositiveInt = field(default=1 << 17, name="gateway-max-token-ids")
     """most token ids in a request whose prompts are token ids"""
     max_bodies_bytes: PositiveInt = field(default=2 << 30, name="gateway-max-bodies-bytes")
-    """most memory for request bodies and the media in them, over all requests together; more get 503 with
-    Retry-After"""
+    """most memory for request bodies and the media in them, over all requests and all gateways of a port together;
+    more get 503 with Retry-After"""
     body_timeout_s: PositiveFloat = field(default=300.0, name="gateway-body-timeout")
     """longest time to receive a request body"""
     min_body_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="gateway-min-body-rate-bytes-per-s")
@@ -40,8 +40,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     header_timeout_s: PositiveFloat = field(default=20.0, name="gateway-header-timeout")
     """longest time to complete a TLS handshake, and to receive a request header"""
     max_connections: PositiveInt = field(default=4096, name="gateway-max-connections")
-    """most concurrent HTTP connections, pending TLS handshakes included, fewer if the limit of open files is lower;
-    more get 503 with Retry-After"""
+    """most concurrent HTTP connections of each gateway, pending TLS handshakes included, fewer if the limit of open
+    files is lower; more get 503 with Retry-After"""
     reconnect_initial_s: float = field(default=0.2, name="gateway-reconnect-initial")
     """initial delay before reconnecting to a worker"""
     reconnect_max_s: float = field(default=2.0, name="gateway-reconnect-max")
@@ -50,6 +50,15 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
     drain_timeout_s: NonNegativeFloat = field(default=10.0, name="gateway-drain-timeout")
     """how long running requests may take to finish at shutdown"""
+
+    def share(self, num_gateways: int, *, max_body_bytes: int) -> GatewayConfig:
+        """Return the settings of one of several gateways of a port, with its share of the host's limits; a body of
+        `max_body_bytes` is within them."""
+        return msgspec.structs.replace(
+            self,
+            max_requests=-(-self.max_requests // num_gateways),
+            max_bodies_bytes=max(-(-self.max_bodies_bytes // num_gateways), min(max_body_bytes, self.max_bodies_bytes)),
+        )
 
     def validate(self) -> None:
         check_bounds(self)

@@ -1,4 +1,4 @@
-"""The source of a request's media: the interface that the gateway needs, implemented by `store.StoreFeatures`."""
+"""The source of a request's media: the interface that the gateway needs, implemented by `StoreFeatures`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class FeatureSource(Protocol):
 
         An image of a URL is counted in `budget`.
         """
+        ...
+
+    @property
+    def arena(self) -> str | None:
+        """The id of the arena in which items are found; None if the store is not connected."""
         ...
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:

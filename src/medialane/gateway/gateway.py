@@ -17,9 +17,11 @@ from medialane.core.errors import (
     HandoverFailed,
     InvalidRequest,
     MedialaneError,
+    MediaLost,
     NoWorkerReady,
     PromptRejected,
     PromptTooLong,
+    StoreUnavailable,
     WorkerLost,
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
@@ -56,6 +58,9 @@ _TEXT_PATHS = (TransferPath("features", "inline"),)
 _MAX_WORKERS = 2
 
 
+_MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
+
+
 class _Call(NamedTuple):
     """The arguments of one `generate` call. `prepared` is None for text."""
 
@@ -88,9 +93,7 @@ class Gateway:
         self._accepts_item_options = assembler.accepts_item_options
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
-        self._administration = Administration(
-            workers, timeout_s=config.admin_timeout_s, forget_encoder_items=self.routes.forget_encoder_items
-        )
+        self._administration = Administration(workers, timeout_s=config.admin_timeout_s)
         self._metrics = metrics
         self._num_sent = 0
         # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
@@ -105,7 +108,9 @@ class Gateway:
         return current_scope().resolve(url)
 
     async def by_uuid(self, url: str) -> MediaRef:
-        return await self._features.resolve(current_scope().resolve(url))
+        scope = current_scope()
+        self._admission.admit(scope)
+        return await self._features.resolve(scope.resolve(url))
 
     @property
     def ready(self) -> bool:
@@ -121,8 +126,7 @@ class Gateway:
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
         scope = current_scope()
-        self._admission.enter()
-        scope.defer(self._admission.leave)
+        self._admission.admit(scope)
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
@@ -185,7 +189,7 @@ class Gateway:
             except HandoverFailed as error:
                 logger.warning("transfer to %s by %s failed: %s", call.route.link.address, tries[0], error.message)
                 if started or len(tries) == 1:
-                    raise GenerationFailed("the request's media could not be transferred to a worker") from error
+                    raise _untransferable(error, prepared) from error
                 self._metrics.count_fallback(str(tries[0]), error.code)
                 tries = tries[1:]
             except WorkerLost as error:
@@ -234,6 +238,8 @@ class Gateway:
             same_processor=link.same_processor,
             prepared=bool(prepared.features),
         )
+        if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
+            raise StoreUnavailable(_MEDIA_LOST)
         if not paths:
             raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
         return paths
@@ -280,6 +286,13 @@ class Gateway:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id)
             call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, call.route.routed.decision))
+
+
+def _untransferable(error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
+    """Return the error of a request for which the last transfer path has failed."""
+    if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
+        return StoreUnavailable(_MEDIA_LOST)
+    return GenerationFailed("the request's media could not be transferred to a worker")
 
 
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:

@@ -39,6 +39,11 @@ class RequestMedia:
             found = self._found[stage] = await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
         return found
 
+    @property
+    def is_lost(self) -> bool:
+        tensors = [tensor for found in self._found.values() for item in found for tensor in item.feature.tensors]
+        return any(tensor.range.arena != self.features.arena for tensor in tensors)
+
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
     found = await request.features.processed(ref, request.source.options, request.scope.timeline, budget)

@@ -115,9 +115,8 @@ class Routes:
         for slot in self._slots[link.address]:
             self._router.move(slot, same_host=link.same_host)
 
-    def forget_encoder_items(self, link: WorkerLink) -> None:
-        """Clear the router's predictions for a worker whose engine has emptied its encoder cache."""
-        for slot in self._slots.get(link.address, ()):
+    def encoder_cleared(self, link: WorkerLink) -> None:
+        for slot in self._slots[link.address]:
             self._router.clear_encoder(slot)
 
     def choose(

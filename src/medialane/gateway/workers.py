@@ -54,6 +54,10 @@ class WorkerListener(Protocol):
         """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
         ...
 
+    def encoder_cleared(self, link: WorkerLink) -> None:
+        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
+        ...
+
     def moved(self, link: WorkerLink) -> None:
         """`link.same_host` may have changed."""
         ...
@@ -197,6 +201,7 @@ class WorkerLink:
             on_loads=lambda loads: listener.reported(self, loads),
             on_pending=lambda number, work: listener.announced(self, number, work),
             on_pending_ended=lambda number, computed: listener.announcement_ended(self, number, is_computed=computed),
+            on_encoder_cleared=lambda: listener.encoder_cleared(self),
             on_arena=self.arena_changed,
             on_lost=self._leave,
         )

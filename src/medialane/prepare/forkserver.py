@@ -76,7 +76,7 @@ class Child:
 class ForkserverInfo:
     """Facts that a fork server and its spares share."""
 
-    gateway_pid: int
+    store_pid: int
     warm_s: float
     sandbox: Sandbox
 
@@ -98,7 +98,7 @@ class Forkserver:
 
     def run(self) -> None:
         """Serve until the store closes its end, then kill and reap every preparer."""
-        allow_reader(self._facts.gateway_pid)
+        allow_reader(self._facts.store_pid)
         facts, settings = self._facts, dict(self._processor.settings)
         send_report(self._control, Ready(facts.warm_s, facts.sandbox, ctypes.addressof(self._probe), settings))
         try:
@@ -149,7 +149,7 @@ class Forkserver:
             self._setup,
             facts.sandbox,
             writes_arena=writes_arena,
-            reader_pid=facts.gateway_pid,
+            reader_pid=facts.store_pid,
         )
 
     def _become(self, run: Callable[[], None]) -> NoReturn:

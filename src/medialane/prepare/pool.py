@@ -46,7 +46,8 @@ class PreparerPool:
     """Prepares items in parallel processes. One event loop; `start` once, `close` once.
 
     `factory` is the `module:function` that builds the warm processor inside the fork server from `factory_config`
-    (opaque to the pool). `environment` is added there to this process's own.
+    (opaque to the pool). `environment` is added there to this process's own. `on_loaded` is called when
+    `processor_settings` are known, before any job has run.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PreparerPool:
         media: MediaConfig,
         environment: Mapping[str, str] | None = None,
         progress: Callable[[str], None] = logger.info,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         config.validate()
         self._config = config
@@ -67,6 +69,8 @@ class PreparerPool:
         self._setup = PreparerSetup(arena.id, str(arena.path.parent), media, config.memory_limit_bytes)
         self._environment = dict(environment or {})
         self._progress = progress
+        self._on_loaded = on_loaded
+        self._is_ready = False
         self._forkservers = Forkservers(self._start_forkserver)
         self._forkserver: ForkserverProcess | None = None
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s)
@@ -77,13 +81,14 @@ class PreparerPool:
         self._num_forkserver_restarts = 0
 
     async def start(self) -> None:
-        """Start the fork server and all preparers; return when all are ready for jobs.
+        """Start the fork server and all preparers; return when all are ready. Jobs are queued meanwhile.
 
         Raises StartupFailed, after start_timeout_s at the latest; then no process is left running.
         """
         if self._supervisor is not None:
             raise RuntimeError("the pool has already been started")
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unavailable = None
         self._supervisor = asyncio.create_task(self._supervise(started), name="preparer-pool")
         try:
             await asyncio.shield(started)
@@ -167,6 +172,8 @@ class PreparerPool:
             return None
         if self._unavailable is not None:
             return self._unavailable
+        if not self._is_ready:
+            return "the model's processor is being loaded"
         if self._forkserver is not None and self._forkserver.lost.is_set():
             return "preparers are restarting"
         if (num_alive := len(self._preparers.alive)) < self._preparers.num_wanted:
@@ -229,6 +236,7 @@ class PreparerPool:
         """Run one fork server and its preparers until it dies. Raises StartupFailed if it fails to start."""
         forkserver = self._forkserver = await self._forkservers.take()
         try:
+            self._on_loaded()
             self._progress(f"starting {self._preparers.num_wanted} preparers")
             ready = partial(self._note_ready, forkserver, started)
             failed = partial(_fail_start, started, StartupFailed("a preparer failed to start; see its log"))
@@ -261,6 +269,7 @@ class PreparerPool:
             self._unavailable = None
         if len(self._preparers.alive) == self._preparers.num_wanted and not started.done():
             started.set_result(None)
+            self._is_ready = True
             self._progress(f"{self._preparers.num_wanted} preparers ready")
 
 

@@ -51,7 +51,7 @@ async def _connect(
     """Connect `protocol`, over TLS if configured: returns after the handshake of TLS."""
     loop, security = asyncio.get_running_loop(), authentication.security
     context = security.tls.context(is_dialler=dialled_host is not None) if security.tls is not None else None
-    timeout_s = security.timeout_s if context is not None else None
+    timeout_s = security.timeout_s + 1 if context is not None else None  # the caller's timeout comes first
     if dialled_host is None:
         await loop.connect_accepted_socket(
             lambda: protocol, sock, ssl=context, ssl_handshake_timeout=timeout_s, ssl_shutdown_timeout=timeout_s

@@ -12,12 +12,11 @@ Both sides have fixed sizes to send (`GREETING_BYTES`, `PROOF_BYTES`), and nothi
 verified. A proof is HMAC-SHA256, keyed with the secret, over a label for its direction, the name of the protocol that
 follows, both greetings and the TLS channel. Hence a proof that is reflected, replayed, made for another protocol, or
 relayed from another TLS connection is invalid. There are no timestamps: clocks do not matter. A listener that has
-not verified its peer reveals only a nonce, so nobody gets material from it to guess a weak secret offline.
+not verified its peer reveals only a nonce, which is no use for guessing a weak secret offline.
 
 The TLS channel is identified by the two certificates (RFC 5929 `tls-server-end-point`, for both ends): `tls-unique`,
 the only channel binding of Python's `ssl`, is undefined for TLS 1.3, and exporters are not available. Without TLS, the
-handshake authenticates peers, not bytes: who can modify packets in flight can take over a connection that is
-authenticated.
+handshake authenticates peers, not bytes: an attacker who can modify packets can take over an authenticated connection.
 
 Without a secret, both sides prove the knowledge of the empty one: that detects a secret on one side only.
 

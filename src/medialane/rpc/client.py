@@ -26,6 +26,7 @@ from medialane.rpc.messages import (
     AdminDone,
     AdminFailed,
     ArenaMapped,
+    EncoderCleared,
     Failed,
     Gateways,
     Hello,
@@ -138,17 +139,23 @@ class RpcClient:
         on_loads: Callable[[Sequence[WorkerLoad]], None],
         on_pending: Callable[[int, PendingWork], None] | None = None,
         on_pending_ended: Callable[[int, bool], None] | None = None,
+        on_encoder_cleared: Callable[[], None] | None = None,
         on_arena: Callable[[], None] | None = None,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         """Register callbacks until the connection is closed: `on_blocks` for the worker's blocks and their changes, in
         order, one per iteration of the event loop; `on_loads` for each report; `on_pending` with a number and the work
         that another gateway has sent to the worker, `on_pending_ended` with its number and whether it was computed;
-        `on_arena` when the worker has mapped another arena, or none; finally `on_lost`, when `closed` is set.
+        `on_encoder_cleared` when an administrative call of any gateway has emptied the encoder caches; `on_arena` when
+        the worker has mapped another arena, or none; finally `on_lost`, when `closed` is set.
         `on_blocks` also gets changes received earlier. Call once, on an open connection."""
         self._on_lost, self._on_arena = on_lost, on_arena
         self._reports.watch(
-            on_blocks=on_blocks, on_loads=on_loads, on_pending=on_pending, on_pending_ended=on_pending_ended
+            on_blocks=on_blocks,
+            on_loads=on_loads,
+            on_pending=on_pending,
+            on_pending_ended=on_pending_ended,
+            on_encoder_cleared=on_encoder_cleared,
         )
 
     @property
@@ -189,7 +196,7 @@ class RpcClient:
                 self._requests.on_failed(request_id, report)
             case ArenaMapped(arena):
                 self._mapped(arena)
-            case LoadReport() | KvBlocks() | Pending() | PendingEnded() | Gateways():
+            case LoadReport() | KvBlocks() | Pending() | PendingEnded() | Gateways() | EncoderCleared():
                 self._reports.received(message)
             case AdminDone() | AdminFailed() | MetricValues():
                 self._calls.received(message)

@@ -15,7 +15,16 @@ from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import ModelCard, WorkerLoad
 from medialane.rpc.block_inbox import BlockInbox
-from medialane.rpc.messages import Gateways, KvBlocks, LoadReport, Pending, PendingEnded, Report, ResyncBlocks
+from medialane.rpc.messages import (
+    EncoderCleared,
+    Gateways,
+    KvBlocks,
+    LoadReport,
+    Pending,
+    PendingEnded,
+    Report,
+    ResyncBlocks,
+)
 
 #: Limits for a worker's card: far beyond any engine, but they bound the state whose size depends on the card.
 _MAX_BLOCK_SIZE: Final = 1 << 16
@@ -36,6 +45,7 @@ class ClientReports:
         self._on_loads: Callable[[Sequence[WorkerLoad]], None] | None = None
         self._on_pending: Callable[[int, PendingWork], None] | None = None
         self._on_pending_ended: Callable[[int, bool], None] | None = None
+        self._on_encoder_cleared: Callable[[], None] | None = None
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
@@ -58,9 +68,11 @@ class ClientReports:
         on_loads: Callable[[Sequence[WorkerLoad]], None],
         on_pending: Callable[[int, PendingWork], None] | None,
         on_pending_ended: Callable[[int, bool], None] | None,
+        on_encoder_cleared: Callable[[], None] | None,
     ) -> None:
         self._on_blocks, self._on_loads = on_blocks, on_loads
         self._on_pending, self._on_pending_ended = on_pending, on_pending_ended
+        self._on_encoder_cleared = on_encoder_cleared
         self._deliver_soon()
 
     def received(self, message: Report) -> None:
@@ -70,6 +82,9 @@ class ClientReports:
                 self.receive_loads(loads)
             case KvBlocks(change):
                 self.receive_blocks(change)
+            case EncoderCleared():
+                if self._on_encoder_cleared is not None:
+                    self._on_encoder_cleared()
             case Gateways(count):
                 self.num_gateways = count
             case Pending(number, work):
@@ -108,6 +123,7 @@ class ClientReports:
     def lost(self) -> None:
         """Stop deliveries: the connection is closed."""
         self._on_blocks = self._on_loads = self._on_pending = self._on_pending_ended = None
+        self._on_encoder_cleared = None
         if self._delivery is not None:
             self._delivery.cancel()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from medialane.core.pending_work import PendingWork
-from medialane.rpc.messages import Gateways, Pending, PendingEnded
+from medialane.rpc.messages import EncoderCleared, Gateways, Pending, PendingEnded
 
 
 class Member(Protocol):
@@ -58,6 +58,10 @@ class GatewayGroup:
         for member in self._members:
             if member is not sender:
                 member.send(message)
+
+    def encoder_cleared(self) -> None:
+        for member in self._members:
+            member.send(EncoderCleared())
 
     def load_changed(self) -> None:
         for member in self._members:

@@ -24,6 +24,7 @@ gateway sends nothing else. Afterwards:
     ResyncBlocks            ->                                  followed by all blocks
 
     Administer(id, call)    ->                                  executed concurrently with requests
+                            <-      EncoderCleared              before AdminDone, to all gateways, if it did that
                             <-      AdminDone(id, result), or AdminFailed(id, error)
     ReadMetrics             ->                                  one at a time
                             <-      MetricValues(changes) ...   changes since the last read, the last one not `more`
@@ -163,6 +164,10 @@ class Gateways(msgspec.Struct, frozen=True, array_like=True, tag=True):
     count: int
 
 
+class EncoderCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An administrative call of any gateway has emptied the encoder caches of all ranks."""
+
+
 class AdminDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     result: AdminResult
@@ -195,7 +200,7 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
 ReportRequest = ResyncBlocks | Pending | PendingEnded
 ToWorker = Hello | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
 
-Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways
+Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways | EncoderCleared
 FromWorker = (
     Welcome
     | Refused

@@ -72,7 +72,7 @@ class Session:
         self._tasks = asyncio.TaskGroup()
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
         self.connection = Connection(self, config, max_frame_bytes=max_hello_bytes)
-        self._calls = SessionCalls(handler, self.connection.send, self._tasks)
+        self._calls = SessionCalls(handler, self.connection.send, self._tasks, on_encoder_cleared=group.encoder_cleared)
         self._reports = SessionReports(
             handler,
             self.connection,

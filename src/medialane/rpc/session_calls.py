@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from medialane.core.admin import clears_encoder_cache
 from medialane.core.errors import ProtocolViolation, Unavailable, to_report
 from medialane.core.metrics import MetricChanges
 from medialane.rpc.handler import Handler, report_of
@@ -26,8 +27,16 @@ MAX_CALLS = 64
 class SessionCalls:
     """Used on the event loop. The calls run as tasks of `tasks`, which must have been entered."""
 
-    def __init__(self, handler: Handler, send: Callable[[msgspec.Struct], None], tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        send: Callable[[msgspec.Struct], None],
+        tasks: asyncio.TaskGroup,
+        *,
+        on_encoder_cleared: Callable[[], None],
+    ) -> None:
         self._handler = handler
+        self._on_encoder_cleared = on_encoder_cleared
         self._send = send
         self._tasks = tasks
         self._changed_metrics = handler.metrics()
@@ -60,10 +69,18 @@ class SessionCalls:
         logger.info("administrative call: %s", message.call)
         try:
             result = await self._handler.administer(message.call)
+        except asyncio.CancelledError:
+            self._note_cleared(message)  # the engine may still complete the call
+            raise
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this call alone
             self._send(AdminFailed(message.call_id, report_of(error, "administrative call")))
         else:
+            self._note_cleared(message)
             self._send(AdminDone(message.call_id, result))
+
+    def _note_cleared(self, message: Administer) -> None:
+        if clears_encoder_cache(message.call):
+            self._on_encoder_cleared()
 
     async def _read(self) -> None:
         pieces: list[MetricChanges] = []

@@ -7,7 +7,6 @@ workers hold what they read, over a unix socket (`messages`); tensors stay in sh
 from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.features import StoreFeatures
 from medialane.store.holds import StoreEntries, StoreGrants
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
@@ -21,7 +20,6 @@ __all__ = [
     "Pulls",
     "StoreConfig",
     "StoreEntries",
-    "StoreFeatures",
     "StoreGrants",
     "StoreLink",
     "StoreServer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
@@ -14,9 +14,13 @@ from medialane.store.messages import (
     Call,
     CallFailed,
     Cancel,
-    HoldReply,
+    EntriesHeld,
+    EntriesPulled,
+    ItemFound,
     Proceed,
     Question,
+    Reclaim,
+    Reclaimed,
     Release,
     Reply,
     StoreHello,
@@ -39,28 +43,35 @@ class StoreClient:
     """A registered connection. It does not reconnect: call `connect` again after `closed`.
 
     `holds` are the ids of the holds that this process has, on any connection: one is added when its call's result
-    arrives, and removed by `release`.
+    arrives, and removed by `release`. `on_reclaim` releases those that are not in use.
     """
 
     welcome: StoreWelcome
 
-    def __init__(self, config: RpcConfig, holds: set[int]) -> None:
+    def __init__(self, config: RpcConfig, holds: set[int], on_reclaim: Callable[[], None]) -> None:
         self._config = config
         self._holds = holds
+        self._on_reclaim = on_reclaim
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self._welcome: asyncio.Future[StoreWelcome] = asyncio.get_running_loop().create_future()
         self._calls: dict[int, asyncio.Future[Reply | Question]] = {}
         self._num_calls = 0
         self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
+        #: Set when the store has reported that it has started.
+        self.started = asyncio.Event()
+        #: Why the store has refused this client.
+        self.refusal: MedialaneError | None = None
 
     @classmethod
-    async def connect(cls, address: str, hello: StoreHello, config: RpcConfig, holds: set[int]) -> StoreClient:
+    async def connect(
+        cls, address: str, hello: StoreHello, config: RpcConfig, *, holds: set[int], on_reclaim: Callable[[], None]
+    ) -> StoreClient:
         """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, holds)
+        client = cls(config, holds, on_reclaim)
         try:
             async with asyncio.timeout(config.connect_timeout_s):
                 await dial(address, client._connection)
@@ -133,6 +144,8 @@ class StoreClient:
         match message:
             case StoreStatus():
                 self.status = message
+                if message.has_started:
+                    self.started.set()
                 if self._refreshed is not None:
                     self._refreshed.set()
             case StoreWelcome():
@@ -140,8 +153,12 @@ class StoreClient:
                     raise ProtocolViolation("a second StoreWelcome")
                 self._welcome.set_result(message)
                 self._connection.start_heartbeat()
+            case Reclaim():
+                self._on_reclaim()
+                self._connection.send(Reclaimed(), at_once=True)
             case StoreRefused(report):
-                self._connection.end(from_report(report))
+                self.refusal = from_report(report)
+                self._connection.end(self.refusal)
             case _:
                 self._reply(message)
 
@@ -163,8 +180,7 @@ class StoreClient:
         return reply
 
     def _reply(self, message: Reply | Question) -> None:
-        if isinstance(message, HoldReply):
-            self._holds.add(message.hold_id)
+        self._holds.update(_granted(message))
         reply = self._calls.get(message.call_id)
         if reply is not None and not reply.done():
             reply.set_result(message)
@@ -180,5 +196,16 @@ class StoreClient:
 
     def _release_unused(self, message: Reply | Question) -> None:
         """Release the result of a call that was cancelled in the meantime."""
-        if isinstance(message, HoldReply):
-            self.release(message.hold_id)
+        for hold_id in _granted(message):
+            self.release(hold_id)
+
+
+def _granted(message: Reply | Question) -> Sequence[int]:
+    """Return the ids of the holds that a reply grants."""
+    match message:
+        case ItemFound():
+            return [message.hold_id]
+        case EntriesHeld() | EntriesPulled():
+            return message.hold_ids
+        case _:
+            return ()

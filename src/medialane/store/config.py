@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import field
 
-from medialane.core.setting import NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +18,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     wait_timeout_s: PositiveFloat = field(default=10.0, name="store-wait-timeout")
     """how long a request waits for a store that is restarting before it gets 503"""
 
+    hold_retention_s: NonNegativeFloat = field(default=1.0, name="store-hold-retention")
+    """how long gateways and workers hold an item after its last use, so that using it again needs no message to the
+    store; 0 disables it. At most an eighth of the arena each, and nothing while memory is short"""
     peer_listen: str = field(default="", name="peer-listen")
     """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
     that they can connect to; none by default"""

@@ -1,37 +1,29 @@
-"""Holds of a client on entries of the arena of its host."""
+"""Holds of a worker on entries of the arena of its host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import cast
 
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaOffer, ArenaRange
+from medialane.store.hold_cache import HoldCache
 from medialane.store.link import StoreLink
 from medialane.store.messages import EntriesHeld, EntriesPulled, GrantPulls, HoldEntries, PullEntries, PullsGranted
 
 
-class StoreHold:
-    """A hold on one item (`core.feature.Hold`). Duplicates share the hold at the store, which ends with the last."""
+class EntriesHold:
+    """The holds of one request (`core.feature.Hold`)."""
 
-    def __init__(self, link: StoreLink, hold_id: int, arena: str, users: list[StoreHold] | None = None) -> None:
-        self._link = link
-        self._hold_id = hold_id
-        self._arena = arena
-        self._users = [] if users is None else users
-        self._users.append(self)
-
-    def duplicate(self) -> StoreHold:
-        if self not in self._users:
-            raise RuntimeError("the hold was already released")
-        return StoreHold(self._link, self._hold_id, self._arena, self._users)
+    def __init__(self, holds: ExitStack) -> None:
+        self._holds: ExitStack | None = holds
 
     def release(self) -> None:
-        if self not in self._users:
+        holds, self._holds = self._holds, None
+        if holds is None:
             raise RuntimeError("the hold was already released")
-        self._users.remove(self)
-        if not self._users:
-            self._link.release(self._hold_id, self._arena)
+        holds.close()
 
 
 class StoreGrants:
@@ -48,20 +40,46 @@ class StoreGrants:
 
 
 class StoreEntries:
-    """Entries of the arena that gateways refer to (implements `worker.HostArena`)."""
+    """Entries of the arena that gateways refer to (implements `worker.HostArena`). They are retained for `retention_s`
+    after their last use (`HoldCache`)."""
 
-    def __init__(self, link: StoreLink) -> None:
+    def __init__(self, link: StoreLink, *, retention_s: float = 0.0) -> None:
         self._link = link
+        self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
+        #: Copies of entries of other hosts, by the original's range.
+        self._copies: HoldCache[ArenaRange, ArenaRange] = HoldCache(link, retention_s=retention_s)
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         self._link.watch(listener)
 
-    async def hold(self, ranges: Sequence[ArenaRange]) -> StoreHold:
-        arena = ranges[0].arena
-        reply = await self._link.call_at(arena, lambda call_id: HoldEntries(call_id, list(ranges)))
-        return StoreHold(self._link, cast("EntriesHeld", reply).hold_id, arena)
+    async def hold(self, ranges: Sequence[ArenaRange]) -> EntriesHold:
+        with ExitStack() as holds:
+            missing = [entry for entry in ranges if not self._use(entry, holds)]
+            if missing:
+                reply = await self._link.call_at(missing[0].arena, lambda call_id: HoldEntries(call_id, missing))
+                hold_ids = cast("EntriesHeld", reply).hold_ids
+                for entry, hold_id in zip(missing, hold_ids, strict=True):
+                    holds.callback(self._holds.add(entry, hold_id, entry, None).release)
+            return EntriesHold(holds.pop_all())
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[StoreHold, list[ArenaRange]]:
-        reply = await self._link.call(lambda call_id: PullEntries(call_id, list(entries)))
-        pulled = cast("EntriesPulled", reply)
-        return StoreHold(self._link, pulled.hold_id, pulled.ranges[0].arena), pulled.ranges
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[ArenaRange]]:
+        with ExitStack() as holds:
+            copies: dict[ArenaRange, ArenaRange] = {}
+            for entry in entries:
+                if (hold := self._copies.use(entry.range)) is not None:
+                    holds.callback(hold.release)
+                    copies[entry.range] = hold.value
+            missing = [entry for entry in entries if entry.range not in copies]
+            if missing:
+                reply = await self._link.call(lambda call_id: PullEntries(call_id, missing))
+                pulled = cast("EntriesPulled", reply)
+                for entry, hold_id, copy in zip(missing, pulled.hold_ids, pulled.ranges, strict=True):
+                    holds.callback(self._copies.add(entry.range, hold_id, copy, copy).release)
+                    copies[entry.range] = copy
+            return EntriesHold(holds.pop_all()), [copies[entry.range] for entry in entries]
+
+    def _use(self, entry: ArenaRange, holds: ExitStack) -> bool:
+        if (hold := self._holds.use(entry)) is None:
+            return False
+        holds.callback(hold.release)
+        return True

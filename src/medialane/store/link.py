@@ -8,12 +8,14 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
-from medialane.core.backoff import Backoff
+from medialane.core.backoff import Backoff, first_of
 from medialane.core.errors import (
     HandoverFailed,
     MedialaneError,
+    MediaLost,
     NoWorkerReady,
     StartupFailed,
     StoreUnavailable,
@@ -34,8 +36,8 @@ _UNAVAILABLE = "the media store of this host is not available"
 class StoreLink:
     """One per process. `run` keeps it connected; calls wait for a connection for `wait_timeout_s`.
 
-    The arena is mapped while the store is connected; `writable` for clients that send bytes. `processor` is the digest
-    for which this client wants features.
+    The arena is mapped while the store is connected; `writable` for clients that send bytes. `processor` are the
+    settings for which this client wants features: a store with others refuses it.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class StoreLink:
         rpc: RpcConfig,
         arena_directory: str,
         wait_timeout_s: float,
-        processor: str = "",
+        processor: Mapping[str, str] = MappingProxyType({}),
         writable: bool = False,
     ) -> None:
         self.address = address
@@ -53,7 +55,7 @@ class StoreLink:
         self._arena_directory = arena_directory
         self._wait_timeout_s = wait_timeout_s
         self._client_id = secrets.token_hex(16)
-        self._processor = processor
+        self._processor = dict(processor)
         self._writable = writable
         self._client: StoreClient | None = None
         self._connected = asyncio.Event()
@@ -61,8 +63,10 @@ class StoreLink:
         self._holds: set[int] = set()
         self._holds_arena = ""  # the entries that are held are in this arena
         self._problem: str | None = None
-        self._expected: Mapping[str, str] | None = None
+        self._refusal: StartupFailed | None = None
+        self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
+        self._reclaimers: list[Callable[[], None]] = []
 
     @property
     def arena(self) -> str | None:
@@ -78,6 +82,14 @@ class StoreLink:
     def max_payload_bytes(self) -> int:
         """The largest item that fits into the arena; unlimited while it is unknown."""
         return sys.maxsize if self._view is None else self._view.max_payload_bytes
+
+    @property
+    def retainable_bytes(self) -> int:
+        """Bytes of entries that this client may hold without using them; 0 while memory is short or unknown."""
+        if self.status is None:
+            return 0
+        arena = self.status.stats.arena
+        return 0 if arena.pinned_bytes > arena.size_bytes // 2 else arena.size_bytes // 8
 
     @property
     def status(self) -> StoreStatus | None:
@@ -107,6 +119,10 @@ class StoreLink:
         if self._client is not None:
             listener(self._client.welcome.arena)
 
+    def watch_reclaim(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when the store needs memory: it releases the holds that are not in use. Must not block."""
+        self._reclaimers.append(listener)
+
     async def run(self) -> None:
         """Stay connected until cancelled."""
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
@@ -120,16 +136,17 @@ class StoreLink:
                 await self._client.close()
             self._unmap()
 
-    async def welcome(self) -> StoreWelcome:
-        """Wait for the store, without a deadline: its start takes as long as loading the model's processor."""
-        while (client := self._client) is None:
-            await self._connected.wait()
-        return client.welcome
-
-    def expect(self, processor: Mapping[str, str]) -> None:
-        """Connect only to stores that process media with these settings from now on: features are cached under their
-        digest. A store that processes none is accepted, too."""
-        self._expected = processor
+    async def ready(self) -> None:
+        """Wait until a store is connected and has started, without a deadline: loading the model's processor takes its
+        time. Raises StartupFailed if a store refuses this client."""
+        while True:
+            await first_of(self._connected.wait(), self._refused.wait())
+            if self._refusal is not None:
+                raise self._refusal
+            if (client := self._client) is not None:
+                await first_of(client.started.wait(), client.closed.wait())
+                if client.started.is_set():
+                    return
 
     async def call_at(self, arena: str, make: Callable[[int], Call]) -> Reply:
         """Make a call about entries of `arena`, which another store does not have. Raises like `call`, and
@@ -172,9 +189,9 @@ class StoreLink:
             raise ConnectionLost(error.message) from error
 
     def tensor(self, descriptor: TensorDescriptor) -> memoryview:
-        """Return the bytes of a tensor of an entry that is held. Raises HandoverFailed if its store is lost."""
-        if self._view is None:
-            raise HandoverFailed("the media store is not connected")
+        """Return the bytes of a tensor of an entry that is held. Raises MediaLost if its store is lost."""
+        if self._view is None or self._view.id != descriptor.range.arena:
+            raise MediaLost("the media store of these entries is lost")
         return self._view.tensor(descriptor)
 
     async def _client_before(self, deadline: float) -> StoreClient:
@@ -197,20 +214,23 @@ class StoreLink:
         except Exception:  # the supervisor: whatever fails, the next attempt may succeed
             logger.exception("connecting to the media store failed")
             return False
-        self._problem = None
-        if self._client is not None:
-            await self._client.closed.wait()
-            logger.warning("the media store is lost")
+        self._problem = self._refusal = None
+        self._refused.clear()
+        if (client := self._client) is not None:
+            await client.closed.wait()
+            if client.refusal is not None:
+                self._report(client.refusal)
+            else:
+                logger.warning("the media store is lost")
         self._disconnect()
         return True
 
     async def _connect(self) -> None:
         sent = list(self._holds)
         hello = StoreHello(client_id=self._client_id, processor=self._processor, arena=self._holds_arena, holds=sent)
-        client = await StoreClient.connect(self.address, hello, self._rpc, self._holds)
+        client = await StoreClient.connect(self.address, hello, self._rpc, holds=self._holds, on_reclaim=self._reclaim)
         welcome = client.welcome
         try:
-            self._check_processor(welcome)
             self._view = self._map(welcome)
         except MedialaneError:
             await client.close()
@@ -226,13 +246,6 @@ class StoreLink:
         self._connected.set()
         self._tell(welcome.arena)
         logger.info("the media store is connected: %s", self.address)
-
-    def _check_processor(self, welcome: StoreWelcome) -> None:
-        """Raise StartupFailed if a store that was restarted would make other features than the one before."""
-        theirs = welcome.processor
-        if theirs and self._expected is not None and theirs != self._expected:
-            names = sorted(n for n in theirs.keys() | self._expected.keys() if theirs.get(n) != self._expected.get(n))
-            raise StartupFailed(f"its processor settings differ from this gateway's: {', '.join(names)}")
 
     def _map(self, welcome: StoreWelcome) -> ArenaView:
         """Map the store's arena. Raises HandoverFailed if this process has another /dev/shm."""
@@ -252,6 +265,10 @@ class StoreLink:
         for listener in self._listeners:
             listener(arena)
 
+    def _reclaim(self) -> None:
+        for listener in self._reclaimers:
+            listener()
+
     def _unmap(self) -> None:
         """Close the mapping. Entries that are being read stay mapped until their readers have finished."""
         view, self._view = self._view, None
@@ -260,6 +277,9 @@ class StoreLink:
 
     def _report(self, error: MedialaneError) -> None:
         """Log the error, but only once: the link retries every second."""
+        if isinstance(error, StartupFailed):
+            self._refusal = error
+            self._refused.set()
         if error.message != self._problem:
             is_absent = isinstance(error, NoWorkerReady)
             logger.log(logging.INFO if is_absent else logging.ERROR, "media store %s: %s", self.address, error.message)

@@ -12,14 +12,16 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
-                            <-      EntriesHeld(call, hold)
+                            <-      EntriesHeld(call, holds)    one hold each
     GrantPulls(call, ranges)->                              let another host's store copy entries that the client holds
                             <-      PullsGranted(call, entries)
     PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
-                            <-      EntriesPulled(call, hold, ranges)
+                            <-      EntriesPulled(call, holds, ranges)
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
+                            <-      Reclaim                 memory is short: release what is not in use
+    Reclaimed               ->                              after that
     Ping                    ->                              every heartbeat interval, and before a scrape of metrics
                             <-      StoreStatus             at once after StoreWelcome and Ping, and every heartbeat
 
@@ -55,27 +57,28 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     """Registration of a client. `client_id` is unique per process; a second connection of it replaces the first, and
     takes over those of its holds that are in `holds`; they are holds on entries of `arena`.
 
-    `processor` is the digest of the processor settings for which a gateway wants features, part of their keys.
+    `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
+    of the features' keys.
     """
 
     version: int = PROTOCOL_VERSION
     client_id: str
-    processor: str = ""
+    processor: dict[str, str] = {}
     arena: str = ""
     holds: list[int] = []
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The store's arena, and the settings with which its preparers process media; empty if they do not. `can_grant`
-    is whether other hosts' stores can connect to it."""
+    """The store's arena. `can_grant` is whether other hosts' stores can connect to the store."""
 
     pid: int
     arena: ArenaOffer
-    processor: dict[str, str] = {}
     can_grant: bool = False
 
 
 class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Also sent after StoreWelcome, once the store knows its processor settings: those of the client are others."""
+
     error: ErrorReport
 
 
@@ -143,8 +146,10 @@ class HoldEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One hold for each range, in their order."""
+
     call_id: int
-    hold_id: int
+    hold_ids: list[int]
 
 
 class GrantPulls(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -165,10 +170,10 @@ class PullEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntriesPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The copies in the store's arena, in the order of the entries."""
+    """The copies in the store's arena, and a hold on each, in the order of the entries."""
 
     call_id: int
-    hold_id: int
+    hold_ids: list[int]
     ranges: list[ArenaRange]
 
 
@@ -185,23 +190,32 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hold_ids: list[int]
 
 
+class Reclaim(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Release the holds that are not in use. The store waits for Reclaimed before it refuses an item."""
+
+
+class Reclaimed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
 class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
 class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`problem` describes what is wrong with media preparation, None if nothing is."""
+    """`problem` describes what is wrong with media preparation, None if nothing is. `has_started` is whether the store
+    has loaded its processor; until then, items that need a preparer wait for it."""
 
     stats: StoreStats
     problem: str | None = None
+    has_started: bool = True
 
 
 Question = SendData | ImageSize
 Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries
-HoldReply = ItemFound | EntriesHeld | EntriesPulled
-Reply = HoldReply | AliasResolved | PullsGranted | CallFailed
-ToStore = StoreHello | Call | Proceed | Cancel | Release | StorePing
-FromStore = StoreWelcome | StoreRefused | Question | Reply | StoreStatus
+Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | CallFailed
+ToStore = StoreHello | Call | Proceed | Cancel | Release | Reclaimed | StorePing
+FromStore = StoreWelcome | StoreRefused | Question | Reply | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
 _FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)

@@ -27,6 +27,9 @@ from medialane.core.remote_entry import RemoteEntry
 #: Must be equal on both sides; incremented by every incompatible change.
 PEER_VERSION = 1
 
+#: Name of the protocol in the handshake that authenticates both sides (`rpc.authentication`).
+PROTOCOL = "pull"
+
 #: Largest message before and after the peer is authenticated.
 MAX_HELLO_BYTES = 4096
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (1 << 20)

@@ -17,15 +17,26 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
-from medialane.core.errors import HandoverFailed, MedialaneError, ProtocolViolation, StartupFailed, to_report
+from medialane.core.errors import (
+    AuthenticationFailed,
+    HandoverFailed,
+    MedialaneError,
+    ProtocolViolation,
+    StartupFailed,
+    to_report,
+)
 from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import MoverChoice, RemoteEntry
+from medialane.observability.logging import RateLimitedWarning
 from medialane.rpc.address import TcpAddress, format_tcp, parse_address
+from medialane.rpc.authentication import Role
+from medialane.rpc.security import Security
 from medialane.store.capabilities import Capabilities
 from medialane.store.peer_messages import (
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
     PEER_VERSION,
+    PROTOCOL,
     CloseEntry,
     EntryClosed,
     EntryOpened,
@@ -45,6 +56,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_CONNECTIONS = 256
+#: Connections of peers that are not authenticated.
+MAX_UNREGISTERED = 32
 HELLO_TIMEOUT_S = 5.0
 #: Longer than a destination keeps an idle connection.
 IDLE_TIMEOUT_S = 120.0
@@ -56,9 +69,11 @@ _WATCH_INTERVAL_S = 0.25
 class PeerServer:
     """`serve` once, and `close` in any case. `movers` are those with which other stores may read our arena."""
 
-    def __init__(self, arena: Arena, movers: Sequence[Mover] = ()) -> None:
+    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover] = ()) -> None:
         self._arena = arena
+        self._security = security
         self._movers = movers
+        self._warn = RateLimitedWarning(logger)
         self._capabilities: Capabilities | None = None
         self._connections: set[_Connection] = set()
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, "medialane-peer")
@@ -80,7 +95,7 @@ class PeerServer:
         target = parse_address(address)
         if not isinstance(target, TcpAddress):
             raise StartupFailed(f"stores of other hosts connect over TCP, not to {address}: tcp://host:port")
-        self._listener = _bind(address, target)
+        self._listener = _bind(address, target, self._security)
         self._file = os.open(self._arena.path, os.O_RDONLY | os.O_CLOEXEC)
         bound = format_tcp(target.host, self._listener.getsockname()[1])
         self._capabilities = Capabilities(bound)
@@ -118,10 +133,17 @@ class PeerServer:
                 logger.warning("a store's connection was not accepted: %s", error.strerror)
                 await asyncio.sleep(_WATCH_INTERVAL_S)
                 continue
+            self._make_space()
             if len(self._connections) >= MAX_CONNECTIONS:
                 sock.close()
-                continue
-            self._start(sock)
+            else:
+                self._start(sock)
+
+    def _make_space(self) -> None:
+        """End the oldest connection that is not authenticated, if there are too many."""
+        unknown = [connection for connection in self._connections if not connection.is_registered]
+        if len(unknown) >= MAX_UNREGISTERED:
+            min(unknown, key=lambda connection: connection.deadline).socket.abort()
 
     def _start(self, sock: socket.socket) -> None:
         connection = _Connection(PeerSocket(sock), deadline=time.monotonic() + HELLO_TIMEOUT_S)
@@ -153,14 +175,17 @@ class PeerServer:
         """Serve one connection, in its thread, until it is closed."""
         peer = connection.socket
         try:
+            peer.authenticate(self._security.authentication(PROTOCOL, Role.STORE, Role.STORE))
             self._welcome(peer)
+            connection.is_registered = True
             while True:
-                connection.deadline = time.monotonic() + IDLE_TIMEOUT_S
+                if connection.lease is None:
+                    connection.deadline = time.monotonic() + IDLE_TIMEOUT_S
                 self._answer(decode_to_source(peer.receive(MAX_MESSAGE_BYTES)), connection, on_loop)
         except HandoverFailed:
             pass  # the peer has closed the connection, or it was aborted
-        except ProtocolViolation as error:
-            logger.warning("ending the connection of a store: %s", error.message)
+        except (ProtocolViolation, AuthenticationFailed) as error:
+            self._warn("ending the connection of a store: %s", error.message)
         finally:
             peer.close()
 
@@ -224,8 +249,8 @@ class PeerServer:
 
 
 class _Connection:
-    """One connection, at most one lease for it. Written by its thread: `deadline`, by time.monotonic; all else by the
-    event loop."""
+    """One connection, at most one lease for it. Written by its thread: `deadline`, by time.monotonic, and
+    `is_registered`; all else by the event loop."""
 
     served: asyncio.Future[None]
 
@@ -233,6 +258,7 @@ class _Connection:
         self.socket = peer
         self.deadline = deadline
         self.lease: Lease[Cached] | None = None
+        self.is_registered = False
         self._ended = False
 
     def own(self, lease: Lease[Cached]) -> bool:
@@ -256,10 +282,15 @@ class _Connection:
             lease.release()
 
 
-def _bind(address: str, target: TcpAddress) -> socket.socket:
+def _bind(address: str, target: TcpAddress, security: Security) -> socket.socket:
     """Return a listening socket for the event loop. Raises StartupFailed."""
+    if target.host in ("0.0.0.0", "::"):  # noqa: S104 - refused
+        raise StartupFailed(
+            f"--peer-listen {address}: other stores connect to this address, so it must be one of a host"
+        )
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)[0]
+        security.check_host(str(where[0]))
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StartupFailed(f"cannot listen at {address}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""A blocking TCP connection between two stores: frames, and payloads that are not copied in user space.
+"""A blocking TCP connection between two stores: frames, and payloads that are not copied in user space (but for TLS).
 
 One thread reads and writes; the event loop ends what takes too long by `abort`, which wakes the thread. So no operation
 here has a timeout of its own, and a thread that has returned from `receive_into` writes nothing later: what arrives
@@ -8,18 +8,25 @@ afterwards stays in the kernel, and is dropped when the socket is closed.
 from __future__ import annotations
 
 import os
+import select
 import socket
+import ssl
 import struct
 from contextlib import suppress
 
 import msgspec
 
 from medialane.core.errors import ProtocolViolation, TransferFailed
+from medialane.rpc.blocking import authenticate_socket
 from medialane.rpc.framing import HEADER, append_frame
+from medialane.rpc.security import Authentication
 from medialane.store.peer_messages import MAX_MESSAGE_BYTES
 
 #: Closes without waiting, and drops what was not sent (socket(7), SO_LINGER).
 _NO_LINGER = struct.pack("ii", 1, 0)
+
+
+_TLS_PIECE_BYTES = 1 << 20
 
 
 class PeerSocket:
@@ -30,6 +37,13 @@ class PeerSocket:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._is_tls = False
+
+    def authenticate(self, authentication: Authentication, *, dialled_host: str | None = None) -> None:
+        """Authenticate the peer, over TLS if configured. Raises AuthenticationFailed. Ends with a deadline of its own,
+        and not by `abort`."""
+        self._sock = authenticate_socket(self._sock, authentication, dialled_host=dialled_host)
+        self._is_tls = isinstance(self._sock, ssl.SSLSocket)
 
     def send(self, *messages: msgspec.Struct) -> None:
         buffer = bytearray()
@@ -53,10 +67,10 @@ class PeerSocket:
 
     def receive_into(self, target: memoryview) -> None:
         """Fill `target`."""
-        done = 0
+        done, flags = 0, 0 if self._is_tls else socket.MSG_WAITALL
         while done < len(target):
             try:
-                received = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
+                received = self._sock.recv_into(target[done:], 0, flags)
             except OSError as error:
                 raise _lost(error) from error
             if not received:
@@ -68,7 +82,7 @@ class PeerSocket:
         end = offset + nbytes
         while offset < end:
             try:
-                sent = os.sendfile(self._sock.fileno(), file, offset, end - offset)
+                sent = self._send_piece(file, offset, end - offset)
             except OSError as error:
                 raise _lost(error) from error
             if not sent:
@@ -78,24 +92,30 @@ class PeerSocket:
     @property
     def is_usable(self) -> bool:
         """Whether an idle connection is still open: nothing can be read from it."""
+        poll = select.poll()
         try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
+            poll.register(self._sock, select.POLLIN)
+        except (OSError, ValueError):  # closed
             return False
-        return False
+        return not poll.poll(0)
 
     def abort(self) -> None:
         """End the connection and drop what was not sent; its thread is woken. May be called from any thread, any number
         of times."""
         with suppress(OSError):  # it is closed already
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-            self._sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of ssl is not for another thread
 
     def close(self) -> None:
         """Idempotent."""
         self._sock.close()
+
+    def _send_piece(self, file: int, offset: int, nbytes: int) -> int:
+        if not self._is_tls:
+            return os.sendfile(self._sock.fileno(), file, offset, nbytes)
+        piece = os.pread(file, min(nbytes, _TLS_PIECE_BYTES), offset)
+        self._sock.sendall(piece)
+        return len(piece)
 
 
 def _lost(error: OSError) -> TransferFailed:

@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import msgspec
+from cachetools import TTLCache
 
 from medialane.arena import Cached
 from medialane.core.errors import MedialaneError, ProtocolViolation, TransferFailed, from_report
 from medialane.core.remote_entry import RemoteEntry
 from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.authentication import Role
+from medialane.rpc.security import Security
 from medialane.store.peer_messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
     CloseEntry,
     EntryClosed,
     EntryOpened,
@@ -46,16 +49,18 @@ MAX_IDLE_S = 60.0
 MAX_IDLE = 4
 #: How long a peer that could not be reached is not tried again: every request would wait.
 UNREACHABLE_S = 2.0
+_MAX_UNREACHABLE = 1024
 
 
 class Peers:
     """Connects to the stores of other hosts. `arena` is the id of ours. The owner calls `close`."""
 
-    def __init__(self, arena: str, *, max_threads: int) -> None:
+    def __init__(self, arena: str, security: Security, *, max_threads: int) -> None:
         self._arena = arena
+        self._security = security
         self._threads = ThreadPoolExecutor(max_threads, "medialane-pull")
-        self._idle: defaultdict[str, list[_Connection]] = defaultdict(list)
-        self._unreachable: dict[str, float] = {}
+        self._idle: dict[str, list[_Connection]] = {}
+        self._unreachable: TTLCache[str, bool] = TTLCache(_MAX_UNREACHABLE, UNREACHABLE_S)
 
     @asynccontextmanager
     async def open(self, entry: RemoteEntry, *, deadline: float) -> AsyncIterator[PeerEntry]:
@@ -103,21 +108,18 @@ class Peers:
 
     async def _connect(self, address: str, deadline: float) -> _Connection:
         """Return an idle connection, or a new one. Raises TransferFailed."""
-        while connections := self._idle[address]:
-            connection = connections.pop()
-            if connection.is_usable:
-                return connection
-            connection.socket.close()
-        if self._unreachable.get(address, 0.0) > time.monotonic():
+        if (idle := self._take_idle(address)) is not None:
+            return idle
+        if address in self._unreachable:
             raise TransferFailed("the other store could not be reached a moment ago")
         try:
             return await self._new_connection(address, deadline)
         except TransferFailed:
-            self._unreachable[address] = time.monotonic() + UNREACHABLE_S
+            self._unreachable[address] = True
             raise
 
     async def _new_connection(self, address: str, deadline: float) -> _Connection:
-        dialing = asyncio.get_running_loop().run_in_executor(self._threads, _dial, address)
+        dialing = asyncio.get_running_loop().run_in_executor(self._threads, _dial, address, self._security)
         try:
             sock = await asyncio.shield(dialing)
         except asyncio.CancelledError:
@@ -129,15 +131,30 @@ class Peers:
         except BaseException:  # cancellation included: the connection has no other owner
             sock.close()
             raise
-        self._unreachable.pop(address, None)
         return connection
 
+    def _take_idle(self, address: str) -> _Connection | None:
+        connections = self._idle.get(address, [])
+        while connections:
+            connection = connections.pop()
+            if connection.is_usable:
+                return connection
+            connection.socket.close()
+        return None
+
     def _keep(self, connection: _Connection) -> None:
+        """Keep an idle connection, and close those of any peer that have been idle for long."""
         connection.idle_since = time.monotonic()
-        connections = self._idle[connection.address]
+        connections = self._idle.setdefault(connection.address, [])
         connections.append(connection)
         if len(connections) > MAX_IDLE:
             connections.pop(0).socket.close()
+        oldest = connection.idle_since - MAX_IDLE_S
+        for address, kept in list(self._idle.items()):
+            while kept and kept[0].idle_since < oldest:
+                kept.pop(0).socket.close()
+            if not kept:
+                del self._idle[address]
 
 
 class PeerEntry:
@@ -207,17 +224,22 @@ class _Connection:
         return found
 
 
-def _dial(address: str) -> PeerSocket:
-    """Raises TransferFailed."""
+def _dial(address: str, security: Security) -> PeerSocket:
+    """Connect and authenticate. Raises TransferFailed."""
     try:
         target = parse_address(address)
         if not isinstance(target, TcpAddress):
             raise TransferFailed(f"{address} is not the address of another host's store")
-        return PeerSocket(socket.create_connection(target, CONNECT_TIMEOUT_S))
+        found = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0][4]
+        security.check_host(str(found[0]))
+        peer = PeerSocket(socket.create_connection((str(found[0]), target.port), CONNECT_TIMEOUT_S))
+        authentication = security.authentication(PROTOCOL, Role.STORE, Role.STORE)
+        peer.authenticate(authentication, dialled_host=target.host)
     except OSError as error:
         raise TransferFailed(f"the other store cannot be reached: {error.strerror or error}") from error
     except MedialaneError as error:
         raise TransferFailed(error.message) from error
+    return peer
 
 
 def _close_result(dialing: asyncio.Future[PeerSocket]) -> None:

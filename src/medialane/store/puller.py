@@ -19,6 +19,7 @@ from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import EntryKind, MoverName, RemoteEntry
 from medialane.core.stats import PullStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor
+from medialane.rpc.security import Security
 from medialane.store.peers import PeerEntry, Peers
 from medialane.store.pull_time import longest_pull_s
 from medialane.transfer import Destination, Mover, MoverHealth, MoverSpeed, StillWriting
@@ -33,13 +34,13 @@ class Puller:
     """`movers` are in the order of preference; the last one, tcp, is always usable. The owner calls `close`, when no
     caller of `pull` is left."""
 
-    def __init__(self, arena: Arena, movers: Sequence[Mover]) -> None:
+    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover]) -> None:
         self._arena = arena
         self._movers = {mover.name: mover for mover in movers}
         self._last = movers[-1].name
         self._health = MoverHealth(tuple(self._movers))
         self._speed = MoverSpeed()
-        self._peers = Peers(arena.id, max_threads=2 * MAX_PULLS)
+        self._peers = Peers(arena.id, security, max_threads=2 * MAX_PULLS)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release
         )

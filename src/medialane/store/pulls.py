@@ -10,6 +10,8 @@ from medialane.core.errors import HandoverFailed
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stats import PullStats
 from medialane.core.tensor import ArenaRange
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.security import Security
 from medialane.store.peer_server import PeerServer
 from medialane.store.puller import Puller
 from medialane.transfer import Mover, TcpMover
@@ -19,10 +21,12 @@ class Pulls:
     """Owns the movers, best first, to which tcp is added. Entries can be granted after `serve`. `close` in any case,
     after the sessions of the store's clients."""
 
-    def __init__(self, arena: Arena, movers: Sequence[Mover] = ()) -> None:
+    def __init__(self, arena: Arena, rpc: RpcConfig, movers: Sequence[Mover] = ()) -> None:
+        """Raises StartupFailed for unusable files of the settings."""
+        security = Security.load(rpc)
         self._arena = arena
-        self._puller = Puller(arena, [*movers, TcpMover()])
-        self._server = PeerServer(arena, movers)
+        self._puller = Puller(arena, security, [*movers, TcpMover()])
+        self._server = PeerServer(arena, security, movers)
 
     async def serve(self, address: str) -> str:
         """Let other hosts' stores connect. Returns the address, with the port that was chosen for port 0. Raises

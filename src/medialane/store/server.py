@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from medialane.arena import Arena
 from medialane.core.errors import StartupFailed, StoreUnavailable
@@ -21,11 +22,15 @@ from medialane.store.session import StoreSession
 
 logger = logging.getLogger(__name__)
 
+#: Longest time in which clients release what they do not use; a client whose event loop is healthy takes milliseconds.
+RECLAIM_TIMEOUT_S = 0.5
+
 
 class StoreServer:
     """Serves `items` to the gateways and workers of this host. Call `serve` once, and `close` in any case.
 
-    `processor` returns the settings with which media are processed, `status` what clients are told at each heartbeat.
+    `processor` returns the settings with which media are processed, empty if they are not or if that is not known yet;
+    `status` returns what is reported to clients at each heartbeat.
     """
 
     def __init__(
@@ -54,6 +59,21 @@ class StoreServer:
         """Start listening. Raises StartupFailed."""
         self._listener = await Listener.listen(address, self._open)
 
+    def loaded(self) -> None:
+        """The processor's settings are known: refuse clients that want features of others."""
+        for session in list(self._sessions):
+            if session.hello is not None:
+                try:
+                    self._check_processor(session.hello)
+                except StartupFailed as error:
+                    session.refuse(error)
+
+    def started(self) -> None:
+        """Report the status to all clients now."""
+        for session in self._sessions:
+            if session.hello is not None:
+                session.beat()
+
     async def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
         if self._listener is not None:
@@ -73,6 +93,7 @@ class StoreServer:
             pulls=self._pulls,
             register=self._register,
             status=self._status,
+            reclaim=self._reclaim,
             on_open=self._admit,
             on_lost=self._lost,
         ).connection
@@ -84,15 +105,30 @@ class StoreServer:
             session.connection.end(StoreUnavailable("the store has reached its limit of connections"))
 
     def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
-        """Raises StartupFailed for a client of another release."""
+        """Raises StartupFailed for a client of another release, or with other processor settings."""
         if hello.version != PROTOCOL_VERSION:
             raise StartupFailed(f"client speaks protocol {hello.version}, store {PROTOCOL_VERSION}: same release?")
+        self._check_processor(hello)
         session.use = self._earlier_use(hello)
         session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())
         offer = ArenaOffer(self._arena.id, self._arena.nonce)
-        return StoreWelcome(
-            pid=os.getpid(), arena=offer, processor=dict(self._processor()), can_grant=self._pulls.can_grant
-        )
+        return StoreWelcome(pid=os.getpid(), arena=offer, can_grant=self._pulls.can_grant)
+
+    def _check_processor(self, hello: StoreHello) -> None:
+        """Raise StartupFailed if features made here would be others than the client wants."""
+        ours, theirs = self._processor(), hello.processor
+        if ours and theirs and ours != theirs:
+            name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+            here, there = ours.get(name), theirs.get(name)
+            raise StartupFailed(f"processor setting {name} is {here} in the media store and {there} in this gateway")
+
+    async def _reclaim(self) -> bool:
+        """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""
+        before = self._arena.stats().pinned_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECLAIM_TIMEOUT_S):
+                await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
+        return self._arena.stats().pinned_bytes < before
 
     def _earlier_use(self, hello: StoreHello) -> ClientUse:
         """Return what the client held on its earlier connection, which is closed if it still exists."""

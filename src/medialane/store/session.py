@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from medialane.arena import Arena, Lease
 from medialane.core.errors import (
+    ArenaFull,
     HandoverFailed,
     MedialaneError,
     ProtocolViolation,
@@ -17,6 +18,7 @@ from medialane.core.errors import (
     to_report,
 )
 from medialane.core.feature import Feature
+from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.observability.timeline import StageTimeline
 from medialane.rpc.config import RpcConfig
@@ -40,6 +42,8 @@ from medialane.store.messages import (
     PullEntries,
     PullsGranted,
     Question,
+    Reclaim,
+    Reclaimed,
     Release,
     Reply,
     ResolveAlias,
@@ -73,6 +77,7 @@ class StoreSession:
         pulls: Pulls,
         register: Callable[[StoreSession, StoreHello], StoreWelcome],
         status: Callable[[], StoreStatus],
+        reclaim: Callable[[], Awaitable[bool]],
         on_open: Callable[[StoreSession], None],
         on_lost: Callable[[StoreSession], None],
     ) -> None:
@@ -81,17 +86,24 @@ class StoreSession:
         self._pulls = pulls
         self._register = register
         self._status = status
+        self._reclaim_all = reclaim
+        self._reclaimed = asyncio.Event()
         self._on_open = on_open
         self._on_lost = on_lost
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[None]] = {}
         self._last_call_id = 0
         self.hello: StoreHello | None = None
+        self._processor = ""  # the digest of its settings
         #: What the client may still read or write.
         self.use = ClientUse()
         #: The client's process, opened while it was alive. None if it is in a PID namespace that is invisible here.
         self.pidfd: int | None = None
         self.connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+
+    def refuse(self, error: MedialaneError) -> None:
+        self.connection.send(StoreRefused(to_report(error)))
+        self.connection.close()
 
     def replace(self) -> ClientUse:
         """End this session: the client has connected again. Returns what it holds; the caller owns that."""
@@ -99,6 +111,12 @@ class StoreSession:
         self._cancel()
         self.connection.end(StoreUnavailable("the client has connected again"))
         return use
+
+    async def reclaim(self) -> None:
+        """Have the client release what it does not use, and wait until it has."""
+        self._reclaimed.clear()
+        self.connection.send(Reclaim(), at_once=True)
+        await self._reclaimed.wait()
 
     # The methods below are called by the connection; see connection.Peer.
 
@@ -138,6 +156,8 @@ class StoreSession:
             case Release(hold_ids):
                 for hold_id in hold_ids:
                     self.use.release(hold_id)
+            case Reclaimed():
+                self._reclaimed.set()
             case StorePing():
                 self.connection.send(self._status())
 
@@ -151,10 +171,9 @@ class StoreSession:
         try:
             welcome = self._register(self, hello)
         except MedialaneError as error:
-            self.connection.send(StoreRefused(to_report(error)))
-            self.connection.close()
+            self.refuse(error)
             return
-        self.hello = hello
+        self.hello, self._processor = hello, digest(hello.processor)
         self.connection.send(welcome)
         self.connection.send(self._status())
         self.connection.start_heartbeat()
@@ -195,10 +214,11 @@ class StoreSession:
         self.connection.send(reply, at_once=True)
 
     async def _find(self, call: FindItem) -> Reply:
-        hello, timeline = self.hello, StageTimeline()
-        processing = Processing("" if hello is None else hello.processor, call.options)
+        timeline = StageTimeline()
+        processing = Processing(self._processor, call.options)
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
-        found = await self._items.find(
+        find = partial(
+            self._items.find,
             call.ref,
             call.form,
             processing,
@@ -206,6 +226,12 @@ class StoreSession:
             upload=upload,
             admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
         )
+        try:
+            found = await find()
+        except ArenaFull:
+            if not await self._reclaim_all():
+                raise
+            found = await find()
         value = found.lease.value
         return ItemFound(
             call.call_id,
@@ -227,13 +253,18 @@ class StoreSession:
                     taken.release()
                 raise HandoverFailed("the request's media are no longer held")
             leases.append(lease)
-        return EntriesHeld(call.call_id, self.use.hold(leases))
+        return EntriesHeld(call.call_id, [self.use.hold([lease]) for lease in leases])
 
     async def _pull(self, call: PullEntries) -> Reply:
         """Hold copies of the entries. All or none."""
-        leases = await self._pulls.pull(call.entries)
+        try:
+            leases = await self._pulls.pull(call.entries)
+        except ArenaFull:
+            if not await self._reclaim_all():
+                raise
+            leases = await self._pulls.pull(call.entries)
         ranges = [lease.range for lease in leases]
-        return EntriesPulled(call.call_id, self.use.hold(leases), ranges)
+        return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], ranges)
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 import msgspec
 
 from medialane.arena import ArenaView
-from medialane.core.errors import HandoverFailed
+from medialane.core.errors import HandoverFailed, MediaLost
 from medialane.core.remote_entry import MoverName
 from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
@@ -96,7 +96,7 @@ class ShmReceiver:
             raise HandoverFailed("an inline tensor was given to the shm receiver")
         view = self._views.get(tensor.range.arena)
         if view is None:
-            raise HandoverFailed("the tensor is in an arena that this worker has not mapped")
+            raise MediaLost("the tensor is in an arena that this worker has not mapped")
         return view.tensor(tensor)
 
     def close(self) -> None:
@@ -184,4 +184,7 @@ def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool, can_p
         chosen = ("shm", "pull")
     elif choice == "auto":
         chosen = stage.transports
-    return tuple(name for name in stage.transports if name in chosen and possible[name]) or stage.last_resort
+    found = tuple(name for name in stage.transports if name in chosen and possible[name])
+    if not found or found[-1] == "pull":  # the other host may be unreachable
+        found += stage.last_resort
+    return found

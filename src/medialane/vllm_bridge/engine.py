@@ -163,6 +163,11 @@ class VllmEngine:
         self._adapters = LoadedAdapters(self._load_adapter)
         self.card = _card(llm)
 
+    @property
+    def takes_media(self) -> bool:
+        """Whether the model takes media, as it is configured."""
+        return bool(self._llm.model_config.supports_multimodal_inputs)
+
     def loads(self) -> list[WorkerLoad]:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
         runs no steps)."""

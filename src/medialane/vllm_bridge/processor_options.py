@@ -64,7 +64,7 @@ def check_worker_options(
             continue
         numbers = _pixel_counts(key, value)
         if not numbers or not limits:
-            message = "a worker may not process media with this option; the gateway may (--stage features)"
+            message = "a worker may not process media with this option; a preparer may (--stage features)"
             raise InvalidRequest(message, param=f"mm_processor_kwargs.{key[:64]}")
         for name, number in numbers.items():
             if type(number) is not int or not 1 <= number <= most:

@@ -13,7 +13,14 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
-from medialane.core.errors import GenerationFailed, HandoverFailed, Unavailable, WorkerLost
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    MediaLost,
+    StoreUnavailable,
+    Unavailable,
+    WorkerLost,
+)
 from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
@@ -194,8 +201,10 @@ class Worker:
                 hold, copies = await self._host_arena.pull(list(remote.values()))
                 return _moved(request, dict(zip(remote, copies, strict=True))), hold
             return request, await self._host_arena.hold(list(ranges)) if ranges else None
-        except Unavailable as error:  # the store is lost, or its arena is full
-            raise HandoverFailed(error.message) from error
+        except Unavailable as error:
+            if isinstance(error, StoreUnavailable) and not remote:
+                raise MediaLost(error.message) from error
+            raise HandoverFailed(error.message) from error  # their gateway's store still has them
 
     def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
         return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]

@@ -86,6 +86,22 @@ def test_extent_includes_adjacent_holes():
     assert list(allocator.neighbours(0, 8 * UNIT)) == []
 
 
+def test_memory_is_allocated_only_once_it_is_usable():
+    allocator = Allocator(8 * UNIT, usable_bytes=0)
+    assert allocator.allocate(UNIT) is None
+    allocator.extend(2 * UNIT)
+    first = allocator.allocate(UNIT)
+    assert allocator.allocate(2 * UNIT) is None
+    allocator.extend(3 * UNIT)
+    assert (first, allocator.allocate(2 * UNIT)) == (0, UNIT), "the new memory joins the hole before it"
+    allocator.extend(8 * UNIT)
+    allocator.free(first)
+    assert (allocator.free_bytes, allocator.largest_hole_bytes) == (6 * UNIT, 5 * UNIT)
+    for impossible in (7 * UNIT, 9 * UNIT):
+        with pytest.raises(ValueError, match="extended"):
+            allocator.extend(impossible)
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Checked against a trivial byte map."""
 

@@ -209,6 +209,25 @@ def test_entries_written_during_prefault_are_untouched_by_it(arena, reader):
         lease.release()
 
 
+def test_growing_arena_uses_prefaulted_memory_only(config):
+    """Writing to any other page would kill the writer if the file system is full."""
+    arena = Arena.create(config, grows=True)
+    with pytest.raises(ArenaFull):
+        arena.reserve(1)
+    reports = []
+    arena.prefault(threading.Event(), reports.append)
+    assert reports[-1] == arena.size_bytes
+    arena.prefaulted(2 * MIB)
+    with arena.reserve(MIB) as reservation:
+        assert reservation.range.offset + reservation.range.nbytes <= 2 * MIB
+        with pytest.raises(ArenaFull) as full:
+            arena.reserve(MIB)
+        assert full.value.retry_after_s == 1
+    arena.prefaulted(reports[-1])
+    arena.reserve(arena.max_payload_bytes).abandon()
+    arena.close()
+
+
 def test_encoded_bytes_and_a_feature_of_one_key_are_two_entries(arena, reader):
     write(arena, "a", 7).release()
     write_encoded(arena, "a", b"bytes").release()

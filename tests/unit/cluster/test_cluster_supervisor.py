@@ -77,6 +77,16 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
         assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
 
 
+@pytest.mark.parametrize("script", ["sys.exit(69)", "ready(); time.sleep(0.5); sys.exit(69)"])  # time: seen to be ready
+async def test_process_that_is_not_needed_ends_without_failing_the_start(tmp_path, script):
+    seen = Recorder()
+    unneeded = script_part(tmp_path, "store", script, not_needed="not needed: no media")
+    async with running(make_supervisor(tmp_path, seen, [unneeded, script_part(tmp_path, "gateway", IDLE)])) as found:
+        await eventually(lambda: seen.count("ended", "store", "not needed: no media") == 1)
+        await asyncio.sleep(0.3)  # time: longer than the delay of a restart
+        assert (seen.count("starting", "store"), set(found.pids)) == (1, {"gateway"})
+
+
 async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     seen = Recorder()
     part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(3)")  # time: seen ready before

@@ -6,10 +6,6 @@ import pytest
 
 from medialane.core.admin import (
     AddLora,
-    IsSleeping,
-    PauseGeneration,
-    ReleaseKvCacheMemory,
-    ResetEncoderCache,
     ResetPrefixCache,
     Sleep,
 )
@@ -46,10 +42,7 @@ LOST = object()
 class Workers:
     def __init__(self, *answers):
         self.links = [Link(n, answer, lost=answer is LOST) for n, answer in enumerate(answers)]
-        self.forgotten = []
-        self.administration = Administration(
-            WorkerPool(self.links), timeout_s=7, forget_encoder_items=lambda link: self.forgotten.append(link.address)
-        )
+        self.administration = Administration(WorkerPool(self.links), timeout_s=7)
 
     async def do(self, call):
         return await self.administration.administer(call)
@@ -102,15 +95,3 @@ async def test_adapter_is_loaded_on_ready_workers():
 async def test_adapter_failing_on_one_worker_is_a_failure():
     with pytest.raises(AdminCallIncomplete, match="No adapter found"):
         await Workers(True, GenerationFailed("No adapter found for /a")).do(AddLora(b"x"))
-
-
-EMPTIES = [ResetEncoderCache(), Sleep(1), Sleep(2), PauseGeneration(), PauseGeneration("wait"), ReleaseKvCacheMemory()]
-KEEPS = [ResetPrefixCache(), Sleep(0), PauseGeneration("keep"), PauseGeneration(clear_cache=False), IsSleeping()]
-
-
-@pytest.mark.parametrize(("call", "empties"), [*((c, True) for c in EMPTIES), *((c, False) for c in KEEPS)])
-async def test_encoder_cache_state_is_cleared_for_workers_that_reset(call, empties):
-    workers = Workers(True, GenerationFailed("failed"))
-    with pytest.raises(AdminCallIncomplete):
-        await workers.do(call)
-    assert workers.forgotten == (["unix:/w0"] if empties else [])

@@ -3,19 +3,30 @@
 import pytest
 
 from medialane.core.errors import PreparersBusy
+from medialane.gateway import RequestScope
 from medialane.gateway.admission import Admission
 
 
-def test_request_over_the_limit_is_rejected_until_a_slot_is_free():
+def test_request_over_the_limit_is_rejected_until_the_scope_of_another_is_closed():
     admission = Admission(2)
-    admission.enter()
-    admission.enter()
+    first, second, third = (RequestScope() for _ in range(3))
+    admission.admit(first)
+    admission.admit(second)
     with pytest.raises(PreparersBusy) as refused:
-        admission.enter()
+        admission.admit(third)
     assert refused.value.retry_after_s
-    admission.leave()
-    admission.enter()
+    first.close()
+    admission.admit(third)
     assert admission.num_in_flight == 2
-    admission.leave()
-    admission.leave()
+    second.close()
+    third.close()
+    assert admission.num_in_flight == 0
+
+
+def test_request_is_counted_once():
+    admission, scope = Admission(1), RequestScope()
+    admission.admit(scope)
+    admission.admit(scope)
+    assert admission.num_in_flight == 1
+    scope.close()
     assert admission.num_in_flight == 0

@@ -29,3 +29,17 @@ def test_defaults_are_valid():
 def test_invalid_setting_is_named(name, settings):
     with pytest.raises(StartupFailed, match=name):
         GatewayConfig(**settings).validate()
+
+
+def test_gateways_of_one_port_share_the_limits_of_the_host():
+    config = GatewayConfig(max_requests=10, max_bodies_bytes=1000, max_connections=50)
+    assert config.share(1, max_body_bytes=64) == config
+    share = config.share(4, max_body_bytes=64)
+    assert (share.max_requests, share.max_bodies_bytes) == (3, 250)
+    assert share.max_connections == 50, "limited by the open files of each process"
+    share.validate()
+
+
+def test_largest_body_is_accepted_however_many_gateways_share_the_memory():
+    assert GatewayConfig(max_bodies_bytes=1000).share(8, max_body_bytes=400).max_bodies_bytes == 400
+    assert GatewayConfig(max_bodies_bytes=300).share(8, max_body_bytes=400).max_bodies_bytes == 300

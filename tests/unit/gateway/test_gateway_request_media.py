@@ -88,8 +88,6 @@ async def test_items_are_found_once_under_the_feature_key(source, stage, mm_hash
         assert [item.ref for item in items] == list(REFS)
         assert {(i.feature.mm_hash, i.media_type, i.is_hit) for i in items} == {(mm_hash, media_type, is_hit)}
         assert source.arena.stats().num_leases == 3
-        for item in items:
-            item.hold.duplicate().release()
     assert source.arena.stats().num_leases == 0
 
 

@@ -127,14 +127,16 @@ async def test_large_tensors_are_copied_completely(arena, monkeypatch, at_once_b
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.check=0"])
-async def test_preparers_request_huge_pages_and_keep_operator_tunables(arena, encoded, monkeypatch, own):
+async def test_preparers_request_huge_pages_and_inherit_tunables_but_no_secret(arena, encoded, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
+    monkeypatch.setenv("MEDIALANE_RPC_SECRET", "a secret of sixteen")
     async with running(make_pool(arena)) as pool:
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         (pid,) = pool.stats().pids
         assert "hg" in mapping_flags(pid)
         assert own is None or own in environment_of(pid)
+        assert "MEDIALANE_RPC_SECRET" not in environment_of(pid)  # a preparer may be taken over
 
 
 def mapping_flags(pid: int) -> set[str]:
@@ -621,6 +623,31 @@ async def test_failed_start_reports_its_reason_and_leaves_nothing(arena, factory
     with pytest.raises(StartupFailed, match=message):
         await pool.start()
     assert not children()
+
+
+async def test_jobs_wait_while_the_first_processor_is_loaded(arena, encoded):
+    loaded = []
+    pool = make_pool(arena, b'{"warm_s": 0.5}')
+    pool._on_loaded = lambda: loaded.append(dict(pool.processor_settings))
+    starting = asyncio.create_task(pool.start())
+    await eventually(lambda: pool._supervisor is not None)
+    assert pool.degradation == "the model's processor is being loaded"
+    lease = await pool.prepare_item(encoded, b"{}", "a" * 64)
+    lease.release()
+    await starting
+    assert loaded == [dict(pool.processor_settings)]
+    assert pool.degradation is None
+    await pool.close()
+
+
+async def test_jobs_fail_if_the_first_processor_cannot_be_loaded(arena, encoded):
+    pool = make_pool(arena, b'{"refusal": "no such model"}')
+    starting = asyncio.create_task(pool.start())
+    await eventually(lambda: pool._supervisor is not None)
+    with pytest.raises(Unavailable):
+        await pool.prepare_item(encoded, b"{}", "a" * 64)
+    with pytest.raises(StartupFailed):
+        await starting
 
 
 async def test_unmappable_arena_fails_the_start_clearly(arena):

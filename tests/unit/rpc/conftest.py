@@ -2,10 +2,13 @@
 
 import asyncio
 
+import msgspec
 import pytest
+import trustme
 import uvloop
 from rpc_raw_gateway import RawGateway
 
+from certificates import tls_settings
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer, Welcome
 
 
@@ -53,6 +56,16 @@ async def net(tmp_path):
 @pytest.fixture
 async def tcp_net():
     net = Net("tcp://127.0.0.1:0")
+    yield net
+    await net.close()
+
+
+@pytest.fixture(params=["unix", "tls"])
+async def unix_or_tls_net(request, tmp_path):
+    net = Net(f"unix:{tmp_path}/w.sock" if request.param == "unix" else "tcp://127.0.0.1:0")
+    if request.param == "tls":
+        files = tls_settings(tmp_path, trustme.CA())
+        net.config = msgspec.structs.replace(net.config, shared_secret="a secret of the tests", **files)
     yield net
     await net.close()
 

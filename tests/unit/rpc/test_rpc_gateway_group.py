@@ -1,9 +1,20 @@
 """Pending work and load between the gateways of one worker."""
 
+import asyncio
+
 import msgspec
 import pytest
 from rpc_requests import engine_request, tokens_of
 
+from medialane.core.admin import (
+    IsSleeping,
+    PauseGeneration,
+    ReleaseKvCacheMemory,
+    ResetEncoderCache,
+    ResetPrefixCache,
+    Sleep,
+)
+from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.pending_work import PendingWork
 from medialane.rpc import FakeHandler, RpcConfig
 from medialane.rpc.messages import Gateways, Pending, PendingEnded
@@ -18,12 +29,17 @@ class Seen:
     def __init__(self, client):
         self.client = client
         self.begun, self.ended, self.loads = {}, {}, []
+        self.num_cleared = 0
         client.watch(
             on_blocks=lambda _change: None,
             on_loads=self.loads.append,
             on_pending=self.begun.__setitem__,
             on_pending_ended=self.ended.__setitem__,
+            on_encoder_cleared=self._count_cleared,
         )
+
+    def _count_cleared(self):
+        self.num_cleared += 1
 
 
 async def connected(net, count, config=None):
@@ -42,6 +58,43 @@ async def test_work_of_one_gateway_reaches_the_others_until_it_ends(net):
     for other in others:
         await eventually(lambda other=other: other.ended == dict(zip(other.begun, (True, False), strict=True)))
     assert (first.begun, first.ended) == ({}, {})
+
+
+EMPTIES = [ResetEncoderCache(), Sleep(1), Sleep(2), PauseGeneration(), PauseGeneration("wait"), ReleaseKvCacheMemory()]
+KEEPS = [ResetPrefixCache(), Sleep(0), PauseGeneration("keep"), PauseGeneration(clear_cache=False), IsSleeping()]
+
+
+@pytest.mark.parametrize(("call", "empties"), [*((c, True) for c in EMPTIES), *((c, False) for c in KEEPS)])
+async def test_every_gateway_learns_that_one_has_emptied_the_encoder_caches(net, call, empties):
+    await net.serve(FakeHandler())
+    first, second = await connected(net, 2)
+    await first.client.administer(call, 5)
+    assert first.num_cleared == empties, "before the call's result"
+    await second.client.administer(IsSleeping(), 5)  # what was sent before it has arrived
+    assert second.num_cleared == empties
+
+
+async def test_failed_call_leaves_the_encoder_caches(net):
+    handler = FakeHandler()
+    handler.admin_result = GenerationFailed("failed")
+    await net.serve(handler)
+    first, second = await connected(net, 2)
+    for one in (first, second):
+        with pytest.raises(GenerationFailed):
+            await one.client.administer(ResetEncoderCache(), 5)
+    assert (first.num_cleared, second.num_cleared) == (0, 0)
+
+
+async def test_call_of_a_gateway_that_disconnects_may_have_emptied_the_encoder_caches(net):
+    handler = FakeHandler(delay_s=30)
+    await net.serve(handler)
+    first, second = await connected(net, 2)
+    call = asyncio.create_task(first.client.administer(ResetEncoderCache(), 5))
+    await eventually(lambda: handler.calls)
+    await first.client.close()
+    await eventually(lambda: second.num_cleared == 1)
+    with pytest.raises(WorkerLost):
+        await call
 
 
 async def test_numbers_of_two_gateways_do_not_collide_at_a_third(net):

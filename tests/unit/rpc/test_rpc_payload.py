@@ -201,10 +201,10 @@ class Keeping(FakeHandler):
             yield delta
 
 
-async def test_large_tensors_arrive_intact_along_with_other_requests(net):
+async def test_large_tensors_arrive_intact_along_with_other_requests(unix_or_tls_net):
     handler = Keeping([1, 2])
-    await net.serve(handler)
-    client = await net.connect()
+    await unix_or_tls_net.serve(handler)
+    client = await unix_or_tls_net.connect()
     datas = {f"r{n}": [[os.urandom(MIB + n), b"", os.urandom(7)]] for n in range(4)}
     remotes = [client.submit(request_with(*items, request_id=name)) for name, items in datas.items()]
     texts = [client.submit(engine_request(f"t{n}")) for n in range(4)]

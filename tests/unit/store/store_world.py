@@ -107,14 +107,16 @@ class World:
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
         self.items = PatternItems(self.arena)
+        self.processor: dict[str, str] = {}
+        self.has_started = True
         self.server = StoreServer(
             self.items,
             self.arena,
             RPC,
-            pulls=Pulls(self.arena),
+            pulls=Pulls(self.arena, RPC),
             max_connections=16,
-            processor=dict,
-            status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE)),
+            processor=lambda: self.processor,
+            status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE), None, self.has_started),
         )
         self._pipes: dict[str, int] = {}
         monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
@@ -128,7 +130,7 @@ class World:
     async def client(self, **settings: object) -> Client:
         num_known = len(self._exits)
         client = Client(self, **settings)
-        await asyncio.wait_for(client.link.welcome(), 5)
+        await asyncio.wait_for(client.link.ready(), 5)
         client.exits = self._exits[num_known:]
         del self._exits[num_known:]
         return client

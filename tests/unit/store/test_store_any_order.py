@@ -22,6 +22,8 @@ MAX_CLIENTS = 4
 class Holding(RuleBasedStateMachine):
     """The arena has space for some thirty items; what is freed is overwritten."""
 
+    retention_s = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -74,12 +76,20 @@ class Holding(RuleBasedStateMachine):
         self.run(self._settled())
         is_held = (content, entry) in self.held()
         try:
-            hold = self.run(StoreEntries(worker.link).hold([entry]))
+            hold = self.run(self.entries(worker).hold([entry]))
         except HandoverFailed:
             assert not is_held
         else:
             self.passed.append((worker, hold, content, entry))
-            assert is_held
+            assert is_held or self.retention_s
+
+    def entries(self, worker) -> StoreEntries:
+        """Return the worker's view of the arena: always the same if it retains holds, otherwise nothing is shared."""
+        if not self.retention_s:
+            return StoreEntries(worker.link)
+        if not hasattr(worker, "entries"):
+            worker.entries = StoreEntries(worker.link, retention_s=self.retention_s)
+        return worker.entries
 
     @has_client
     @rule(which=number, hold=number)
@@ -92,7 +102,8 @@ class Holding(RuleBasedStateMachine):
     @rule(which=number)
     def finish_request(self, which):
         _, held, _, _ = self.passed.pop(which % len(self.passed))
-        held.release()
+        self.loop.call_soon(held.release)
+        self.run(asyncio.sleep(0))
 
     @has_client
     @rule(which=number)
@@ -129,6 +140,8 @@ class Holding(RuleBasedStateMachine):
     async def _settled(self) -> None:
         """Wait until the store has processed every release and exit: it holds for its clients what they hold."""
         stats = self.world.arena.stats
+        if self.retention_s and self.clients:
+            return  # holds are shared and retained
         num_held = len(self.held())
         await eventually(
             lambda: stats().num_leases == num_held and not stats().num_reservations,
@@ -146,3 +159,13 @@ Holding.TestCase.settings = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes: more than a test's timeout
 )
 TestAnyOrder = Holding.TestCase
+
+
+class Retaining(Holding):
+    """Workers share and retain their holds."""
+
+    retention_s = 0.05
+
+
+Retaining.TestCase.settings = Holding.TestCase.settings
+TestAnyOrderWithRetention = Retaining.TestCase

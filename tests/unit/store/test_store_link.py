@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from store_world import World
 
-from medialane.core.errors import StoreUnavailable
+from medialane.core.errors import StartupFailed, StoreUnavailable
+from medialane.core.hashing import content_hash
+from medialane.core.loop_fairness import LoopFairness
+from medialane.core.media import MediaRef
+from medialane.gateway import StoreFeatures
+from medialane.media import MediaConfig
+from medialane.observability.timeline import StageTimeline
 from medialane.store.holds import StoreEntries
 from waiting import eventually
+
+SETTINGS = {"model": "a", "dtype": "float16"}
+OTHER_SETTINGS = {"model": "b", "dtype": "float16"}
 
 
 @pytest.fixture
@@ -21,6 +31,14 @@ async def world(monkeypatch):
 
 @pytest.fixture
 async def gateway(world):
+    client = await world.client(processor=SETTINGS)
+    yield client
+    await client.disconnect()
+    client.world.kill(client)
+
+
+@pytest.fixture
+async def worker(world):
     client = await world.client()
     yield client
     await client.disconnect()
@@ -70,13 +88,67 @@ async def test_entries_of_a_lost_store_are_refused_without_waiting_for_the_next(
 
 
 async def test_store_restarted_with_other_processor_settings_is_not_used(world, gateway, caplog):
-    gateway.link.expect({"model": "a", "dtype": "float16"})
     gateway.link._wait_timeout_s = 0.3
-    world.server._processor = lambda: {"model": "b", "dtype": "float16"}
+    world.processor = OTHER_SETTINGS
     await gateway.link._client.close()
     with pytest.raises(StoreUnavailable):
         await gateway.find("a")
-    assert any("processor settings differ from this gateway's: model" in r.getMessage() for r in caplog.records)
-    world.server._processor = lambda: {"model": "a", "dtype": "float16"}
+    assert any("setting model is b in the media store and a in this gateway" in r.getMessage() for r in caplog.records)
+    world.processor = SETTINGS
     gateway.link._wait_timeout_s = 5
     gateway.release(await gateway.find("a"))
+
+
+async def test_store_that_has_loaded_other_settings_refuses_the_gateway(world, gateway, worker):
+    """It listens before it knows them."""
+    world.has_started = False
+    await gateway.link._client.close()
+    await eventually(lambda: gateway.link._client is not None and not gateway.link._client.closed.is_set())
+    ready = asyncio.create_task(gateway.link.ready())
+    await asyncio.wait([ready], timeout=0.1)
+    assert not ready.done(), "it is connected, but its features might be of another processor"
+    world.processor = OTHER_SETTINGS
+    world.server.loaded()
+    with pytest.raises(StartupFailed, match="setting model is b in the media store and a in this gateway"):
+        await asyncio.wait_for(ready, 5)
+    assert not worker.link._client.closed.is_set(), "it wants no features"
+
+
+async def test_link_is_ready_when_the_store_has_started(world, gateway):
+    world.has_started = False
+    await gateway.link._client.close()
+    ready = asyncio.create_task(gateway.link.ready())
+    await eventually(lambda: gateway.link.status is not None)
+    assert not ready.done()
+    world.has_started, world.processor = True, SETTINGS
+    world.server.loaded()
+    world.server.started()
+    await asyncio.wait_for(ready, 5)
+
+
+async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world, gateway, monkeypatch):
+    fairness = LoopFairness()
+    features = StoreFeatures(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
+    payload, at_payload, num_writes = gateway.link.payload, asyncio.Event(), 0
+
+    def watched(entry):
+        nonlocal num_writes
+        num_writes += 1
+        at_payload.set()
+        return payload(entry)
+
+    monkeypatch.setattr(gateway.link, "payload", watched)
+    data = b"u" * (4 << 20)
+    sent = MediaRef("image", "p", data=data)
+    budget = SimpleNamespace(processed_bytes=lambda _: 0)
+    finding = asyncio.create_task(features.processed(sent, b"{}", StageTimeline(), budget))
+    await at_payload.wait()
+    before = num_writes
+    await gateway.link._client.close()
+    item = await asyncio.wait_for(finding, 5)
+    assert num_writes > before
+    with world.arena.lookup(content_hash(data)) as lease:
+        start = lease.range.offset + 64
+        assert bytes(world.arena.view.memory[start : start + len(data)]) == data
+    item.hold.release()
+    fairness.close()

@@ -9,7 +9,6 @@ import sys
 import msgspec
 import pytest
 from PIL import Image as PILImage
-from store_world import World
 
 from medialane.core.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
 from medialane.core.feature import Feature
@@ -17,9 +16,9 @@ from medialane.core.hashing import content_hash, feature_key
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.core.tensor import ArenaRange
+from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline, TimelineReport
-from medialane.store import StoreFeatures
 from medialane.store.client import ConnectionLost
 from medialane.store.messages import AliasResolved, ImageSize, ItemFound, ResolveAlias, SendData
 
@@ -53,6 +52,13 @@ class Link:
         self.memory = bytearray(8 << 20)
         self.num_pieces, self.lost_after = 0, sys.maxsize
         self.writing = asyncio.Event()
+        self.arena, self.retainable_bytes = ENTRY.arena, 1 << 20
+
+    def watch(self, listener):
+        pass
+
+    def watch_reclaim(self, listener):
+        pass
 
     async def call(self, make, answer=None):
         self.calls.append(make(7))
@@ -161,23 +167,20 @@ async def test_result_and_its_part_of_the_timeline_are_returned(features, form):
     assert (timeline.seconds["decode"], timeline.num_hits, timeline.copied_bytes) == (0.5, 1, 100)
 
 
-async def test_hold_ends_at_the_store_with_its_last_duplicate(link, features):
+async def test_hold_ends_at_the_store_once(link, features):
     item = await find(features, "processed", by_url())
-    again = item.hold.duplicate()
-    item.hold.release()
     assert link.released == []
-    again.release()
+    item.hold.release()
     assert link.released == [(1, ENTRY.arena)]
     with pytest.raises(RuntimeError):
         item.hold.release()
-    with pytest.raises(RuntimeError):
-        again.duplicate()
 
 
-async def test_item_in_another_form_is_a_violation(link, features):
+async def test_item_in_another_form_is_a_violation_and_is_not_held(link, features):
     link.reply = found(feature=None, encoded=ENCODED)
     with pytest.raises(ProtocolViolation):
         await find(features, "processed", by_url())
+    assert link.released == [(1, ENTRY.arena)]
 
 
 async def test_missing_bytes_are_written_into_the_entry(link, features):
@@ -310,29 +313,59 @@ def test_key_is_the_one_under_which_the_store_publishes(features):
     assert features.key(ref, b'{"other":1}', content="hash") != expected
 
 
-async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(monkeypatch, fairness):
-    world = await World(monkeypatch).start()
-    client = await world.client()
-    features = StoreFeatures(client.link, processor_digest="d", fairness=fairness, media=MediaConfig())
-    payload, at_payload, num_writes = client.link.payload, asyncio.Event(), 0
+async def retaining(link, fairness):
+    return StoreFeatures(link, processor_digest="digest", fairness=fairness, media=MediaConfig(), retention_s=60)
 
-    def watched(entry):
-        nonlocal num_writes
-        num_writes += 1
-        at_payload.set()
-        return payload(entry)
 
-    monkeypatch.setattr(client.link, "payload", watched)
-    data = b"u" * (4 << 20)
-    finding = asyncio.create_task(find(features, "processed", sent(data)))
-    await at_payload.wait()
-    before = num_writes
-    await client.link._client.close()
-    item = await asyncio.wait_for(finding, 5)
-    assert num_writes > before
-    with world.arena.lookup(content_hash(data)) as lease:
-        start = lease.range.offset + 64
-        assert bytes(world.arena.view.memory[start : start + len(data)]) == data
-    item.hold.release()
-    await client.die()
-    await world.close()
+async def find_twice(features, first, second, options=(b"{}", b"{}")):
+    found = []
+    for ref, its_options in zip((first, second), options, strict=True):
+        found.append(await features.processed(ref, its_options, StageTimeline(), Budget()))
+        found[-1].hold.release()
+    return found
+
+
+async def test_item_that_is_sent_again_is_not_asked_for_again(link, fairness):
+    features, timeline = await retaining(link, fairness), StageTimeline()
+    link.reply = msgspec.structs.replace(found(), is_hit=False)
+    ref = MediaRef("image", PARAM, data=DATA)
+    (await features.processed(ref, b"{}", StageTimeline(), Budget())).hold.release()
+    again = await features.processed(msgspec.structs.replace(ref, param="other"), b"{}", timeline, Budget())
+    assert len(link.calls) == 1
+    assert (again.is_hit, again.value, timeline.num_hits, timeline.num_misses) == (True, FEATURE, 1, 0)
+    assert not link.released
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": picture(61)},
+        {"io": b'{"a":1}'},
+        {"options": b'{"a":1}'},
+        {"salt": "tenant"},
+        {"modality": "video"},
+        {"is_embeds": True},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+async def test_another_item_is_asked_for(link, fairness, other):
+    ref = MediaRef("image", PARAM, data=DATA)
+    await find_twice(await retaining(link, fairness), ref, msgspec.structs.replace(ref, **other))
+    assert len(link.calls) == 2
+
+
+async def test_other_options_and_another_form_are_asked_for(link, fairness):
+    features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
+    await find_twice(features, ref, ref, (b"{}", b'{"a":1}'))
+    (await features.decoded(ref, StageTimeline(), Budget())).hold.release()
+    assert len(link.calls) == 3
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [MediaRef("image", PARAM, url="http://x/y.png"), MediaRef("image", PARAM, data=DATA, alias=Alias("u", "image"))],
+    ids=["a URL's content may have changed", "the store binds the alias"],
+)
+async def test_store_is_always_asked(link, fairness, ref):
+    await find_twice(await retaining(link, fairness), ref, ref)
+    assert len(link.calls) == 2

@@ -1,10 +1,10 @@
-"""Finds media items at the store of this host (implements `gateway.FeatureSource`)."""
+"""Finds media items at the store of this host (implements `FeatureSource`)."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -14,9 +14,10 @@ from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
+from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size
 from medialane.observability.timeline import StageTimeline
-from medialane.store.holds import StoreHold
+from medialane.store.hold_cache import HoldCache, StoreHold
 from medialane.store.items import naming
 from medialane.store.link import StoreLink
 from medialane.store.messages import AliasResolved, FindItem, Form, ItemFound, Question, ResolveAlias, SendData
@@ -27,44 +28,43 @@ _PIECE_BYTES = 512 * 1024
 V = TypeVar("V")
 
 
-class ImageBudget(Protocol):
-    """The images of one request, as far as their sizes are known; `gateway.image_budget` implements it."""
-
-    def has_counted(self, ref: MediaRef) -> bool: ...
-
-    def decoded_bytes(self, ref: MediaRef) -> int:
-        """Return the bytes of the image's pixels; 0 if it has not been counted, as for `processed_bytes`."""
-        ...
-
-    def processed_bytes(self, ref: MediaRef) -> int:
-        """Return the fewest bytes of the image's tensors; 0 if unknown."""
-        ...
-
-    async def add(self, ref: MediaRef, width: int, height: int) -> None:
-        """Count an image, once. Raises PromptTooLong."""
-        ...
-
-
 class _Wanted(NamedTuple):
     form: Form
     options: bytes = b"{}"
+
+
+#: Content hash, modality, whether it is embeddings, decode options, item options, tenant; form and request options.
+_Key = tuple[str, str, bool, bytes, bytes, str, _Wanted]
 
 
 class StoreFeatures:
     """Errors name the request field of the reference. Bytes that came with a request are hashed here, and written
     straight into the arena if the store does not have them."""
 
-    def __init__(self, link: StoreLink, *, processor_digest: str, fairness: LoopFairness, media: MediaConfig) -> None:
+    def __init__(
+        self,
+        link: StoreLink,
+        *,
+        processor_digest: str,
+        fairness: LoopFairness,
+        media: MediaConfig,
+        retention_s: float = 0.0,
+    ) -> None:
         self._link = link
         self._media = media
         self._digest = processor_digest
         self._fairness = fairness
+        self._holds: HoldCache[_Key, ItemFound] = HoldCache(link, retention_s=retention_s)
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
         if not ref.is_alias:
             return ref
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
         return cast("AliasResolved", reply).ref
+
+    @property
+    def arena(self) -> str | None:
+        return self._link.arena
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
         return feature_key(
@@ -92,25 +92,32 @@ class StoreFeatures:
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
     ) -> FoundItem[Feature]:
         self._check_fits(ref, budget.processed_bytes(ref))
-        found = await self._find(ref, _Wanted("processed", options), timeline, budget)
-        return self._item(found, found.feature)
+        hold = await self._find(ref, _Wanted("processed", options), timeline, budget)
+        return _item(hold, hold.value.feature)
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
         self._check_fits(ref, budget.decoded_bytes(ref))
-        found = await self._find(ref, _Wanted("decoded"), timeline, budget)
-        return self._item(found, found.feature)
+        hold = await self._find(ref, _Wanted("decoded"), timeline, budget)
+        return _item(hold, hold.value.feature)
 
     async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
-        found = await self._find(ref, _Wanted("encoded"), timeline, budget)
-        return self._item(found, found.encoded)
+        hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
+        return _item(hold, hold.value.encoded)
 
-    async def _find(self, ref: MediaRef, wanted: _Wanted, timeline: StageTimeline, budget: ImageBudget) -> ItemFound:
+    async def _find(
+        self, ref: MediaRef, wanted: _Wanted, timeline: StageTimeline, budget: ImageBudget
+    ) -> StoreHold[_Key, ItemFound]:
         data = ref.data
         asked, num_bytes = ref, None
         if data is not None:
             with timeline.measure("fetch"):
                 content = await self._fairness.run(len(data), lambda: content_hash(data))
             asked, num_bytes = msgspec.structs.replace(ref, data=None, content=content), len(data)
+
+        key = _key(ref, asked.content, wanted)
+        if key is not None and (hold := self._holds.use(key)) is not None:
+            timeline.num_hits += wanted.form != "encoded"
+            return hold
 
         async def answer(question: Question) -> None:
             if isinstance(question, SendData):
@@ -127,7 +134,7 @@ class StoreFeatures:
         )
         found = cast("ItemFound", reply)
         timeline.merge(found.timeline)
-        return found
+        return self._holds.add(key, found.hold_id, found.range, found)
 
     def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
         """Raise MediaTooLarge if an image's size implies that it can never be stored once it is prepared."""
@@ -146,8 +153,19 @@ class StoreFeatures:
                 self._link.payload(entry)[start : start + len(piece)] = piece  # raises if the store is lost
         timeline.copied_bytes += len(data)
 
-    def _item(self, found: ItemFound, value: V | None) -> FoundItem[V]:
-        if value is None:
-            raise ProtocolViolation("the store has found an item in another form")
-        hold = StoreHold(self._link, found.hold_id, found.range.arena)
-        return FoundItem(found.content_hash, value, hold, found.is_hit)
+
+def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:
+    """Return what identifies an item in one form. None if the store must be asked: a URL's content may have changed,
+    and an alias that came with data is bound there."""
+    binds_alias = ref.alias is not None and ref.data is not None
+    if content is None or ref.url is not None or binds_alias:
+        return None
+    return content, ref.modality, ref.is_embeds, ref.io, ref.options, ref.salt, wanted
+
+
+def _item(hold: StoreHold[_Key, ItemFound], value: V | None) -> FoundItem[V]:
+    if value is None:
+        hold.release()
+        raise ProtocolViolation("the store has found an item in another form")
+    is_hit = hold.is_shared or hold.value.is_hit
+    return FoundItem(hold.value.content_hash, value, hold, is_hit)

@@ -1,0 +1,27 @@
+"""`medialane serve` with a simulated worker: `python serve_simulated_program.py ARGUMENTS`.
+
+Everything else is as the command starts it. vLLM's engine would take a minute of both cores.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from medialane.cli.main import main
+from medialane.cluster import ProcessSpec, local
+
+SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "50", "--simulated-prefill-token-ms", "0")
+
+_parts = local.parts
+
+
+def parts(*args: Any, **settings: Any) -> list[ProcessSpec]:
+    return [
+        replace(part, argv=(*part.argv[: part.argv.index("--")], *SIMULATED)) if part.argv[3] == "worker" else part
+        for part in _parts(*args, **settings)
+    ]
+
+
+if __name__ == "__main__":
+    local.parts = parts
+    sys.exit(main(["serve", *sys.argv[1:]]))
