@@ -1,9 +1,12 @@
 """Hosts for tests of the nixl mover: an arena and a mover each, whose process may be in a network namespace."""
 
+import importlib.util
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.remote_entry import RemoteEntry
@@ -13,6 +16,11 @@ from waiting import wait_until
 
 FAKE = "medialane.transfer.nixl.fake:FakeAgent"
 MIB = 1 << 20
+
+
+def require_nixl() -> None:
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("NOT TESTED: NIXL is not installed (the extra nixl)")
 
 
 class Opened:

@@ -16,7 +16,7 @@ from medialane.arena import describe, layout
 from medialane.core.errors import TransferFailed
 from medialane.core.tensor import TensorSpec
 from medialane.transfer.nixl import RdmaMetadata
-from nixl_hosts import Host
+from nixl_hosts import Host, require_nixl
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -30,7 +30,7 @@ SIZES = [spec.nbytes for spec in SPECS]
 
 @pytest.fixture
 async def hosts(monkeypatch):
-    pytest.importorskip("nixl", reason="NIXL is not installed (the extra nixl)")
+    require_nixl()
     monkeypatch.setenv("UCX_TLS", "tcp")
     made = [Host() for _ in range(2)]
     await asyncio.gather(*(host.mover.offer(wait=True) for host in made))

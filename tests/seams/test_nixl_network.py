@@ -14,7 +14,7 @@ import pytest
 
 from medialane.core.errors import TransferFailed
 from medialane.transfer import StillWriting
-from nixl_hosts import MIB, Host
+from nixl_hosts import MIB, Host, require_nixl
 from waiting import eventually, iterations
 
 pytestmark = pytest.mark.timeout(90)
@@ -41,9 +41,9 @@ def network():
 
 
 @pytest.fixture
-async def hosts(monkeypatch, network, tmp_path):
-    """An owner and a reader, one in each namespace."""
-    pytest.importorskip("nixl", reason="NIXL is not installed (the extra nixl)")
+async def hosts(monkeypatch, capfd, network, tmp_path):
+    """An owner and a reader, one in each namespace. Their processes write to `capfd`."""
+    require_nixl()
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_PROTO_INFO", "y")
     made = [Host(size_bytes=96 * MIB) for _ in range(2)]

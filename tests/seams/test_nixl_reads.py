@@ -10,7 +10,7 @@ import pytest
 
 from medialane.core.errors import TransferFailed
 from medialane.transfer import StillWriting
-from nixl_hosts import MIB, Host
+from nixl_hosts import MIB, Host, require_nixl
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +23,7 @@ MAX_IDLE_CORES = 0.02
 @pytest.fixture
 async def hosts(monkeypatch, capfd):
     """Starts hosts whose movers use these transports of UCX, and log which it chooses."""
-    pytest.importorskip("nixl_cu12", reason="NIXL is not installed (the extra nixl)")
+    require_nixl()
     made = []
 
     async def start(transports):
