@@ -22,6 +22,7 @@ from medialane.media import Fetcher
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
 from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreServer
 from medialane.store.messages import StoreStatus
+from medialane.transfer import Mover
 from medialane.transfer.nixl import NixlMover
 from medialane.worker.serve import stopped_by_signals
 
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 #: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
 #: workers will decode.
+#: Share of the arena that reads of stopped hosts may withhold.
+_MAX_GIVEN_UP_SHARE = 0.125
+
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
 
@@ -81,8 +85,7 @@ class _Store:
         stack.push_async_callback(self._pool.close)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
-        nixl = NixlMover(arena.id, config.arena.directory, max_given_up_bytes=arena.size_bytes // 8)
-        self._pulls = pulls = Pulls(arena, config.rpc, [nixl])
+        self._pulls = pulls = Pulls(arena, config.rpc, movers(config, arena.id))
         stack.push_async_callback(pulls.close)
         if config.store.peer_listen:
             logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
@@ -110,6 +113,14 @@ class _Store:
     def _status(self) -> StoreStatus:
         stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats)
         return StoreStatus(stats, self._pool.degradation, self._has_started)
+
+
+def movers(config: Config, arena: str) -> list[Mover]:
+    """Return the movers besides tcp, which cost nothing until they are used."""
+    store, directory = config.store, config.arena.directory
+    if store.nixl == "off" or (store.nixl == "auto" and config.rpc.tls_cert):
+        return []
+    return [NixlMover(arena, directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))]
 
 
 @asynccontextmanager

@@ -19,6 +19,8 @@ MIN_BYTES = 1 << 20
 NUM_SAMPLES = 3
 #: Of so many large entries, one is copied by the mover that was measured the longest ago.
 REFRESH_INTERVAL = 50
+#: How much faster than the reference a mover must be. Measurements vary, and others cost more CPU time.
+MIN_GAIN = 1.1
 #: Weight of a new measurement.
 _WEIGHT = 0.25
 #: Pairs of peer and mover that are remembered.
@@ -43,7 +45,8 @@ class MoverSpeed:
         if len(names) < 2:
             return list(names)
         found = {name: self._measured.get((peer, name), _Measured()) for name in names}
-        ranked = sorted(names, key=lambda name: (found[name].bytes_per_s, name == names[-1]), reverse=True)
+        gain = {names[-1]: MIN_GAIN}
+        ranked = sorted(names, key=lambda name: gain.get(name, 1.0) * found[name].bytes_per_s, reverse=True)
         unknown = [name for name in names if found[name].num_samples < NUM_SAMPLES]
         if unknown:
             ranked = [names[-1], *names[:-1]]

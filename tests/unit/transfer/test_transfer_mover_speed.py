@@ -32,7 +32,9 @@ def test_each_mover_is_measured_before_one_is_chosen(speed):
     assert used.count("nixl") == used.count("tcp") == NUM_SAMPLES + 1
 
 
-@pytest.mark.parametrize(("nixl", "tcp", "chosen"), [(2e9, 1e9, "nixl"), (1e9, 2e9, "tcp"), (1e9, 1e9, "tcp")])
+@pytest.mark.parametrize(
+    ("nixl", "tcp", "chosen"), [(2e9, 1e9, "nixl"), (1e9, 2e9, "tcp"), (1e9, 1e9, "tcp"), (1.05e9, 1e9, "tcp")]
+)
 def test_other_mover_is_chosen_only_where_it_is_faster_than_tcp(speed, nixl, tcp, chosen):
     measured(speed, nixl=nixl, tcp=tcp)
     assert speed.order("a", BOTH, LARGE)[0] == chosen

@@ -1,0 +1,22 @@
+import pytest
+
+from medialane.cli.store import movers
+from medialane.config import Config
+from medialane.rpc import RpcConfig
+from medialane.store.config import StoreConfig
+
+TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
+
+
+@pytest.mark.parametrize(
+    ("setting", "rpc", "expected"),
+    [
+        ("auto", RpcConfig(), ["nixl"]),
+        ("auto", TLS, []),
+        ("on", TLS, ["nixl"]),
+        ("off", RpcConfig(), []),
+    ],
+)
+def test_nixl_is_not_used_where_entries_must_be_encrypted_unless_it_is_set(setting, rpc, expected):
+    config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
+    assert [mover.name for mover in movers(config, "0" * 32)] == expected
