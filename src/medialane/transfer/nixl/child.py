@@ -70,7 +70,7 @@ class MoverChild:
         self._peers: dict[str, None] = {}  # least recently used first
         self._expected: dict[str, asyncio.Future[None]] = {}
         self._num_reads = 0
-        self._is_lost = False
+        self._is_lost = self._is_refused = False
         self._loop.add_reader(control.fileno(), self._receive)
         self._pidfd = os.pidfd_open(process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
@@ -165,7 +165,8 @@ class MoverChild:
 
     async def close(self) -> None:
         """Kill the process and wait for its end. Idempotent."""
-        self.kill()
+        if not self._is_lost and not self.ended.is_set():
+            self._lose("")
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await self.ended.wait()
@@ -180,7 +181,7 @@ class MoverChild:
         self._control.close()
         self.ended.set()
         status = self._process.wait()
-        if status not in (0, -signal.SIGKILL) and self._started.done():
+        if status not in (0, -signal.SIGKILL) and not self._is_refused:
             logger.error("the NIXL mover process (pid %d) has exited with status %d", self.pid, status)
         error = TransferFailed(f"the NIXL mover process has exited with status {status}")
         pending: list[asyncio.Future[Any]] = [self._started, *self._expected.values()]
@@ -189,7 +190,8 @@ class MoverChild:
         for future in pending:
             if not future.done():
                 future.set_exception(error)
-        self._started.exception()  # marks it as retrieved
+        if not self._started.cancelled():
+            self._started.exception()  # marks it as retrieved
 
     def _send(self, message: ToMover) -> None:
         if self._is_lost or self.ended.is_set():
@@ -225,6 +227,8 @@ class MoverChild:
                 self._started.set_result(report)
             case Refused(message):
                 self._started.set_exception(NixlRefused(message))
+                self._is_refused = True
+                self._lose("")
             case ReadDone(read_id):
                 self._reads.pop(read_id)[1].set_result(None)
             case ReadFailed(read_id, message):
