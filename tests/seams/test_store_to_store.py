@@ -129,11 +129,11 @@ async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host)
 async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, preparers, other_host, monkeypatch):
     reached = asyncio.Event()
 
-    async def stalled(self, payload, deadline_s):
+    async def stalled(self, entry, payload, *, deadline):
         reached.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("medialane.store.peers.PeerEntry.receive", stalled)
+    monkeypatch.setattr("medialane.store.peers.Peers.fetch", stalled)
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
 
         async def one():

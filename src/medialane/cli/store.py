@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -119,6 +120,9 @@ def movers(config: Config, arena: str) -> list[Mover]:
     """Return the movers besides tcp, which cost nothing until they are used."""
     store, directory = config.store, config.arena.directory
     if store.nixl == "off" or (store.nixl == "auto" and config.rpc.tls_cert):
+        return []
+    if importlib.util.find_spec("nixl") is None:
+        logger.info("NIXL is not installed (the extra nixl): entries of other hosts are copied by tcp")
         return []
     return [NixlMover(arena, directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))]
 

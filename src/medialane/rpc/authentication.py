@@ -11,8 +11,9 @@
 Both sides have fixed sizes to send (`GREETING_BYTES`, `PROOF_BYTES`), and nothing else is parsed before the proof is
 verified. A proof is HMAC-SHA256, keyed with the secret, over a label for its direction, the name of the protocol that
 follows, both greetings and the TLS channel. Hence a proof that is reflected, replayed, made for another protocol, or
-relayed from another TLS connection is invalid. There are no timestamps: clocks do not matter. A listener that has
-not verified its peer reveals only a nonce, which is no use for guessing a weak secret offline.
+relayed by the holder of another certificate is invalid. There are no timestamps: clocks do not matter. A listener that
+has not verified its peer reveals only a nonce. A dialler without TLS reveals a proof to any process at the address: the
+secret must be random, so that it cannot be guessed from that.
 
 The TLS channel is identified by the two certificates (RFC 5929 `tls-server-end-point`, for both ends): `tls-unique`,
 the only channel binding of Python's `ssl`, is undefined for TLS 1.3, and exporters are not available. Without TLS, the

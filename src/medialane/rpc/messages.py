@@ -50,7 +50,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

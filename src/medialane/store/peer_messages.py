@@ -5,7 +5,8 @@
                             <-      PeerWelcome, or PeerRefused and the end of the connection
     OpenEntry(entry)        ->                              check the capability, and hold the entry
                             <-      EntryOpened(value, offers)
-    SendPayload             ->                              once, unless another mover copies the entry
+    SendPayload             ->                              once, unless another mover copies the entry; it may be sent
+                                                            with OpenEntry, and is ignored if that is refused
                             <-      the payload: `range.nbytes` less the entry's header, without a frame
     CloseEntry              ->                              the payload is received: release the entry
                             <-      EntryClosed             it was held until now, so what was received is valid

@@ -76,6 +76,7 @@ class PeerServer:
         self._warn = RateLimitedWarning(logger)
         self._capabilities: Capabilities | None = None
         self._connections: set[_Connection] = set()
+        self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, "medialane-peer")
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
@@ -218,8 +219,12 @@ class PeerServer:
                 found = lease.range
                 first = found.offset + ENTRY_HEADER_BYTES
                 peer.send_file(self._file, first, found.nbytes - ENTRY_HEADER_BYTES)
+            case SendPayload() if lease is None:
+                pass  # sent with an OpenEntry that was refused
             case CloseEntry() if lease is not None:
-                on_loop(connection.release())
+                # Nothing else ends the hold while this thread runs: what the peer has received was held.
+                connection.lease = None
+                self._loop.call_soon_threadsafe(lease.release)
                 peer.send(EntryClosed())
             case _:
                 raise ProtocolViolation(f"unexpected {type(message).__name__}")
@@ -249,8 +254,8 @@ class PeerServer:
 
 
 class _Connection:
-    """One connection, at most one lease for it. Written by its thread: `deadline`, by time.monotonic, and
-    `is_registered`; all else by the event loop."""
+    """One connection, at most one lease for it. While its thread runs, only that ends the lease, on the event loop.
+    Other attributes that it writes: `deadline`, by time.monotonic, and `is_registered`."""
 
     served: asyncio.Future[None]
 
@@ -268,11 +273,6 @@ class _Connection:
             return False
         self.lease = lease
         return True
-
-    async def release(self) -> None:
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.release()
 
     def end(self) -> None:
         """Release what is held, now and later."""

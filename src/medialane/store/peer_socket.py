@@ -27,6 +27,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 _TLS_PIECE_BYTES = 1 << 20
+_AT_ONCE_BYTES = 256 << 10
 
 
 class PeerSocket:
@@ -67,6 +68,24 @@ class PeerSocket:
 
     def receive_into(self, target: memoryview) -> None:
         """Fill `target`."""
+        if len(target) <= 2 * _AT_ONCE_BYTES or self._is_tls:
+            self._fill(target)
+            return
+        # Wake this thread for many packets at once: each wake-up costs both sides as much as copying one. The last
+        # bytes suffice to wake it for those before them. Views are released: a traceback would keep the arena mapped.
+        with target[:-_AT_ONCE_BYTES] as first, target[-_AT_ONCE_BYTES:] as last:
+            self._set_low_watermark(_AT_ONCE_BYTES)
+            self._fill(first)
+            self._set_low_watermark(1)
+            self._fill(last)
+
+    def _set_low_watermark(self, num_bytes: int) -> None:
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def _fill(self, target: memoryview) -> None:
         done, flags = 0, 0 if self._is_tls else socket.MSG_WAITALL
         while done < len(target):
             try:

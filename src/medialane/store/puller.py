@@ -83,12 +83,27 @@ class Puller:
     async def _pull(self, entry: RemoteEntry) -> Lease[Cached]:
         async with self._slots:
             deadline = time.monotonic() + longest_pull_s(entry.range.nbytes)
+            if entry.mover == "tcp" or (entry.mover == "auto" and len(self._movers) == 1):
+                return await self._pull_by_tcp(entry, deadline)
             with ExitStack() as owned:
                 async with self._peers.open(entry, deadline=deadline) as opened:
                     reservation = owned.enter_context(await self._copied(opened, deadline))
                     value = _moved(opened.value, entry, reservation.range)
                 # The source has confirmed that it held the entry until the last byte was received.
                 return self._arena.publish(reservation, entry.key, value)
+
+    async def _pull_by_tcp(self, entry: RemoteEntry, deadline: float) -> Lease[Cached]:
+        """Like `_pull`, without choosing a mover, in fewer steps."""
+        with self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind) as reservation:
+            try:
+                with reservation.buffer as payload:
+                    value = await self._peers.fetch(entry, payload, deadline=deadline)
+            except TransferFailed as failed:
+                self._failed("tcp", entry.address, failed)
+                raise
+            self._num_pulls["tcp"] += 1
+            self._num_bytes["tcp"] += entry.range.nbytes
+            return self._arena.publish(reservation, entry.key, _moved(value, entry, reservation.range))
 
     async def _copied(self, opened: PeerEntry, deadline: float) -> Reservation:
         """Return a range with the payload, copied by the first mover that works. The caller owns it."""

@@ -60,7 +60,8 @@ class OpenedEntry(Protocol):
     async def receive(self, payload: memoryview, deadline_s: float) -> None:
         """Receive the payload over the connection on which the entry was opened, for the tcp mover.
 
-        Raises TransferFailed; however it ends, also if cancelled, nothing is written to `payload` afterwards.
+        The entry is closed then: its source has confirmed that it was held. Raises TransferFailed; however it ends,
+        also if cancelled, nothing is written to `payload` afterwards.
         """
         ...
 

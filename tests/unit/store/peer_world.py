@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class Host:
 
     async def close(self) -> None:
         await self.pulls.close()
+        await asyncio.sleep(0)  # leases that threads have ended
         stats = self.arena.stats()
         self.arena.close()
         assert (stats.num_leases, stats.num_reservations) == (0, 0)
