@@ -115,8 +115,8 @@ async def test_process_of_the_source_that_was_restarted_is_used_by_the_next_pull
     source, destination = await stores()
     assert await destination.pull(source.granted("0", b"a" * 1000, "nixl")) == b"a" * 1000
     source.host.kill()
+    await eventually(lambda: source.host.mover.pid is None)
     await eventually(lambda: source.host.mover.offer(wait=True))
-    await eventually(lambda: source.host.mover.pid)
     assert await destination.pull(source.granted("1", b"b" * 1000, "nixl")) == b"b" * 1000
 
 
