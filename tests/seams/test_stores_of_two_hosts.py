@@ -75,13 +75,21 @@ async def destination(monkeypatch):
     arena.close()
 
 
+class Gate(threading.Event):
+    """Payloads are received when it is set: until then the source fills the sockets' buffers, and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @pytest.fixture
 def gate(monkeypatch):
-    """Payloads are received when it is set: until then the source fills the sockets' buffers, and waits."""
-    gate, receive = threading.Event(), PeerSocket.receive_into
+    gate, receive = Gate(), PeerSocket.receive_into
 
     def receive_into(self, target):
         if len(target) > MIB:
+            gate.reached.set()
             gate.wait(10)
         receive(self, target)
 
@@ -90,15 +98,15 @@ def gate(monkeypatch):
     gate.set()
 
 
-async def pulling(destination, entry):
+async def pulling(destination, entry, gate):
     """Start a pull; return when the source has been asked for the payload."""
     task = asyncio.create_task(destination.pull([entry]))
-    await eventually(lambda: destination.arena.stats().num_reservations)
+    await eventually(gate.reached.is_set)
     return task
 
 
 async def test_source_killed_during_a_pull_fails_it_at_once(source, destination, gate):
-    task = await pulling(destination, source.stored.entry)
+    task = await pulling(destination, source.stored.entry, gate)
     source.process.kill()
     source.process.wait()
     gate.set()
@@ -118,7 +126,7 @@ async def test_source_killed_before_a_pull_fails_it_and_its_successor_is_used(so
 
 
 async def test_stopped_source_that_resumes_writes_nothing_to_the_range_that_is_reused(source, destination, gate):
-    task = await pulling(destination, source.stored.entry)
+    task = await pulling(destination, source.stored.entry, gate)
     source.process.send_signal(signal.SIGSTOP)
     gate.set()
     started = time.monotonic()
