@@ -3,7 +3,8 @@
 Each size is copied from one process's arena to another's: over loopback, and, as root, between two network namespaces
 over veth. `raw` is sendfile and recv_into on one blocking connection between the same arenas, in the same run, the
 modes alternating. `tcp` is what a worker's store does: check whether the entry is here, open it at its source with a
-capability, reserve, receive, have the source confirm its hold, publish. CPU is that of all threads, per copy.
+capability, reserve, receive, have the source confirm its hold, publish. `nixl` is the same with a NIXL read, of which
+UCX makes messages over TCP here (UCX_TLS=tcp). CPU is that of all threads and the mover's process, per copy.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import IO, TypeVar
 import msgspec
 
 from harness import Bar, Options, Report, median, percentile
+from medialane.config import process_environ
 from namespaces import two_hosts
-from transfer_ends import Copied, Source, Task
+from transfer_ends import MODES, Copied, Source, Task
 
 ABOUT = "copies of entries between the stores of two hosts, against a raw socket"
 
@@ -53,8 +55,9 @@ def _measure(report: Report, link: str, where: tuple[str, Sequence[str], Sequenc
         with _process([*at_destination, sys.executable, _PROGRAM, "destination"]) as destination:
             _read(destination.stdout, None)
             _write(destination.stdin, found)
+            modes = MODES if len(found.pids) > 1 else tuple(mode for mode in MODES if mode != "nixl")
             for (num_bytes, rounds), entry in zip(SIZES.items(), found.entries, strict=True):
-                _write(destination.stdin, Task(entry, 3 if options.quick else options.rounds or rounds))
+                _write(destination.stdin, Task(entry, 3 if options.quick else options.rounds or rounds, modes))
                 _add(report, link, num_bytes, _read(destination.stdout, Copied))
 
 
@@ -77,12 +80,16 @@ def _add(report: Report, link: str, num_bytes: int, copied: Copied) -> None:
     if num_bytes >= LARGE:
         report.bars.append(Bar(f"{name}: throughput of tcp / raw", raw_s / tcp_s, MIN_SHARE, "at least"))
     report.bars.append(Bar(f"{name}: latency added by tcp, ms", 1000 * (tcp_s - raw_s), MAX_ADDED_MS, "at most"))
+    if "nixl" in copied.wall_s:
+        fastest = "nixl" if median(copied.wall_s["nixl"]) < tcp_s else "tcp"
+        report.notes.append(f"{name}: {fastest} was faster; auto has copied by {copied.num_auto}")
     report.bars.append(Bar(f"{name}: pulls for a second worker", copied.num_second_pulls, 0, "at most"))
 
 
 @contextmanager
 def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    environ = process_environ() | {"UCX_TLS": "tcp"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     try:
         yield process
         process.communicate(timeout=30)  # ends its standard input

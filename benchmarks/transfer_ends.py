@@ -26,15 +26,20 @@ from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import Pulls, capabilities
+from medialane.transfer.nixl import NixlMover
 
 ARENA_BYTES = 512 << 20
-MODES = ("raw", "tcp")
+MODES = ("raw", "tcp", "nixl")
+#: Copies by `auto`: until it has measured each mover, then those that are counted.
+NUM_MEASURED, NUM_AUTO = 8, 5
 
 _REQUEST = struct.Struct("<QQ")
 
 
 class Source(msgspec.Struct):
-    pid: int
+    """`pids` are those of the store and of its NIXL mover process."""
+
+    pids: list[int]
     raw: tuple[str, int]
     entries: list[RemoteEntry]
 
@@ -55,11 +60,16 @@ class Copied(msgspec.Struct):
     destination_cpu_s: dict[str, float]
     source_cpu_s: dict[str, float]
     num_second_pulls: int
+    num_auto: dict[str, int]
 
 
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process, all threads: clock_getcpuclockid(3)."""
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def _all_cpu_s(pids: list[int]) -> float:
+    return sum(map(cpu_s, pids))
 
 
 def _arena() -> Arena:
@@ -77,16 +87,23 @@ def _store(arena: Arena, num_bytes: int) -> Lease[Feature]:
     return arena.publish(reservation, f"{num_bytes}", Feature("image", "hash", b"", tensors, MediaSize()))
 
 
+def _stores(arena: Arena, rpc: RpcConfig) -> tuple[Pulls, NixlMover]:
+    nixl = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=ARENA_BYTES)
+    return Pulls(arena, rpc, [nixl]), nixl
+
+
 async def source(host: str, rpc: RpcConfig, sizes: list[int]) -> None:
     """Serve until standard input ends."""
     capabilities.LIFETIME_S = 3600.0
     arena = _arena()
-    pulls = Pulls(arena, rpc)
+    pulls, nixl = _stores(arena, rpc)
+    await nixl.offer(wait=True)
     leases = [_store(arena, num_bytes) for num_bytes in sizes]
     await pulls.serve(f"tcp://{host}:0")
     raw = socket.create_server((host, 0))
     threading.Thread(target=_serve_raw, args=(raw, arena), daemon=True).start()
-    _say(Source(os.getpid(), raw.getsockname()[:2], pulls.grant([lease.range for lease in leases])))
+    pids = [os.getpid(), *filter(None, [nixl.pid])]
+    _say(Source(pids, raw.getsockname()[:2], pulls.grant([lease.range for lease in leases])))
     await asyncio.to_thread(sys.stdin.buffer.readline)
     for lease in leases:
         lease.release()
@@ -110,29 +127,34 @@ def _serve_raw(listener: socket.socket, arena: Arena) -> None:
 async def destination(rpc: RpcConfig) -> None:
     """Do the tasks of standard input, after a line with the `Source`."""
     arena = _arena()
-    pulls = Pulls(arena, rpc)
+    pulls, nixl = _stores(arena, rpc)
+    await nixl.offer(wait=True)
     _say(None)
     found = msgspec.json.decode(await asyncio.to_thread(sys.stdin.buffer.readline), type=Source)
     raw = socket.create_connection(found.raw)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-        _say(await _copy(msgspec.json.decode(line, type=Task), found, raw=raw, arena=arena, pulls=pulls))
+        task = msgspec.json.decode(line, type=Task)
+        mine = [os.getpid(), *filter(None, [nixl.pid])]
+        _say(await _copy(task, found, raw=raw, arena=arena, pulls=pulls, pids=mine))
     raw.close()
     await pulls.close()
     arena.close()
 
 
-async def _copy(task: Task, found: Source, *, raw: socket.socket, arena: Arena, pulls: Pulls) -> Copied:
-    entry = task.entry
-    result = Copied({m: [] for m in task.modes}, dict.fromkeys(task.modes, 0.0), dict.fromkeys(task.modes, 0.0), 0)
+async def _copy(
+    task: Task, found: Source, *, raw: socket.socket, arena: Arena, pulls: Pulls, pids: list[int]
+) -> Copied:
+    entry, modes = task.entry, task.modes
+    result = Copied({m: [] for m in modes}, dict.fromkeys(modes, 0.0), dict.fromkeys(modes, 0.0), 0, {})
     for number in range(task.num_rounds + 1):
-        for mode in task.modes if number % 2 else task.modes[::-1]:
-            before = (time.perf_counter(), time.process_time(), cpu_s(found.pid))
+        for mode in modes if number % 2 else modes[::-1]:
+            before = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(found.pids))
             if mode == "raw":
                 _copy_raw(entry, raw, arena)
             else:
                 (await pulls.pull([msgspec.structs.replace(entry, mover=mode)]))[0].release()
-            after = (time.perf_counter(), time.process_time(), cpu_s(found.pid))
+            after = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(found.pids))
             if number:  # the first one connects
                 result.wall_s[mode].append(after[0] - before[0])
                 result.destination_cpu_s[mode] += after[1] - before[1]
@@ -142,6 +164,13 @@ async def _copy(task: Task, found: Source, *, raw: socket.socket, arena: Arena, 
                 (await pulls.pull([entry]))[0].release()  # for another worker of this host
                 result.num_second_pulls += sum(pulls.stats.num_pulls.values()) - pulled
                 arena.evict(entry.key)
+    for number in range(NUM_MEASURED + NUM_AUTO):
+        before_auto = dict(pulls.stats.num_pulls)
+        (await pulls.pull([entry]))[0].release()
+        arena.evict(entry.key)
+        if number >= NUM_MEASURED:
+            for name, num_pulls in pulls.stats.num_pulls.items():
+                result.num_auto[name] = result.num_auto.get(name, 0) + num_pulls - before_auto.get(name, 0)
     return result
 
 

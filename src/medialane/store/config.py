@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import field
 
@@ -24,6 +26,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_listen: str = field(default="", name="peer-listen")
     """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
     that they can connect to; none by default"""
+    nixl: Literal["auto", "on", "off"] = field(default="auto", name="peer-nixl")
+    """whether entries may be copied between hosts by NIXL, which neither encrypts nor authenticates: auto (unless TLS
+    is configured), on, off"""
 
     def validate(self) -> None:
         check_bounds(self)

@@ -4,7 +4,7 @@
     PeerHello               ->
                             <-      PeerWelcome, or PeerRefused and the end of the connection
     OpenEntry(entry)        ->                              check the capability, and hold the entry
-                            <-      EntryOpened(value)
+                            <-      EntryOpened(value, offers)
     SendPayload             ->                              once, unless another mover copies the entry; it may be sent
                                                             with OpenEntry, and is ignored if that is refused
                             <-      the payload: `range.nbytes` less the entry's header, without a frame
@@ -44,10 +44,9 @@ class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PeerWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The source's arena, and what its movers offer (`transfer.mover`), by name."""
+    """The source's arena."""
 
     arena: str
-    offers: dict[str, bytes] = {}
 
 
 class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -59,10 +58,12 @@ class OpenEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`encoded` for encoded bytes, otherwise `feature`; their ranges are in the source's arena."""
+    """`encoded` for encoded bytes, otherwise `feature`; their ranges are in the source's arena. `offers` is what its
+    movers offer at the moment (`transfer.mover`), by name."""
 
     feature: Feature | None = None
     encoded: EncodedMedia | None = None
+    offers: dict[str, bytes] = {}
 
 
 class SendPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):

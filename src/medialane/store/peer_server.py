@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from medialane.core.errors import (
     to_report,
 )
 from medialane.core.media import EncodedMedia
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import MoverChoice, RemoteEntry
 from medialane.observability.logging import RateLimitedWarning
 from medialane.rpc.address import TcpAddress, format_tcp, parse_address
 from medialane.rpc.authentication import Role
@@ -177,7 +177,7 @@ class PeerServer:
         peer = connection.socket
         try:
             peer.authenticate(self._security.authentication(PROTOCOL, Role.STORE, Role.STORE))
-            self._welcome(peer, on_loop)
+            self._welcome(peer)
             connection.is_registered = True
             while True:
                 if connection.lease is None:
@@ -190,7 +190,7 @@ class PeerServer:
         finally:
             peer.close()
 
-    def _welcome(self, peer: PeerSocket, on_loop: Callable[[Coroutine[Any, Any, Mapping[str, bytes]]], Any]) -> None:
+    def _welcome(self, peer: PeerSocket) -> None:
         hello = decode_to_source(peer.receive(MAX_HELLO_BYTES))
         if not isinstance(hello, PeerHello):
             raise ProtocolViolation(f"unexpected {type(hello).__name__}")
@@ -198,12 +198,12 @@ class PeerServer:
             error = StartupFailed(f"the store speaks version {hello.version}, this one {PEER_VERSION}: same release?")
             peer.send(PeerRefused(to_report(error)))
             raise ProtocolViolation(error.message)
-        peer.send(PeerWelcome(self._arena.id, on_loop(self._offers())))
+        peer.send(PeerWelcome(self._arena.id))
 
-    async def _offers(self) -> dict[str, bytes]:
+    async def _offers(self, choice: MoverChoice) -> dict[str, bytes]:
         offers = {"tcp": b""}
         for mover in self._movers:
-            if (offer := await mover.offer()) is not None:
+            if choice in ("auto", mover.name) and (offer := await mover.offer(wait=choice == mover.name)) is not None:
                 offers[mover.name] = offer
         return offers
 
@@ -237,8 +237,10 @@ class PeerServer:
             return PeerRefused(to_report(error))
         if not connection.own(lease):
             raise HandoverFailed("the connection has ended")
-        value = lease.value
-        return EntryOpened(encoded=value) if isinstance(value, EncodedMedia) else EntryOpened(feature=value)
+        value, offers = lease.value, await self._offers(entry.mover)
+        if isinstance(value, EncodedMedia):
+            return EntryOpened(encoded=value, offers=offers)
+        return EntryOpened(feature=value, offers=offers)
 
     def _lease(self, entry: RemoteEntry) -> Lease[Cached]:
         """Raises HandoverFailed."""

@@ -178,6 +178,7 @@ class PeerEntry:
         self._peers = peers
         self._entry = entry
         self._connection = connection
+        self._offers: Mapping[str, bytes] = {}
         self.is_closed = False
         self.value: Cached
 
@@ -187,7 +188,7 @@ class PeerEntry:
 
     @property
     def offers(self) -> Mapping[str, bytes]:
-        return self._connection.offers
+        return self._offers
 
     async def receive(self, payload: memoryview, deadline_s: float) -> None:
         def receive() -> None:
@@ -210,6 +211,7 @@ class PeerEntry:
         if value is None:
             raise TransferFailed("the other store has sent an entry without its description")
         self.value = value
+        self._offers = opened.offers
 
     def close(self) -> None:
         """Have the source confirm that it held the entry until now. Blocking. Raises TransferFailed."""
@@ -224,7 +226,6 @@ class _Connection:
     def __init__(self, address: str, sock: PeerSocket) -> None:
         self.address = address
         self.socket = sock
-        self.offers: Mapping[str, bytes] = {}
         self.idle_since = 0.0
 
     @property
@@ -233,7 +234,7 @@ class _Connection:
 
     def register(self, arena: str) -> None:
         """Blocking. Raises TransferFailed."""
-        self.offers = self.ask(PeerHello(arena), PeerWelcome).offers
+        self.ask(PeerHello(arena), PeerWelcome)
 
     def ask(self, message: msgspec.Struct, reply: type[M], *also: msgspec.Struct) -> M:
         """Send `message`, and what is to follow it, and return the reply to it.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -22,7 +22,7 @@ from medialane.core.tensor import ArenaRange, TensorDescriptor
 from medialane.rpc.security import Security
 from medialane.store.peers import PeerEntry, Peers
 from medialane.store.pull_time import longest_pull_s
-from medialane.transfer import Destination, Mover, MoverHealth, StillWriting
+from medialane.transfer import Destination, Mover, MoverHealth, MoverSpeed, StillWriting
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Puller:
         self._movers = {mover.name: mover for mover in movers}
         self._last = movers[-1].name
         self._health = MoverHealth(tuple(self._movers))
+        self._speed = MoverSpeed()
         self._peers = Peers(arena.id, security, max_threads=2 * MAX_PULLS)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release
@@ -107,19 +108,28 @@ class Puller:
     async def _copied(self, opened: PeerEntry, deadline: float) -> Reservation:
         """Return a range with the payload, copied by the first mover that works. The caller owns it."""
         error = TransferFailed(f"the other store does not offer --transport {opened.entry.mover}")
-        for mover in self._choose(opened):
+        usable = self._usable(opened)
+        for name in self._speed.order(opened.entry.address, usable, opened.entry.range.nbytes):
+            mover, started = self._movers[name], time.monotonic()
             try:
-                return await self._read(mover, opened, deadline)
+                reservation = await self._read(mover, opened, deadline)
             except TransferFailed as failed:
                 self._failed(mover.name, opened.entry.address, failed)
                 error = failed
+            else:
+                entry, duration_s = opened.entry, time.monotonic() - started
+                num_bytes = entry.range.nbytes
+                self._speed.copied(entry.address, usable, name, num_bytes=num_bytes, duration_s=duration_s)
+                return reservation
         raise error
 
-    def _choose(self, opened: PeerEntry) -> Iterator[Mover]:
+    def _usable(self, opened: PeerEntry) -> list[MoverName]:
+        """Return the movers that can copy the entry, in the order of preference."""
         entry = opened.entry
-        for name in self._health.order(entry.address, opened.offers):
-            if entry.mover in ("auto", name):
-                yield self._movers[name]
+        names = self._health.order(entry.address, opened.offers)
+        if entry.mover != "auto":
+            return [name for name in names if name == entry.mover]
+        return [name for name in names if self._movers[name].is_ready()]
 
     async def _read(self, mover: Mover, opened: PeerEntry, deadline: float) -> Reservation:
         """Reserve a range and have the mover fill it. The caller owns it. Raises TransferFailed, ArenaFull."""

@@ -3,6 +3,7 @@
 from medialane.transfer.config import TransferConfig
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
 from medialane.transfer.mover_health import MoverHealth
+from medialane.transfer.mover_speed import MoverSpeed
 from medialane.transfer.tcp import TcpMover
 from medialane.transfer.transport import (
     InlineReceiver,
@@ -24,6 +25,7 @@ __all__ = [
     "InlineTransport",
     "Mover",
     "MoverHealth",
+    "MoverSpeed",
     "OpenedEntry",
     "PullTransport",
     "Receiver",

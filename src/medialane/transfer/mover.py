@@ -72,9 +72,13 @@ class Mover(Protocol):
     @property
     def name(self) -> MoverName: ...
 
-    async def offer(self) -> bytes | None:
+    def is_ready(self) -> bool:
+        """Return whether `read` can start at once. If not, begin to start what it needs."""
+        ...
+
+    async def offer(self, *, wait: bool) -> bytes | None:
         """Return what movers of this name on other hosts need to read from our arena, small; None if they cannot.
-        Called for each new connection of another store."""
+        Without `wait`, also None if they cannot yet: what they need is then started. Called for each entry."""
         ...
 
     async def read(self, source: OpenedEntry, destination: Destination, *, deadline_s: float) -> None:

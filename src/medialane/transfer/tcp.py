@@ -11,7 +11,10 @@ class TcpMover:
 
     name: MoverName = "tcp"
 
-    async def offer(self) -> bytes | None:
+    def is_ready(self) -> bool:
+        return True
+
+    async def offer(self, *, wait: bool) -> bytes | None:
         return b""
 
     async def read(self, source: OpenedEntry, destination: Destination, *, deadline_s: float) -> None:
