@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -28,6 +29,9 @@ from medialane.transfer.nixl import NixlMover
 from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
+
+#: One entry per RDMA device (Linux, drivers/infiniband).
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 #: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
 #: workers will decode.
@@ -116,15 +120,23 @@ class _Store:
         return StoreStatus(stats, self._pool.degradation, self._has_started)
 
 
+def _wants_nixl(config: Config) -> bool:
+    """Whether NIXL may be used. Over TCP it is slower than tcp (`medialane bench transfer`), and open to any peer."""
+    if config.store.nixl != "auto":
+        return config.store.nixl == "on"
+    return not config.rpc.tls_cert and any(RDMA_DEVICES.glob("*"))
+
+
 def movers(config: Config, arena: str) -> list[Mover]:
     """Return the movers besides tcp, which cost nothing until they are used."""
-    store, directory = config.store, config.arena.directory
-    if store.nixl == "off" or (store.nixl == "auto" and config.rpc.tls_cert):
+    if not _wants_nixl(config):
         return []
     if importlib.util.find_spec("nixl") is None:
         logger.info("NIXL is not installed (the extra nixl): entries of other hosts are copied by tcp")
         return []
-    return [NixlMover(arena, directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))]
+    return [
+        NixlMover(arena, config.arena.directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))
+    ]
 
 
 @asynccontextmanager

@@ -27,8 +27,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
     that they can connect to; none by default"""
     nixl: Literal["auto", "on", "off"] = field(default="auto", name="peer-nixl")
-    """whether entries may be copied between hosts by NIXL, which neither encrypts nor authenticates: auto (unless TLS
-    is configured), on, off"""
+    """whether entries may be copied between hosts by NIXL, which neither encrypts nor authenticates: auto (if the host
+    has RDMA devices and TLS is not configured), on, off"""
 
     def validate(self) -> None:
         check_bounds(self)

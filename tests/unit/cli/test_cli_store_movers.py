@@ -12,15 +12,21 @@ TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
 
 
 @pytest.mark.parametrize(
-    ("setting", "rpc", "expected"),
+    ("setting", "rpc", "has_rdma", "expected"),
     [
-        ("auto", RpcConfig(), ["nixl"]),
-        ("auto", TLS, []),
-        ("on", TLS, ["nixl"]),
-        ("off", RpcConfig(), []),
+        ("auto", RpcConfig(), True, ["nixl"]),
+        ("auto", RpcConfig(), False, []),
+        ("auto", TLS, True, []),
+        ("on", TLS, False, ["nixl"]),
+        ("off", RpcConfig(), True, []),
     ],
 )
-def test_nixl_is_not_used_where_entries_must_be_encrypted_unless_it_is_set(setting, rpc, expected):
+def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_is_set(
+    setting, rpc, has_rdma, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("medialane.cli.store.RDMA_DEVICES", tmp_path)
+    if has_rdma:
+        (tmp_path / "mlx5_0").mkdir()
     config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
     assert [mover.name for mover in movers(config, "0" * 32)] == expected
 
@@ -28,5 +34,5 @@ def test_nixl_is_not_used_where_entries_must_be_encrypted_unless_it_is_set(setti
 def test_missing_nixl_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO):
-        assert movers(Config(), "0" * 32) == []
+        assert movers(Config(store=StoreConfig(nixl="on")), "0" * 32) == []
     assert len(caplog.records) == 1
