@@ -118,7 +118,7 @@ class ScriptedSource:
         try:
             peer.authenticate(AUTHENTICATION)
             peer.receive(MAX_MESSAGE_BYTES)
-            peer.send(PeerWelcome("f" * 32, {"tcp": b""}))
+            peer.send(PeerWelcome("f" * 32))
             self._script(peer)
         except (MedialaneError, OSError) as error:
             self.errors.append(error)
@@ -129,5 +129,5 @@ class ScriptedSource:
 def opening(peer: PeerSocket, feature: Feature) -> None:
     """Answer OpenEntry, and receive SendPayload."""
     peer.receive(MAX_MESSAGE_BYTES)
-    peer.send(EntryOpened(feature=feature))
+    peer.send(EntryOpened(feature=feature, offers={"tcp": b""}))
     peer.receive(MAX_MESSAGE_BYTES)

@@ -288,7 +288,7 @@ async def test_source_that_violates_the_protocol_fails_the_pull(destination, scr
         if isinstance(answer, bytes):
             peer._sock.sendall(answer)
         else:
-            peer.send(EntryOpened() if answer is OpenEntry else answer)
+            peer.send(EntryOpened(offers={"tcp": b""}) if answer is OpenEntry else answer)
 
     with source.store("k") as stored, pytest.raises(TransferFailed):
         await pull(destination, scripted(script).entry("k", stored))
@@ -306,7 +306,10 @@ class FakeMover:
         self.errors = list(errors)
         self.num_reads = 0
 
-    async def offer(self) -> bytes | None:
+    def is_ready(self) -> bool:
+        return True
+
+    async def offer(self, *, wait: bool) -> bytes | None:
         return b"metadata"
 
     async def read(self, source, destination, *, deadline_s: float) -> None:
