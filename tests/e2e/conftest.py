@@ -8,9 +8,11 @@ everything is up again; then `serve` is stopped.
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,8 +75,14 @@ def runtime_directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def join_port() -> int:
-    """Where the workers of `serve` join the gateway `joined`."""
-    return free_port()
+    """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens: outside of Linux's
+    default ip_local_port_range, so that no connection uses the port meanwhile."""
+    with socket.socket() as probe:
+        for port in range(20_000 + os.getpid() % 5_000, 32_000):
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                break
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

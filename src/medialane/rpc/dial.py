@@ -64,6 +64,8 @@ async def _connect(
     try:
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, (ip, target.port))
+        if sock.getsockname() == sock.getpeername():  # a free port in the ephemeral range may connect to itself (TCP)
+            raise ConnectionRefusedError
     except BaseException:
         sock.close()
         raise
