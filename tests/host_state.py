@@ -20,6 +20,7 @@ from waiting import eventually
 
 SHARED_MEMORY = Path("/dev/shm")
 #: Descriptors and process ids in command lines.
+FORK_SERVER = "medialane.prepare.forkserver "
 NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -46,7 +47,7 @@ async def state_of(pid: int, store: StoreLink, *more: object) -> HostState:
     """Return the state of the processes below `pid` and of their store."""
     stats = await stats_of(store)
     arena = None if stats is None else stats.arena
-    pids = descendants(pid)
+    pids = _processes(pid)
     return HostState(
         processes=dict(Counter(NUMBER.sub("N", command_of(found)) for found in pids)),
         arenas=frozenset().union(*map(arenas_of, pids)),
@@ -58,6 +59,15 @@ async def state_of(pid: int, store: StoreLink, *more: object) -> HostState:
         num_preparers=None if stats is None else stats.preparers.num_alive,
         more=more,
     )
+
+
+def _processes(pid: int) -> list[int]:
+    """The processes below `pid`. A fork server that took over from a killed one, its parent, is a child of init: its
+    last argument is its store."""
+    pids = descendants(pid)
+    servers = [(found, command.split()[-1]) for found in all_pids() if FORK_SERVER in (command := command_of(found))]
+    adopted = [found for found, store in servers if int(store) in pids]
+    return sorted({*pids, *adopted, *(below for found in adopted for below in descendants(found))})
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ def runtime_directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def join_port() -> int:
-    """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens: outside of Linux's
+    """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens: outside of the
     default ip_local_port_range, so that no connection uses the port meanwhile."""
     with socket.socket() as probe:
         for port in range(20_000 + os.getpid() % 5_000, 32_000):

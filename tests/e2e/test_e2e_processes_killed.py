@@ -85,6 +85,7 @@ async def _as_before(serve, ours, store):
             workers = (await ready_workers(ours), page.value("medialane_worker_in_flight"))
         return await state_of(serve.pid, store, workers)
 
+    await comes_back(ours, 2)
     async with as_before(state, RESTART_S):
         yield
 
@@ -167,9 +168,10 @@ async def test_killed_gateway_costs_its_own_requests_and_the_cache_stays(serve, 
     streamed = await streaming(ours, long_chat(picture(165), PROMPT, stream=True))
     with suspended(serve.pid):  # the supervisor: what follows happens without the next gateway
         with suspended(*engine_pids(serve)):
-            sent = asyncio.create_task(broken_off(ours, chat(picture(165), ASK)))
+            num_held = (await stats_of(store)).arena.num_leases
+            sent = asyncio.create_task(broken_off(ours, chat(picture(172), ASK)))
             await eventually(lambda: in_flight(ours, 2), "a second request is at a worker", 60)
-            await eventually(lambda: holds(store, 4), "the worker holds its image, too", 20)
+            await eventually(lambda: holds(store, num_held + 2), "the worker holds its image, too", 20)
             num_done = (await stats_of(store)).preparers.num_done
             kill(old)
             assert await asyncio.gather(streamed, sent) == ["connection lost"] * 2
@@ -262,9 +264,10 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
     num_streams = await load(ours)
     with suspended(serve.pid):  # the supervisor, which would kill the engine
         with suspended(*engine_pids(serve)):
+            num_held = (await stats_of(store)).arena.num_leases
             sent = asyncio.create_task(ours.post(unstarted))
             await eventually(lambda: in_flight(ours, 4), "a request without a token is at a worker", 60)
-            await eventually(lambda: holds(store, 8), "the worker holds its image, too", 20)
+            await eventually(lambda: holds(store, num_held + 2), "the worker holds its image, too", 20)
             (address,) = [a for a, n in (await load(ours)).items() if n > num_streams[a]]
             killed = serve.worker_pid(address)
             engines = descendants(killed)
