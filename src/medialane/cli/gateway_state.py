@@ -113,7 +113,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
 
 
 def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
-    """Return the state from the bodies of `/health` and `/metrics`. Raises StartupFailed if they are not a gateway's."""
+    """Return the state from the bodies of `/health` and `/metrics`. Raises StartupFailed if it is no gateway."""
     try:
         found = msgspec.json.decode(health, type=_Health) if health else _Health()
         families = text_string_to_metric_families(metrics.decode())

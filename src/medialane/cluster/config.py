@@ -31,7 +31,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str = field(default="", name="address")
     """Ray cluster to use: HOST:PORT of its head; default: RAY_ADDRESS, or the cluster of this host, else a new one"""
     gpus_per_worker: int | Literal["auto"] = field(default="auto", name="gpus-per-worker")
-    """GPUs that Ray reserves for each worker; auto: as many as the vLLM flags ask for, none in a cluster without GPUs"""
+    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 in a cluster without GPUs"""
     cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
     """CPUs that Ray reserves for each worker; without a GPU, also the number of its threads"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")

@@ -33,7 +33,7 @@ _CALL_S = 5.0
 
 
 class SupervisingActor:
-    """Runs one process on the actor's node. Asynchronous, so that it can be asked and stopped while the process runs."""
+    """Runs one process on the actor's node. Asynchronous: it answers, and can be stopped, while the process runs."""
 
     def __init__(self, spec: RemoteSpec) -> None:
         self._process = RemoteProcess(spec, node_id=ray.get_runtime_context().get_node_id())

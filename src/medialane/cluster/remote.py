@@ -1,9 +1,10 @@
 """Processes on other hosts, placed and restarted by an orchestrator: the interface to it, and what runs on the hosts.
 
 Theory of operation. The orchestrator runs one small supervising process per `RemoteSpec` on a host of its choice
-(`medialane.cluster.ray`: an actor). That process runs a `RemoteProcess`: the child is an ordinary `medialane worker` in a
-process group of its own, so an engine never lives inside the orchestrator's process. When the child exits, its run ends, and
-the orchestrator restarts the supervising process, possibly on another host: that is a new incarnation of the worker.
+(`medialane.cluster.ray`: an actor). That process runs a `RemoteProcess`: the child is an ordinary `medialane worker` in
+a process group of its own, so an engine never lives inside the orchestrator's process. When the child exits, its run
+ends, and the orchestrator restarts the supervising process, possibly on another host: that is a new incarnation of the
+worker.
 
 Only starts, restarts and stops go through the orchestrator. Workers join the gateways over their own connections, whose
 heartbeats detect a loss within a second; requests and media never touch the orchestrator.
@@ -145,8 +146,8 @@ class RemoteProcess:
         return Location(socket.gethostname(), self._node_id, self._child.pid, self._incarnation)
 
     async def run(self) -> RunEnd:
-        """Run the process once, until it exits and its group is killed. If this process is killed, the child's group is,
-        too."""
+        """Run the process once, until it has exited and its group is killed. If this process is killed, so is the
+        group."""
         spec = self._spec
         try:
             folder = OwnedFolder.create(parent_directory(os.environ), _FOLDER_PREFIX)

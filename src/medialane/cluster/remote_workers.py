@@ -1,4 +1,4 @@
-"""The workers of `medialane serve --ray`: what they run, and the address at which they join the gateways of this host."""
+"""The workers of `medialane serve --ray`: what they run, and where they join the gateways of this host."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def settings_environ(config: Config) -> dict[str, str]:
 
 
 def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a process inherits on another host, whose environment is `environ`: of our variables, only secrets."""
+    """Return what a process inherits on a host with the environment `environ`: of our variables, only secrets."""
     secrets = _secret_variables()
     return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in secrets}
 
