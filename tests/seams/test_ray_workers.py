@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import pytest
 from joined_gateway import Gateway
 
@@ -62,7 +63,8 @@ def specs(gateway, number=2, **changes):
     return [
         RemoteSpec(
             name=f"worker {i}",
-            command=("worker", "m", "--engine", "simulated", "--worker-name", f"{{host}}/{i}", *join),
+            command=("worker", "m", "--engine", "simulated", *join),
+            joins_as=f"{{host}}/{i}",
             num_cpus=0.5,
             **changes,
         )
@@ -111,7 +113,8 @@ async def test_killed_actor_ends_its_worker_and_ray_restarts_both(cluster, gatew
 
 async def test_a_worker_that_cannot_start_reports_why(cluster, gateway):
     (spec,) = specs(gateway, 1)
-    await cluster.spawn([RemoteSpec(name="worker 0", command=(*spec.command, "--no-such-flag"))], timeout_s=START_S)
+    broken = msgspec.structs.replace(spec, command=(*spec.command, "--no-such-flag"))
+    await cluster.spawn([broken], timeout_s=START_S)
     end = await asyncio.wait_for(cluster.watch("worker 0"), START_S)
     assert end.how == "exit status 2"
     assert "unrecognized arguments: --no-such-flag" in end.report

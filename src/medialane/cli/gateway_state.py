@@ -155,11 +155,11 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
     running, waiting, usage = (
         _by_label(samples, f"medialane_worker_{name}", "worker") for name in ("running", "waiting", "kv_usage_ratio")
     )
-    states = [
-        (labels["worker"], value == 1)
+    states = {  # one for all ranks
+        labels["worker"]: value == 1
         for labels, value in samples.get("medialane_worker_state", [])
         if labels["state"] == "ready"
-    ]
+    }
     return tuple(
         Worker(
             name,
@@ -169,7 +169,7 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
             int(waiting.get(name, 0)),
             round(usage.get(name, 0.0), 4),
         )
-        for name, ready in sorted(states)
+        for name, ready in sorted(states.items())
     )
 
 

@@ -56,14 +56,14 @@ class RemoteSupervisor:
         its timeout."""
         await self._cluster.spawn(self._specs, timeout_s=self._config.start_timeout_s)
         self._runner = asyncio.create_task(self._run(), name="supervise remote processes")
-        starting = asyncio.gather(self._local.start(), self._wait_all_ready())
+        starting = asyncio.create_task(self._start_all(), name="start all")
         try:
             done, _ = await asyncio.wait((starting, self._runner), return_when=asyncio.FIRST_COMPLETED)
             for each in done:
                 each.result()
         finally:
             starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            await asyncio.wait((starting,))
         self._all_ready.set()
 
     async def wait(self) -> None:
@@ -144,6 +144,15 @@ class RemoteSupervisor:
         if location is not None and member_name(spec, location.host) in connected:
             self._ready.add(spec.name)
             self._observer.ready(spec.name, time.monotonic() - self._started_at[spec.name])
+
+    async def _start_all(self) -> None:
+        tasks = [asyncio.create_task(self._local.start()), asyncio.create_task(self._wait_all_ready())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _wait_all_ready(self) -> None:
         try:
