@@ -90,6 +90,8 @@ class _Health(msgspec.Struct):
 async def read_state(url: str, *, verify: bool = True) -> GatewayState:
     """Ask the gateway at a base URL; `verify` its certificate, if it has one. Raises StartupFailed."""
     url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     connector = aiohttp.TCPConnector(ssl=verify)
     try:

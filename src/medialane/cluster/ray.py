@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +38,18 @@ class SupervisingActor:
 
     def __init__(self, spec: RemoteSpec) -> None:
         self._process = RemoteProcess(spec, node_id=ray.get_runtime_context().get_node_id())
+        self._running: asyncio.Task[RunEnd] | None = None
+        self._incarnation = uuid.uuid4().hex
+
+    async def incarnation(self) -> str:
+        """Return what differs each time that Ray starts this actor."""
+        return self._incarnation
 
     async def run(self) -> RunEnd:
-        return await self._process.run()
+        """Run the process until it ends. If it is running, because the driver lost the connection only, wait for it."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._process.run())
+        return await asyncio.shield(self._running)
 
     async def location(self) -> Location | None:
         return self._process.location
@@ -109,11 +119,12 @@ class RayCluster:
 
     async def restart(self, name: str) -> None:
         ended, actor = self._runs[name], self._actors[name]
-        if ended.exception() is None:
-            ray.kill(actor, no_restart=False)  # the process has ended: Ray starts its actor again
-        elif isinstance(ended.exception(), ActorDiedError):
-            del self._actors[name]
-        await self._answering(name)
+        previous = None
+        if ended.exception() is None:  # the process has ended: Ray starts its actor again
+            previous = await self._incarnation(name)
+            ray.kill(actor, no_restart=False)
+        while name in self._actors and await self._incarnation(name) in {None, previous}:  # noqa: ASYNC110 - Ray's
+            await asyncio.sleep(_POLL_S)
         self._start(name)
 
     async def stop(self) -> None:
@@ -143,17 +154,15 @@ class RayCluster:
         except (RayActorError, TimeoutError) as error:
             logger.warning("%s: Ray's actor does not stop it, and is killed: %r", name, error)
 
-    async def _answering(self, name: str) -> None:
-        """Wait until Ray has started the actor again."""
-        while name in self._actors:
-            try:
-                await self._actors[name].location.remote()
-            except ActorDiedError:
-                del self._actors[name]
-            except RayActorError:  # being started again
-                await asyncio.sleep(_POLL_S)
-            else:
-                return
+    async def _incarnation(self, name: str) -> str | None:
+        """Return the incarnation of an actor; None while Ray starts it. One that Ray does not start is forgotten."""
+        try:
+            return str(await self._actors[name].incarnation.remote())
+        except ActorDiedError:
+            del self._actors[name]
+        except RayActorError:
+            pass  # asked again
+        return None
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]

@@ -85,9 +85,10 @@ class RemoteSupervisor:
         try:
             await self._local.stop()
         finally:
-            await self._cluster.stop()
             if self._runner is not None:
-                await asyncio.gather(self._runner, return_exceptions=True)
+                self._runner.cancel()  # it may be restarting a worker
+                await asyncio.wait((self._runner,))
+            await self._cluster.stop()
 
     def kill(self) -> None:
         """Kill all processes now; `stop` still has to be awaited."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 from aiohttp import web
@@ -35,7 +36,7 @@ def page(*endpoints, store=None):
     metrics = Metrics(registry)
     metrics.watch_workers(lambda: endpoints)
     metrics.watch_store(lambda: store)
-    return generate_latest(registry) + generate_latest(metrics.host)
+    return generate_latest(registry)
 
 
 def test_state_has_workers_links_and_store():
@@ -172,8 +173,7 @@ async def test_what_is_no_url_is_refused():
 
 async def test_gateway_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(gateway_state, "_TIMEOUT_S", 0.1)
-    server = await asyncio.start_server(lambda _reader, writer: writer.write(b""), "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StartupFailed, match=r"has not answered within 0\.1 s"):
             await read_state(url)
