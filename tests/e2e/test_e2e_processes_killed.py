@@ -84,7 +84,7 @@ async def _as_before(serve, ours, store):
         with suppress(aiohttp.ClientError, TimeoutError):
             page = await ours.metrics()
             workers = (await ready_workers(ours), page.value("medialane_worker_in_flight"))
-        # A vLLM process may keep a removed arena mapped until its next full garbage collection: not compared here.
+        # An idle worker may keep the arena of a killed store mapped (docs/limitations.md): not compared.
         return msgspec.structs.replace(await state_of(serve.pid, store, workers), num_removed=0)
 
     await comes_back(ours, 2)
