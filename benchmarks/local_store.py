@@ -12,7 +12,7 @@ from medialane.core.stats import PoolStats, StoreStats
 from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import PreparerPool
 from medialane.rpc import RpcConfig
-from medialane.store import Aliases, EncodedStore, Items, StoreLink, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 
 WAIT_S = 30.0
@@ -31,7 +31,9 @@ async def host_store(address: str, arena: Arena, pool: PreparerPool | None = Non
         def status() -> StoreStatus:
             return StoreStatus(StoreStats(arena.stats(), _NO_PREPARERS if pool is None else pool.stats()))
 
-        server = StoreServer(items, arena, RpcConfig(), max_connections=8, processor=dict, status=status)
+        server = StoreServer(
+            items, arena, RpcConfig(), pulls=Pulls(arena, RpcConfig()), max_connections=8, processor=dict, status=status
+        )
         try:
             await server.serve(address)
             yield

@@ -49,7 +49,7 @@ OWNERS = {
     "torch": ("vllm_bridge/",),
     "transformers": ("vllm_bridge/",),
     "tokenizers": ("vllm_bridge/",),
-    "nixl": (),
+    "nixl": ("transfer/nixl/nixl_agent.py",),
     "ray": (),
     # Machine code for the scan of bodies and the choice of a worker; half a second to import: only gateways load it.
     "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),

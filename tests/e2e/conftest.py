@@ -152,27 +152,32 @@ def worker_addresses(serve) -> list[str]:
     return serve.worker_addresses()
 
 
-#: Gateways over the workers and the store of `serve`, each with one transfer path. `apart` has a store of its own, with
-#: an arena out of the workers' reach; `joined` lists no workers: they join it.
+#: Gateways over the workers and the store of `serve`, each with one transfer path. Those of APART have a store of their
+#: own, with an arena out of the workers' reach, as on another host: the store of `serve` copies from it.
+#: `joined` lists no workers: they join it.
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
     "decoded/shm": ("--stage", "decoded", "--transport", "shm"),
     "url": ("--stage", "url"),
-    "apart": ("--transfer-max-inline-bytes", "1MiB"),
+    "apart": ("--transport", "inline", "--transfer-max-inline-bytes", "1MiB"),
+    "features/tcp": ("--stage", "features", "--transport", "tcp"),
+    "decoded/tcp": ("--stage", "decoded", "--transport", "tcp"),
     "joined": (),
 }
+APART = ("apart", "features/tcp", "decoded/tcp")
 GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 
 @pytest.fixture(scope="session")
 def store_apart(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[list[str]]:
-    """The flags of a gateway of another store, whose arena is in a folder that no worker knows."""
+    """The flags of a gateway of another store, whose arena is in a folder that no worker knows, and from which other
+    stores may copy."""
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
     address, directory = f"unix:{folder}/store.sock", ["--arena-directory", str(folder)]
     medialane = [sys.executable, "-m", "medialane", "store", starting_serve.model, "--listen", address]
     process = launch(
-        [*medialane, *STORE_FLAGS, *directory, "--", *SERVER_FLAGS],
+        [*medialane, *STORE_FLAGS, *directory, "--peer-listen", "tcp://127.0.0.1:0", "--", *SERVER_FLAGS],
         environ=vllm_environ,
         log=tmp_path_factory.mktemp("store") / "store.log",
     )
@@ -192,7 +197,7 @@ def starting_gateways(
     logs = tmp_path_factory.mktemp("gateways")
     commands, places = [], {}
     for name, flags in GATEWAYS.items():
-        store = store_apart if name == "apart" else ["--store", serve.store_address]
+        store = store_apart if name in APART else ["--store", serve.store_address]
         key = ["--api-key", API_KEY] if name == "features/shm" else []
         places[name] = (free_port(), logs / f"{name.replace('/', '-')}.log")
         port, log = places[name]

@@ -8,7 +8,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-TRANSFER_PATHS = ("features/shm", "features/inline", "decoded/shm", "url", "apart")
+TRANSFER_PATHS = ("features/shm", "features/inline", "decoded/shm", "url", "apart", "features/tcp", "decoded/tcp")
 
 BODIES = {
     "text": chat(text("Say something about pictures.")),
@@ -108,6 +108,21 @@ async def test_without_shared_memory_small_features_go_inline_and_large_ones_as_
         page.value("medialane_transfer_fallbacks_total", path="features/inline", reason="handover_failed") == before + 1
     )
     assert page.value("medialane_transfer_fallbacks_total", path="features/shm") == 0
+
+
+@pytest.mark.parametrize("way", ["features/tcp", "decoded/tcp"])
+async def test_store_of_the_workers_host_copies_media_once(gateways, way):
+    """The gateway's store is another one: the workers' store copies from it, and keeps the copy for later requests."""
+    client = gateways[way]
+
+    async def num_pulls() -> float:
+        return (await gateways["features/shm"].metrics()).value("medialane_store_pulls_total", mover="tcp")
+
+    before = await num_pulls()
+    first, again = [await client.succeed(chat(picture(89), ASK)) for _ in range(2)]
+    assert first.ids == again.ids
+    assert (await num_pulls()) == before + 1
+    assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)

@@ -34,8 +34,8 @@ from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
 from medialane.rpc import Hello, RpcConfig, RpcServer
-from medialane.store import EncodedStore, StoreEntries
-from medialane.transfer import InlineTransport, ShmTransport, TransferConfig
+from medialane.store import EncodedStore, StoreEntries, StoreGrants
+from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferConfig
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
 from waiting import eventually
 
@@ -190,7 +190,13 @@ class Parts:
         self.links = WorkerPool(
             [
                 WorkerLink(
-                    w.address, hello, rpc=self._rpc, config=config, metrics=self.metrics, own_arena=lambda: link.arena
+                    w.address,
+                    hello,
+                    rpc=self._rpc,
+                    config=config,
+                    metrics=self.metrics,
+                    own_arena=lambda: link.arena,
+                    can_grant=lambda: link.can_grant,
                 )
                 for w in self._workers
             ]
@@ -203,8 +209,10 @@ class Parts:
             transfer=transfer,
             features=self.features,
             handover=Handover(
-                transports=[ShmTransport(), inline],
+                transports=[ShmTransport(), PullTransport(), inline],
                 max_inline_bytes=transfer.max_inline_bytes,
+                grants=StoreGrants(link),
+                mover=transfer.mover,
             ),
             assembler=FakeAssembler(self._max_tokens),
             workers=self.links,
@@ -223,9 +231,13 @@ class Parts:
             stack.push_async_callback(_cancelled, running)
             await eventually(lambda: self.links.num_ready == len(self.links.links))
             mapping = {w.address for w in self._workers if w.attaches}
-            await eventually(lambda: all(self.links.links[address].same_host for address in mapping))
+            await eventually(lambda: all(self._has_mapped(address) for address in mapping))
             self._stack = stack.pop_all()
         return self
+
+    def _has_mapped(self, address: str) -> bool:
+        link = self.links.links[address]
+        return link.same_host or link.can_pull
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()

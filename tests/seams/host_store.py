@@ -14,7 +14,7 @@ from medialane.gateway import StoreFeatures
 from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import PreparerPool
 from medialane.rpc import RpcConfig
-from medialane.store import Aliases, Items, StoreLink, StoreServer
+from medialane.store import Aliases, Items, Pulls, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 
 PROCESSOR = {"model": "fake"}
@@ -69,7 +69,12 @@ class HostStore:
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.server = StoreServer(self.items, self.arena, RPC, max_connections=64, processor=dict, status=self._status)
+        self.pulls = Pulls(self.arena, RPC)
+        self._stack.push_async_callback(self.pulls.close)
+        await self.pulls.serve("tcp://127.0.0.1:0")
+        self.server = StoreServer(
+            self.items, self.arena, RPC, pulls=self.pulls, max_connections=64, processor=dict, status=self._status
+        )
         self._stack.push_async_callback(self.server.close)
         await self.server.serve(self.address)
         client = StoreClientTask(self.address, str(self.arena.path.parent), writable=True, processor=PROCESSOR)

@@ -9,7 +9,7 @@ from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import Kind
 from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
-from medialane.arena.lease import Lease, Reservation
+from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.reaper import Reaped, reap
 from medialane.arena.view import ArenaView
 
@@ -18,6 +18,7 @@ __all__ = [
     "Arena",
     "ArenaConfig",
     "ArenaView",
+    "Cached",
     "Kind",
     "Lease",
     "Reaped",

@@ -24,7 +24,7 @@ from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange
 
 T = TypeVar("T")
-C = TypeVar("C", EncodedMedia, Feature)
+C = TypeVar("C", bound=Cached)
 
 
 class Arena:
@@ -133,10 +133,25 @@ class Arena:
         found = self._table.lookup(key, kind)
         return None if found is None else cast("Lease[Feature]", Lease(self._table, *found))
 
+    def lease_cached(self, key: str, kind: Kind) -> Lease[Cached] | None:
+        """Lease the entry of `key` and any `kind`, like `lookup`."""
+        found = self._table.lookup(key, kind)
+        return None if found is None else Lease(self._table, *found)
+
     def share(self, range: ArenaRange) -> Lease[None] | None:  # noqa: A002 - the types' own name
         """Return another lease on an entry that is leased already; None if it is not. The caller owns the lease."""
         entry = self._table.pin_held(range)
         return None if entry is None else Lease(self._table, entry, None)
+
+    def share_cached(self, range: ArenaRange, key: str, kind: Kind) -> Lease[Cached] | None:  # noqa: A002 - as above
+        """Lease the entry of `key` if it is the one at `range`. The caller owns the lease."""
+        found = self._table.pin_cached(range, key, kind)
+        return None if found is None else Lease(self._table, *found)
+
+    def key_of(self, range: ArenaRange) -> tuple[Kind, str] | None:  # noqa: A002 - as above
+        """Return the kind and key of a cached entry that is leased; None if there is none at `range`."""
+        entry = self._table.held(range)
+        return None if entry is None or entry.key is None else (entry.kind, entry.key)
 
     def contains(self, key: str, kind: Kind = "processed") -> bool:
         """Return whether `key` is cached, without counting as a use of the entry."""

@@ -21,17 +21,18 @@ from enum import Enum
 from heapq import merge
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, TypeVar, get_args
 
 from medialane.arena.allocator import Allocator
 from medialane.arena.eviction import Span, choose_span
 from medialane.core.errors import ArenaFull
+from medialane.core.remote_entry import EntryKind
 from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange, align
 
 V = TypeVar("V")
 
-Kind = Literal["encoded", "decoded", "processed"]
+Kind = EntryKind
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: Limit of candidates among entries of kinds over their share: if these are too scattered for one hole, trying all of
@@ -164,11 +165,24 @@ class EntryTable(Generic[V]):
 
     def pin_held(self, range_: ArenaRange) -> Entry | None:
         """Add a pin to the published entry at `range_`, which must already have one; None otherwise."""
-        entry = self._held.get(range_.generation)
-        if entry is None or entry.range != range_ or entry.state is not EntryState.PUBLISHED:
-            return None
-        self.pin(entry)
+        entry = self.held(range_)
+        if entry is not None:
+            self.pin(entry)
         return entry
+
+    def pin_cached(self, range_: ArenaRange, key: str, kind: Kind) -> tuple[Entry, V] | None:
+        """Pin the entry of `key` if it is the one at `range_`; None otherwise. Not counted as a hit or a miss."""
+        found = self._by_key.get((kind, key))
+        if found is None or found[0].range != range_:
+            return None
+        self.pin(found[0])
+        return found
+
+    def held(self, range_: ArenaRange) -> Entry | None:
+        """Return the published entry at `range_` if it is pinned."""
+        entry = self._held.get(range_.generation)
+        is_it = entry is not None and entry.range == range_ and entry.state is EntryState.PUBLISHED
+        return entry if is_it else None
 
     def pin(self, entry: Entry) -> None:
         """Add a pin to a published entry. Raises RuntimeError for other entries."""

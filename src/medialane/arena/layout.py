@@ -104,8 +104,12 @@ def is_valid(words: memoryview, entry: ArenaRange) -> bool:
     if entry.offset + entry.nbytes > words.nbytes or entry.generation <= 0:
         return False
     first = entry.offset // 8
-    header = (words[first], words[first + 1], words[first + 2])
-    return header == (ENTRY_MAGIC, entry.generation, entry.nbytes)
+    return is_header(words[first : first + 3], entry)
+
+
+def is_header(words: memoryview, entry: ArenaRange) -> bool:
+    """Return whether `words` begin with the header of `entry`."""
+    return (words[0], words[1], words[2]) == (ENTRY_MAGIC, entry.generation, entry.nbytes)
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:

@@ -48,8 +48,8 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.rpc import Hello, JoinServer
 from medialane.rpc.address import consecutive_ports
-from medialane.store import StoreLink
-from medialane.transfer import InlineTransport, ShmTransport
+from medialane.store import StoreGrants, StoreLink
+from medialane.transfer import InlineTransport, PullTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,13 @@ def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers
 
     def link(address: str) -> WorkerLink:
         return WorkerLink(
-            address, hello, rpc=config.rpc, config=config.gateway, metrics=metrics, own_arena=lambda: store.arena
+            address,
+            hello,
+            rpc=config.rpc,
+            config=config.gateway,
+            metrics=metrics,
+            own_arena=lambda: store.arena,
+            can_grant=lambda: store.can_grant,
         )
 
     pool = WorkerPool(
@@ -260,7 +266,10 @@ def _gateway(components: _Components) -> Gateway:
         transfer=components.config.transfer,
         features=features,
         handover=Handover(
-            transports=[ShmTransport(), inline], max_inline_bytes=components.config.transfer.max_inline_bytes
+            transports=[ShmTransport(), PullTransport(), inline],
+            max_inline_bytes=components.config.transfer.max_inline_bytes,
+            grants=StoreGrants(components.store),
+            mover=components.config.transfer.mover,
         ),
         assembler=components.frontend.assembler,
         workers=components.links,

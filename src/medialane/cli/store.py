@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -20,14 +22,22 @@ from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreServer
 from medialane.store.messages import StoreStatus
+from medialane.transfer import Mover
+from medialane.transfer.nixl import NixlMover
 from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
 
+#: One entry per RDMA device (Linux, drivers/infiniband).
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
 #: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
 #: workers will decode.
+#: Share of the arena that reads of stopped hosts may withhold.
+_MAX_GIVEN_UP_SHARE = 0.125
+
 PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
 
 
@@ -80,10 +90,15 @@ class _Store:
         stack.push_async_callback(self._pool.close)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
+        self._pulls = pulls = Pulls(arena, config.rpc, movers(config, arena.id))
+        stack.push_async_callback(pulls.close)
+        if config.store.peer_listen:
+            logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
         self._server = StoreServer(
             Items(arena=arena, pool=self._pool, fetcher=fetcher, media=config.media, aliases=aliases),
             arena,
             config.rpc,
+            pulls=pulls,
             max_connections=config.store.max_connections,
             processor=lambda: self._pool.processor_settings,
             status=self._status,
@@ -101,8 +116,27 @@ class _Store:
         return True
 
     def _status(self) -> StoreStatus:
-        stats = StoreStats(self._arena.stats(), self._pool.stats())
+        stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats)
         return StoreStatus(stats, self._pool.degradation, self._has_started)
+
+
+def _wants_nixl(config: Config) -> bool:
+    """Whether NIXL may be used. Over TCP it is slower than tcp (`medialane bench transfer`), and open to any peer."""
+    if config.store.nixl != "auto":
+        return config.store.nixl == "on"
+    return not config.rpc.tls_cert and any(RDMA_DEVICES.glob("*"))
+
+
+def movers(config: Config, arena: str) -> list[Mover]:
+    """Return the movers besides tcp, which cost nothing until they are used."""
+    if not _wants_nixl(config):
+        return []
+    if importlib.util.find_spec("nixl") is None:
+        logger.info("NIXL is not installed (the extra nixl): entries of other hosts are copied by tcp")
+        return []
+    return [
+        NixlMover(arena, config.arena.directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))
+    ]
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import FrameType
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ import uvloop
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.store_command import check_store
+from medialane.cli.worker_store import host_store
 from medialane.cluster.local import check_join
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="unix socket of this host's media store: unix:/path; without one, media arrive in messages",
     )
     parser.add_argument(
+        "--start-store",
+        action="store_true",
+        help="start the store at --store if none runs there, for workers on a host without a gateway",
+    )
+    parser.add_argument(
         "--engine",
         choices=("vllm", "simulated"),
         default="vllm",
@@ -67,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if args.store is not None:
         check_store(args.store, "--store")
+    elif args.start_store:
+        raise StartupFailed("--start-store needs --store unix:/path, at which the store is to listen")
     if args.listen is None and not config.worker.join:
         raise StartupFailed("a worker needs --join HOST:PORT, the gateways to connect to, or --listen ADDRESS")
     check_join(config)
@@ -98,7 +106,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     directory = config.arena.directory
 
     async def serve() -> int:
-        async with _host_arena(config, args.store if engine.takes_media else None) as host_arena:
+        async with _host_arena(config, args if engine.takes_media else None) as host_arena:
             return await serve_worker(
                 config.worker,
                 config.rpc,
@@ -116,20 +124,21 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
 
 
 @asynccontextmanager
-async def _host_arena(config: Config, address: str | None) -> AsyncIterator[StoreEntries | None]:
-    """Stay connected to this host's store, if it has one."""
-    if address is None:
+async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncIterator[StoreEntries | None]:
+    """Stay connected to this host's store, if it has one, and keep it running if that is wanted."""
+    if args is None or args.store is None:
         yield None
         return
     link = StoreLink(
-        address,
+        args.store,
         rpc=config.rpc,
         arena_directory=config.arena.directory,
         wait_timeout_s=config.store.wait_timeout_s,
     )
     running = asyncio.create_task(link.run(), name="store link")
     try:
-        yield StoreEntries(link, retention_s=config.store.hold_retention_s)
+        async with host_store(config, args.model, args.store) if args.start_store else nullcontext():
+            yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:
         running.cancel()
         await asyncio.wait([running])
@@ -146,7 +155,7 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
     from medialane.worker.simulated import serve_simulated
 
     async def serve() -> int:
-        async with _host_arena(config, args.store) as host_arena:
+        async with _host_arena(config, args) as host_arena:
             return await serve_simulated(
                 config.simulated,
                 config.worker,

@@ -123,6 +123,9 @@ class HandoverFailed(MedialaneError, code="handover_failed"):
 
 class MediaLost(HandoverFailed, code="media_lost"): ...  # with the store in whose arena they were
 
+class TransferFailed(HandoverFailed, code="transfer_failed"):
+    """An entry could not be copied from another host's store. Another mover or transfer path may succeed."""
+
 class ProtocolViolation(MedialaneError, code="protocol_violation"):
     """The peer violated the protocol; the connection is closed."""
 

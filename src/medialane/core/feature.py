@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from medialane.core.media import MediaRef, MediaSize, Modality
+from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stage import StageName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
@@ -180,7 +181,8 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     * Stage `decoded`: one tensor, laid out as in `core.media`: pixels or frames (uint8), or samples (float32).
     * Stage `url`: one tensor, the encoded bytes (uint8), their `media_type` and the decoding options `io`.
 
-    `mm_hash` is the item's identifier in the engine, `param` its field in the client's request.
+    `mm_hash` is the item's identifier in the engine, `param` its field in the client's request. `remote` is the
+    entry of the tensors if it is in another host's arena: the worker has its own store copy it.
     """
 
     modality: Modality
@@ -192,6 +194,7 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     media_type: str | None = None
     io: bytes = b"{}"
     param: str | None = None
+    remote: RemoteEntry | None = None
 
     def __repr__(self) -> str:
         return f"MediaPayload({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"

@@ -25,6 +25,9 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
     def media(self) -> tuple[MediaPayload, ...]:
         return self.features
 
+    def with_media(self, media: Sequence[MediaPayload]) -> ExpandedPrompt:
+        return msgspec.structs.replace(self, features=tuple(media))
+
     def __repr__(self) -> str:
         return f"ExpandedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"
 
@@ -44,6 +47,9 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
     def __post_init__(self) -> None:
         if STAGES[self.stage].is_processed:
             raise ValueError(f"a prompt of stage {self.stage} must be expanded")
+
+    def with_media(self, media: Sequence[MediaPayload]) -> SourcePrompt:
+        return msgspec.structs.replace(self, media=tuple(media))
 
     def __repr__(self) -> str:
         return f"SourcePrompt({len(self.token_ids)} tokens, {len(self.media)} items {self.stage})"

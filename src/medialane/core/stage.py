@@ -13,7 +13,7 @@ from typing import Literal
 
 StageName = Literal["features", "decoded", "url"]
 StageChoice = Literal["auto", StageName]
-TransportName = Literal["shm", "inline"]
+TransportName = Literal["shm", "pull", "inline"]
 
 #: Remaining steps before the language model. The encoder runs inside the engine.
 WorkerStep = Literal["decode", "process", "encode"]
@@ -32,7 +32,7 @@ class Stage:
     name: StageName
     sends: Literal["processed", "decoded", "encoded"]
     worker_steps: tuple[WorkerStep, ...]
-    transports: tuple[TransportName, ...] = ("shm", "inline")
+    transports: tuple[TransportName, ...] = ("shm", "pull", "inline")
     last_resort: tuple[TransportName, ...] = ()
     same_processor: bool = False
     instead: StageName | None = None

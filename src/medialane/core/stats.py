@@ -48,11 +48,22 @@ class PoolStats(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
 
 
+class PullStats(msgspec.Struct, frozen=True):
+    """Entries copied from other hosts' stores, by mover; and the ranges that may still be written by a read that was
+    given up."""
+
+    num_pulls: Mapping[str, int] = {}
+    num_bytes: Mapping[str, int] = {}
+    num_failed: Mapping[str, int] = {}
+    num_quarantined: int = 0
+
+
 class StoreStats(msgspec.Struct, frozen=True):
     """State of a host's media store."""
 
     arena: ArenaStats
     preparers: PoolStats
+    pulls: PullStats = PullStats()
 
 
 class RoutingStats(msgspec.Struct, frozen=True):

@@ -41,11 +41,17 @@ class ConnectedWorker:
     client: RpcClient
     disagreements: Disagreements
     own_arena: Callable[[], str | None]
+    can_grant: Callable[[], bool] = bool
 
     @property
     def same_host(self) -> bool:
         """Whether the worker has mapped the arena that this gateway's media are in."""
         return self.client.arena is not None and self.client.arena == self.own_arena()
+
+    @property
+    def can_pull(self) -> bool:
+        """Whether the worker has a store on another host, which may copy from ours."""
+        return self.client.arena is not None and not self.same_host and self.can_grant()
 
     def endpoint(self, rank: int) -> Endpoint:
         """Return one of its data-parallel ranks, with its last reported load."""

@@ -234,6 +234,7 @@ class Gateway:
             self._stage_for(prepared.source),
             self._transfer.transport,
             same_host=link.same_host,
+            can_pull=link.can_pull,
             same_processor=link.same_processor,
             prepared=bool(prepared.features),
         )

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from medialane.core.errors import HandoverFailed
+from msgspec.structs import replace
+
+from medialane.core.errors import HandoverFailed, StoreUnavailable
 from medialane.core.feature import MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
+from medialane.core.remote_entry import MoverChoice, RemoteEntry
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
-from medialane.core.tensor import TensorDescriptor
+from medialane.core.tensor import ArenaRange, TensorDescriptor
 from medialane.observability.timeline import StageTimeline
 from medialane.transfer import TransferPath, TransferTensors, Transport
 
 
-class Handover:
-    """Builds the prompt that is sent."""
+class Grants(Protocol):
+    """Lets other hosts copy entries; implemented by `store.StoreGrants`."""
 
-    def __init__(self, *, transports: Sequence[Transport], max_inline_bytes: int) -> None:
+    async def grant(self, ranges: Sequence[ArenaRange]) -> Sequence[RemoteEntry]:
+        """Return the right to copy each of these entries, which the caller holds until they are copied.
+
+        Raises HandoverFailed, StoreUnavailable.
+        """
+        ...
+
+
+class Handover:
+    """Builds the prompt that is sent. `grants` are for the transport `pull`, `mover` is the choice of a mover."""
+
+    def __init__(
+        self,
+        *,
+        transports: Sequence[Transport],
+        max_inline_bytes: int,
+        grants: Grants | None = None,
+        mover: MoverChoice = "auto",
+    ) -> None:
+        self._grants = grants
+        self._mover = mover
         self._transports = {t.name: t for t in transports}
         self._max_inline_bytes = max_inline_bytes
 
@@ -35,8 +59,32 @@ class Handover:
         published = self._publish(transfer_path, [item.feature.tensors for item in items], timeline)
         options = prepared.source.options
         if is_processed:
-            return ExpandedPrompt(token_ids, tuple(map(_feature, prepared.features, published)), options)
-        return SourcePrompt(token_ids, tuple(map(_source, items, published)), options, transfer_path.stage)
+            payloads = list(map(_feature, prepared.features, published))
+        else:
+            payloads = list(map(_source, items, published))
+        if transfer_path.transport == "pull":
+            payloads = await self._granted(payloads)
+        if is_processed:
+            return ExpandedPrompt(token_ids, tuple(payloads), options)
+        return SourcePrompt(token_ids, tuple(payloads), options, transfer_path.stage)
+
+    async def _granted(self, payloads: Sequence[MediaPayload]) -> list[MediaPayload]:
+        """Return the payloads with the right to copy their entries. Raises HandoverFailed.
+
+        An item without large tensors needs none.
+        """
+        ranges = list(dict.fromkeys(found for payload in payloads if (found := _entry(payload)) is not None))
+        if self._grants is None:
+            raise HandoverFailed("there is no store to copy from")
+        try:
+            granted = await self._grants.grant(ranges)
+        except StoreUnavailable as error:
+            raise HandoverFailed(error.message) from error
+        remote = {entry.range: replace(entry, mover=self._mover) for entry in granted}
+        return [
+            payload if (found := _entry(payload)) is None else replace(payload, remote=remote[found])
+            for payload in payloads
+        ]
 
     def _publish(
         self, transfer_path: TransferPath, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
@@ -50,6 +98,11 @@ class Handover:
                 )
             timeline.copied_bytes += total
         return [self._transports[transfer_path.transport].publish(item) for item in tensors]
+
+
+def _entry(payload: MediaPayload) -> ArenaRange | None:
+    """Return the arena entry of the payload's tensors, which are all in the same."""
+    return next((tensor.range for tensor in payload.tensors if isinstance(tensor, TensorDescriptor)), None)
 
 
 def _feature(placed: PlacedFeature, tensors: TransferTensors) -> MediaPayload:

@@ -79,10 +79,13 @@ class WorkerLink:
         config: GatewayConfig,
         metrics: Metrics,
         own_arena: Callable[[], str | None] = lambda: None,
+        can_grant: Callable[[], bool] = bool,
     ) -> None:
-        """`own_arena` returns the arena that this gateway's media are in."""
+        """`own_arena` returns the arena that this gateway's media are in, `can_grant` whether other hosts' stores can
+        copy from it."""
         self.address = address
         self._own_arena = own_arena
+        self._can_grant = can_grant
         self._hello = hello
         self._rpc = rpc
         self._config = config
@@ -107,6 +110,10 @@ class WorkerLink:
     @property
     def same_host(self) -> bool:
         return self._worker is not None and self._worker.same_host
+
+    @property
+    def can_pull(self) -> bool:
+        return self._worker is not None and self._worker.can_pull
 
     @property
     def same_processor(self) -> bool:
@@ -207,7 +214,7 @@ class WorkerLink:
         for name, (ours, theirs) in differing.items():
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
         logger.info("worker %s is ready", self.address)
-        self._worker = ConnectedWorker(self.address, client, differing, self._own_arena)
+        self._worker = ConnectedWorker(self.address, client, differing, self._own_arena, self._can_grant)
         self._join(client)
         self._failure = None
 

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from medialane.core.request import Endpoint
-from medialane.core.stats import ArenaStats, PoolStats, RoutingStats, StoreStats
+from medialane.core.stats import ArenaStats, PoolStats, PullStats, RoutingStats, StoreStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 
@@ -178,6 +178,7 @@ def _store(stats: StoreStats | None) -> Iterator[Metric]:
     if stats is not None:
         yield from _arena(stats.arena)
         yield from _preparers(stats.preparers)
+        yield from _pulls(stats.pulls)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -186,6 +187,14 @@ def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Met
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     return _filled(CounterMetricFamily(name, text, labels=[label]), values)
+
+
+def _pulls(stats: PullStats) -> Iterator[Metric]:
+    yield _counter("medialane_store_pulls", "Entries copied from other hosts' stores", "mover", stats.num_pulls)
+    yield _counter("medialane_store_pulled_bytes", "Bytes of these entries", "mover", stats.num_bytes)
+    yield _counter("medialane_store_failed_pulls", "Copies that have failed", "mover", stats.num_failed)
+    text = "Ranges that a failed copy may still write to, and that are not reused before it has ended"
+    yield GaugeMetricFamily("medialane_store_quarantined_ranges", text, value=stats.num_quarantined)
 
 
 def _arena(stats: ArenaStats) -> Iterator[Metric]:

@@ -11,12 +11,11 @@ from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.dial import dial
 from medialane.store.messages import (
-    AliasResolved,
     Call,
     CallFailed,
     Cancel,
     EntriesHeld,
-    ImageSize,
+    EntriesPulled,
     ItemFound,
     Proceed,
     Question,
@@ -24,7 +23,6 @@ from medialane.store.messages import (
     Reclaimed,
     Release,
     Reply,
-    SendData,
     StoreHello,
     StorePing,
     StoreRefused,
@@ -161,7 +159,7 @@ class StoreClient:
             case StoreRefused(report):
                 self.refusal = from_report(report)
                 self._connection.end(self.refusal)
-            case SendData() | ImageSize() | ItemFound() | AliasResolved() | EntriesHeld() | CallFailed():
+            case _:
                 self._reply(message)
 
     def beat(self) -> None:
@@ -207,7 +205,7 @@ def _granted(message: Reply | Question) -> Sequence[int]:
     match message:
         case ItemFound():
             return [message.hold_id]
-        case EntriesHeld():
+        case EntriesHeld() | EntriesPulled():
             return message.hold_ids
         case _:
             return ()

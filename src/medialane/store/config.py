@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import field
 
@@ -21,6 +23,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     hold_retention_s: NonNegativeFloat = field(default=1.0, name="store-hold-retention")
     """how long gateways and workers hold an item after its last use, so that using it again needs no message to the
     store; 0 disables it. At most an eighth of the arena each, and nothing while memory is short"""
+    peer_listen: str = field(default="", name="peer-listen")
+    """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
+    that they can connect to; none by default"""
+    nixl: Literal["auto", "on", "off"] = field(default="auto", name="peer-nixl")
+    """whether entries may be copied between hosts by NIXL, which neither encrypts nor authenticates: auto (if the host
+    has RDMA devices and TLS is not configured), on, off"""
 
     def validate(self) -> None:
         check_bounds(self)

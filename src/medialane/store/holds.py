@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import cast
 
+from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.store.hold_cache import HoldCache
 from medialane.store.link import StoreLink
-from medialane.store.messages import EntriesHeld, HoldEntries
+from medialane.store.messages import EntriesHeld, EntriesPulled, GrantPulls, HoldEntries, PullEntries, PullsGranted
 
 
 class EntriesHold:
@@ -25,6 +26,19 @@ class EntriesHold:
         holds.close()
 
 
+class StoreGrants:
+    """Grants other hosts the entries that this client holds (implements `gateway.handover.Grants`)."""
+
+    def __init__(self, link: StoreLink) -> None:
+        self._link = link
+
+    async def grant(self, ranges: Sequence[ArenaRange]) -> list[RemoteEntry]:
+        if not ranges:
+            return []
+        reply = await self._link.call_at(ranges[0].arena, lambda call_id: GrantPulls(call_id, list(ranges)))
+        return cast("PullsGranted", reply).entries
+
+
 class StoreEntries:
     """Entries of the arena that gateways refer to (implements `worker.HostArena`). They are retained for `retention_s`
     after their last use (`HoldCache`)."""
@@ -32,6 +46,8 @@ class StoreEntries:
     def __init__(self, link: StoreLink, *, retention_s: float = 0.0) -> None:
         self._link = link
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
+        #: Copies of entries of other hosts, by the original's range.
+        self._copies: HoldCache[ArenaRange, ArenaRange] = HoldCache(link, retention_s=retention_s)
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         self._link.watch(listener)
@@ -45,6 +61,22 @@ class StoreEntries:
                 for entry, hold_id in zip(missing, hold_ids, strict=True):
                     holds.callback(self._holds.add(entry, hold_id, entry, None).release)
             return EntriesHold(holds.pop_all())
+
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[ArenaRange]]:
+        with ExitStack() as holds:
+            copies: dict[ArenaRange, ArenaRange] = {}
+            for entry in entries:
+                if (hold := self._copies.use(entry.range)) is not None:
+                    holds.callback(hold.release)
+                    copies[entry.range] = hold.value
+            missing = [entry for entry in entries if entry.range not in copies]
+            if missing:
+                reply = await self._link.call(lambda call_id: PullEntries(call_id, missing))
+                pulled = cast("EntriesPulled", reply)
+                for entry, hold_id, copy in zip(missing, pulled.hold_ids, pulled.ranges, strict=True):
+                    holds.callback(self._copies.add(entry.range, hold_id, copy, copy).release)
+                    copies[entry.range] = copy
+            return EntriesHold(holds.pop_all()), [copies[entry.range] for entry in entries]
 
     def _use(self, entry: ArenaRange, holds: ExitStack) -> bool:
         if (hold := self._holds.use(entry)) is None:

@@ -74,6 +74,11 @@ class StoreLink:
         return None if self._view is None else self._view.id
 
     @property
+    def can_grant(self) -> bool:
+        """Whether other hosts' stores can copy the store's entries."""
+        return self._client is not None and self._client.welcome.can_grant
+
+    @property
     def max_payload_bytes(self) -> int:
         """The largest item that fits into the arena; unlimited while it is unknown."""
         return sys.maxsize if self._view is None else self._view.max_payload_bytes

@@ -13,6 +13,10 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
                             <-      EntriesHeld(call, holds)    one hold each
+    GrantPulls(call, ranges)->                              let another host's store copy entries that the client holds
+                            <-      PullsGranted(call, entries)
+    PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
+                            <-      EntriesPulled(call, holds, ranges)
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
@@ -21,7 +25,7 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     Ping                    ->                              every heartbeat interval, and before a scrape of metrics
                             <-      StoreStatus             at once after StoreWelcome and Ping, and every heartbeat
 
-Calls run concurrently, and their results arrive in any order. The client releases an `ItemFound` or `EntriesHeld` that
+Calls run concurrently, and their results arrive in any order. The client releases a hold that
 crosses a `Cancel`. Any frame that is not one of these messages closes the connection.
 
 When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
@@ -37,6 +41,7 @@ import msgspec
 from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.observability.timeline import TimelineReport
@@ -64,10 +69,11 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The store's arena."""
+    """The store's arena. `can_grant` is whether other hosts' stores can connect to the store."""
 
     pid: int
     arena: ArenaOffer
+    can_grant: bool = False
 
 
 class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -146,6 +152,31 @@ class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hold_ids: list[int]
 
 
+class GrantPulls(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    ranges: list[ArenaRange]
+
+
+class PullsGranted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """In the order of the ranges."""
+
+    call_id: int
+    entries: list[RemoteEntry]
+
+
+class PullEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    entries: list[RemoteEntry]
+
+
+class EntriesPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The copies in the store's arena, and a hold on each, in the order of the entries."""
+
+    call_id: int
+    hold_ids: list[int]
+    ranges: list[ArenaRange]
+
+
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     error: ErrorReport
@@ -180,10 +211,10 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     has_started: bool = True
 
 
-ToStore = StoreHello | FindItem | Proceed | ResolveAlias | HoldEntries | Cancel | Release | Reclaimed | StorePing
 Question = SendData | ImageSize
-Call = FindItem | ResolveAlias | HoldEntries
-Reply = ItemFound | AliasResolved | EntriesHeld | CallFailed
+Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries
+Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | CallFailed
+ToStore = StoreHello | Call | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)

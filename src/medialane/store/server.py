@@ -17,6 +17,7 @@ from medialane.rpc.listener import Listener
 from medialane.store.client_use import ClientUse
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, StoreHello, StoreStatus, StoreWelcome
+from medialane.store.pulls import Pulls
 from medialane.store.session import StoreSession
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class StoreServer:
         arena: Arena,
         config: RpcConfig,
         *,
+        pulls: Pulls,
         max_connections: int,
         processor: Callable[[], Mapping[str, str]],
         status: Callable[[], StoreStatus],
@@ -45,6 +47,7 @@ class StoreServer:
         self._items = items
         self._arena = arena
         self._config = config
+        self._pulls = pulls
         self._max_connections = max_connections
         self._processor = processor
         self._status = status
@@ -87,6 +90,7 @@ class StoreServer:
             self._items,
             self._arena,
             self._config,
+            pulls=self._pulls,
             register=self._register,
             status=self._status,
             reclaim=self._reclaim,
@@ -108,7 +112,7 @@ class StoreServer:
         session.use = self._earlier_use(hello)
         session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())
         offer = ArenaOffer(self._arena.id, self._arena.nonce)
-        return StoreWelcome(pid=os.getpid(), arena=offer)
+        return StoreWelcome(pid=os.getpid(), arena=offer, can_grant=self._pulls.can_grant)
 
     def _check_processor(self, hello: StoreHello) -> None:
         """Raise StartupFailed if features made here would be others than the client wants."""

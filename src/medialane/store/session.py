@@ -32,11 +32,15 @@ from medialane.store.messages import (
     CallFailed,
     Cancel,
     EntriesHeld,
+    EntriesPulled,
     FindItem,
+    GrantPulls,
     HoldEntries,
     ImageSize,
     ItemFound,
     Proceed,
+    PullEntries,
+    PullsGranted,
     Question,
     Reclaim,
     Reclaimed,
@@ -52,6 +56,7 @@ from medialane.store.messages import (
     ToStore,
     decode_to_store,
 )
+from medialane.store.pulls import Pulls
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ class StoreSession:
         arena: Arena,
         config: RpcConfig,
         *,
+        pulls: Pulls,
         register: Callable[[StoreSession, StoreHello], StoreWelcome],
         status: Callable[[], StoreStatus],
         reclaim: Callable[[], Awaitable[bool]],
@@ -77,6 +83,7 @@ class StoreSession:
     ) -> None:
         self._items = items
         self._arena = arena
+        self._pulls = pulls
         self._register = register
         self._status = status
         self._reclaim_all = reclaim
@@ -137,7 +144,7 @@ class StoreSession:
 
     def _act(self, message: ToStore) -> None:
         match message:
-            case FindItem() | ResolveAlias() | HoldEntries():
+            case FindItem() | ResolveAlias() | HoldEntries() | GrantPulls() | PullEntries():
                 self._start(message)
             case Proceed(call_id):
                 question = self._questions.pop(call_id, None)
@@ -175,30 +182,36 @@ class StoreSession:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id
-        if isinstance(call, FindItem):
+        if isinstance(call, FindItem | PullEntries):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
             return
         try:
-            reply = self._hold(call) if isinstance(call, HoldEntries) else self._resolve(call)
+            reply = self._reply_at_once(call)
         except MedialaneError as error:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    async def _answer(self, call: FindItem) -> None:
+    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias) -> Reply:
+        match call:
+            case HoldEntries():
+                return self._hold(call)
+            case GrantPulls(call_id, ranges):
+                return PullsGranted(call_id, self._pulls.grant(ranges))
+            case ResolveAlias(call_id, ref):
+                return AliasResolved(call_id, self._items.resolve(ref))
+
+    async def _answer(self, call: FindItem | PullEntries) -> None:
         reply: Reply
         try:
-            reply = await self._find(call)
+            reply = await (self._find(call) if isinstance(call, FindItem) else self._pull(call))
         except MedialaneError as error:
             reply = CallFailed(call.call_id, to_report(error))
         except Exception:  # the supervisor of one call: it fails, and no other
             logger.exception("a call has failed")
             reply = CallFailed(call.call_id, to_report(MedialaneError("internal error of the media store")))
         self.connection.send(reply, at_once=True)
-
-    def _resolve(self, call: ResolveAlias) -> Reply:
-        return AliasResolved(call.call_id, self._items.resolve(call.ref))
 
     async def _find(self, call: FindItem) -> Reply:
         timeline = StageTimeline()
@@ -241,6 +254,17 @@ class StoreSession:
                 raise HandoverFailed("the request's media are no longer held")
             leases.append(lease)
         return EntriesHeld(call.call_id, [self.use.hold([lease]) for lease in leases])
+
+    async def _pull(self, call: PullEntries) -> Reply:
+        """Hold copies of the entries. All or none."""
+        try:
+            leases = await self._pulls.pull(call.entries)
+        except ArenaFull:
+            if not await self._reclaim_all():
+                raise
+            leases = await self._pulls.pull(call.entries)
+        ranges = [lease.range for lease in leases]
+        return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], ranges)
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""

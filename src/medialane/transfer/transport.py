@@ -5,22 +5,24 @@ A transport has two ends. The gateway's converts the tensors of an arena entry t
 converts that form to readable bytes.
 
 * `shm`, same host: the descriptor is sent, both ends map the arena, no byte is copied.
+* `pull`, another host: the descriptor is sent, the store of the worker's host copies the entry by `tcp` or `nixl`.
 * `inline`, any host, small tensors: the bytes are sent with the request message, copied once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
 from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed, MediaLost
+from medialane.core.remote_entry import MoverName
 from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
 from medialane.core.tensor import InlineTensor, TensorDescriptor
 
-TransportChoice = Literal["auto", "shm", "inline"]
+TransportChoice = Literal["auto", "shm", "inline", MoverName]
 
 TransferTensors = tuple[TensorDescriptor | InlineTensor, ...]
 
@@ -52,6 +54,12 @@ class ShmTransport:
 
     def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
         return tensors
+
+
+class PullTransport(ShmTransport):
+    """The same descriptors; with each entry goes the right to copy it (`core.remote_entry`)."""
+
+    name: TransportName = "pull"
 
 
 class ShmReceiver:
@@ -129,12 +137,19 @@ class TransferPath(msgspec.Struct, frozen=True):
 
 
 def transfer_paths(
-    stage: StageChoice, transport: TransportChoice, *, same_host: bool, same_processor: bool, prepared: bool
+    stage: StageChoice,
+    transport: TransportChoice,
+    *,
+    same_host: bool,
+    can_pull: bool = False,
+    same_processor: bool,
+    prepared: bool,
 ) -> tuple[TransferPath, ...]:
     """Return the transfer paths to try, best first; empty if the configured choice is impossible at this worker.
 
-    `same_host`: the worker has proved that it maps our arena. `same_processor`: its processor settings equal ours, so
-    our features are equivalent to its own. `prepared`: the request has features.
+    `same_host`: the worker has proved that it maps our arena. `can_pull`: it has a store that may connect to ours.
+    `same_processor`: its processor settings equal ours, so our features are equivalent to its own. `prepared`: the
+    request has features.
     """
 
     def is_possible(found: Stage) -> bool:
@@ -143,7 +158,7 @@ def transfer_paths(
     return tuple(
         TransferPath(found.name, name)
         for found in _stages(stage, is_possible)
-        for name in _transports(found, transport, same_host=same_host)
+        for name in _transports(found, transport, same_host=same_host, can_pull=can_pull)
     )
 
 
@@ -161,6 +176,15 @@ def _stages(choice: StageChoice, is_possible: Callable[[Stage], bool]) -> Iterat
             name = stage.instead
 
 
-def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool) -> tuple[TransportName, ...]:
-    found = tuple(name for name in stage.transports if choice in ("auto", name) and (same_host or name != "shm"))
-    return found or stage.last_resort
+def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool, can_pull: bool) -> tuple[TransportName, ...]:
+    """A choice of a mover is one of `pull`, and of `shm` for workers of this host, which need no copy."""
+    possible = {"shm": same_host, "pull": can_pull and not same_host, "inline": True}
+    chosen: Collection[str] = [choice]
+    if choice in get_args(MoverName):
+        chosen = ("shm", "pull")
+    elif choice == "auto":
+        chosen = stage.transports
+    found = tuple(name for name in stage.transports if name in chosen and possible[name])
+    if not found or found[-1] == "pull":  # the other host may be unreachable
+        found += stage.last_resort
+    return found

@@ -7,7 +7,10 @@ from typing import Protocol
 
 from medialane.core.errors import HandoverFailed
 from medialane.core.feature import Hold
+from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaOffer, ArenaRange
+
+_NO_STORE = "this worker has no store on its host"
 
 
 class HostArena(Protocol):
@@ -21,6 +24,11 @@ class HostArena(Protocol):
         StoreUnavailable if the store is lost."""
         ...
 
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
+        """Have the store copy entries of another host's store, unless it has them; hold the copies until the result is
+        released, and return their ranges. Raises MedialaneError."""
+        ...
+
 
 class NoArena:
     """For a worker without a store on its host: media arrive in messages."""
@@ -29,4 +37,7 @@ class NoArena:
         """There is nothing to watch."""
 
     async def hold(self, ranges: Sequence[ArenaRange]) -> Hold:
-        raise HandoverFailed("this worker has no store on its host")
+        raise HandoverFailed(_NO_STORE)
+
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
+        raise HandoverFailed(_NO_STORE)

@@ -9,15 +9,23 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
+import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
-from medialane.core.errors import GenerationFailed, MediaLost, StoreUnavailable, WorkerLost
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    MediaLost,
+    StoreUnavailable,
+    Unavailable,
+    WorkerLost,
+)
 from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, Prompt, WorkerLoad
-from medialane.core.tensor import ArenaOffer, InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import Hello, Welcome
 from medialane.transfer import InlineReceiver, Receiver, ShmReceiver
@@ -93,7 +101,7 @@ class Worker:
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
-        hold = await self._hold(request.prompt)
+        request, hold = await self._hold(request)
         try:
             async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
                 async for delta in deltas:
@@ -199,15 +207,23 @@ class Worker:
         for listener in list(self._arena_listeners):
             listener(arena)
 
-    async def _hold(self, prompt: Prompt) -> Hold | None:
-        """Hold the entries of the arena that the request reads. Raises HandoverFailed."""
-        ranges = {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
-        if not ranges:
-            return None
+    async def _hold(self, request: EngineRequest) -> tuple[EngineRequest, Hold | None]:
+        """Hold the entries that the request reads, after those of another host were copied to the arena of this one.
+
+        Returns the request with the ranges of the copies. Raises HandoverFailed.
+        """
+        media = request.prompt.media
+        remote = {item.remote.range: item.remote for item in media if item.remote is not None}
+        ranges = {t.range for item in media for t in item.tensors if isinstance(t, TensorDescriptor)}
         try:
-            return await self._host_arena.hold(list(ranges))
-        except StoreUnavailable as error:
-            raise MediaLost(error.message) from error
+            if remote:
+                hold, copies = await self._host_arena.pull(list(remote.values()))
+                return _moved(request, dict(zip(remote, copies, strict=True))), hold
+            return request, await self._host_arena.hold(list(ranges)) if ranges else None
+        except Unavailable as error:
+            if isinstance(error, StoreUnavailable) and not remote:
+                raise MediaLost(error.message) from error
+            raise HandoverFailed(error.message) from error  # their gateway's store still has them
 
     def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
         return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]
@@ -223,3 +239,16 @@ class Worker:
         except TimeoutError:
             return
         await asyncio.sleep(MIN_PING_INTERVAL_S)
+
+
+def _moved(request: EngineRequest, copies: Mapping[ArenaRange, ArenaRange]) -> EngineRequest:
+    """Return the request with the tensors of entries that have been copied."""
+
+    def moved(tensor: TensorDescriptor | InlineTensor) -> TensorDescriptor | InlineTensor:
+        if not isinstance(tensor, TensorDescriptor) or tensor.range not in copies:
+            return tensor
+        return TensorDescriptor(tensor.spec, copies[tensor.range], tensor.offset)
+
+    replace = msgspec.structs.replace
+    media = [replace(item, tensors=tuple(map(moved, item.tensors)), remote=None) for item in request.prompt.media]
+    return replace(request, prompt=request.prompt.with_media(media))

@@ -14,7 +14,7 @@ from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
-from medialane.store import StoreLink, StoreServer
+from medialane.store import Pulls, StoreLink, StoreServer
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
 from poison import poison_freed
@@ -113,6 +113,7 @@ class World:
             self.items,
             self.arena,
             RPC,
+            pulls=Pulls(self.arena, RPC),
             max_connections=16,
             processor=lambda: self.processor,
             status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE), None, self.has_started),

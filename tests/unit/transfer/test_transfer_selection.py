@@ -34,6 +34,29 @@ def test_allowed_transfer_paths_are_tried_best_first(stage, transport, same_host
     assert list(found) == expected
 
 
+PULLED = [TransferPath(stage, "pull") for stage in ("features", "decoded", "url")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "same_host", "can_pull", "expected"),
+    [
+        ("auto", False, True, [PULLED[0], *FEATURES_INLINE, PULLED[2], *URL_INLINE]),
+        ("tcp", False, True, [PULLED[0], PULLED[2], *URL_INLINE]),
+        ("nixl", False, True, [PULLED[0], PULLED[2], *URL_INLINE]),
+        ("tcp", True, True, FEATURES[:1] + URL[:1]),
+        ("tcp", False, False, URL_INLINE),
+        ("shm", False, True, URL_INLINE),
+        ("inline", False, True, FEATURES_INLINE + URL_INLINE),
+        ("auto", True, True, FEATURES + URL),
+    ],
+)
+def test_store_of_another_host_pulls_what_a_worker_here_would_map(transport, same_host, can_pull, expected):
+    found = transfer_paths(
+        "auto", transport, same_host=same_host, can_pull=can_pull, same_processor=True, prepared=True
+    )
+    assert list(found) == expected
+
+
 def test_transfer_path_is_formatted_as_stage_and_transport():
     assert [str(transfer_path) for transfer_path in FEATURES + DECODED_INLINE] == [
         "features/shm",

@@ -1,0 +1,84 @@
+"""The store of a worker's host, started by the worker if none runs there (`medialane worker --start-store`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from medialane.cluster.child_process import ChildProcess, describe_exit
+from medialane.config import Config, child_environ, process_environ
+from medialane.core.backoff import Backoff
+from medialane.rpc.address import UnixAddress, parse_address
+
+logger = logging.getLogger(__name__)
+
+#: How often it is checked that the host has a store: another worker, which has started it, may have stopped.
+CHECK_S = 1.0
+MAX_BACKOFF_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+#: Gateways of other hosts prepare the media: such a store needs no processor of the model.
+_FLAGS = ("--stage", "url", "--preparers", "1")
+
+
+@asynccontextmanager
+async def host_store(config: Config, model: str, address: str) -> AsyncIterator[None]:
+    """Keep a store running at `address`, a unix socket, during the block. If workers of one host use the same address,
+    the first of them starts the store, and another one when that has stopped."""
+    running = asyncio.create_task(_keep_running(config, model, address), name="host store")
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def _keep_running(config: Config, model: str, address: str) -> None:
+    backoff = Backoff(initial_s=CHECK_S, max_s=MAX_BACKOFF_S)
+    while True:
+        if has_listener(address):
+            backoff.reset()
+            await asyncio.sleep(CHECK_S)
+        else:
+            await _run_once(command(model, address), config, model)
+            await asyncio.sleep(backoff.next())
+
+
+async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
+    environ = child_environ(config, model, (), on_gpu=False, environ=process_environ())
+    try:
+        process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
+    except OSError as error:
+        logger.error("the store of this host cannot be started: %s", error.strerror)
+        return
+    logger.info("started the store of this host, pid %d", process.pid)
+    try:
+        status = await process.wait()
+    except asyncio.CancelledError:
+        await process.stop(STOP_TIMEOUT_S)
+        raise
+    logger.warning("the store of this host has ended: %s", describe_exit(status))
+
+
+def command(model: str, address: str) -> list[str]:
+    return [sys.executable, "-m", "medialane", "store", model, "--listen", address, *_FLAGS]
+
+
+def has_listener(address: str) -> bool:
+    """Return whether a process listens at a unix socket."""
+    target = parse_address(address)
+    if not isinstance(target, UnixAddress):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(target.path)
+        except BlockingIOError:
+            return True  # its backlog is full
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,104 @@
+"""Messages between the stores of two hosts, over TCP connections that each serve one entry at a time.
+
+    destination (connects)          source (listens)
+    PeerHello               ->
+                            <-      PeerWelcome, or PeerRefused and the end of the connection
+    OpenEntry(entry)        ->                              check the capability, and hold the entry
+                            <-      EntryOpened(value, offers)
+    SendPayload             ->                              once, unless another mover copies the entry; it may be sent
+                                                            with OpenEntry, and is ignored if that is refused
+                            <-      the payload: `range.nbytes` less the entry's header, without a frame
+    CloseEntry              ->                              the payload is received: release the entry
+                            <-      EntryClosed             it was held until now, so what was received is valid
+                            <-      PeerRefused(error)      instead of EntryOpened; the connection stays usable
+
+The source ends a hold that lasts too long by closing the connection, and then the destination gets no EntryClosed. Any
+other error closes the connection, too: nothing is received from it afterwards.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from medialane.core.errors import ErrorReport, ProtocolViolation
+from medialane.core.feature import MAX_HEADER_BYTES, Feature
+from medialane.core.media import EncodedMedia
+from medialane.core.remote_entry import RemoteEntry
+
+#: Must be equal on both sides; incremented by every incompatible change.
+PEER_VERSION = 1
+
+#: Name of the protocol in the handshake that authenticates both sides (`rpc.authentication`).
+PROTOCOL = "pull"
+
+#: Largest message before and after the peer is authenticated.
+MAX_HELLO_BYTES = 4096
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (1 << 20)
+
+
+class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`arena` is that of the connecting store."""
+
+    arena: str
+    version: int = PEER_VERSION
+
+
+class PeerWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The source's arena."""
+
+    arena: str
+
+
+class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    error: ErrorReport
+
+
+class OpenEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    entry: RemoteEntry
+
+
+class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`encoded` for encoded bytes, otherwise `feature`; their ranges are in the source's arena. `offers` is what its
+    movers offer at the moment (`transfer.mover`), by name."""
+
+    feature: Feature | None = None
+    encoded: EncodedMedia | None = None
+    offers: dict[str, bytes] = {}
+
+
+class SendPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class CloseEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class EntryClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+ToSource = PeerHello | OpenEntry | SendPayload | CloseEntry
+FromSource = PeerWelcome | PeerRefused | EntryOpened | EntryClosed
+
+_TO_SOURCE: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
+_FROM_SOURCE: msgspec.msgpack.Decoder[FromSource] = msgspec.msgpack.Decoder(FromSource)
+
+#: What msgspec raises for bytes that are not such a message, `__post_init__` and invalid UTF-8 included.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
+
+
+def decode_to_source(frame: bytes) -> ToSource:
+    """Raises ProtocolViolation."""
+    try:
+        return _TO_SOURCE.decode(frame)
+    except _UNREADABLE as error:
+        raise ProtocolViolation(f"unreadable message: {error}") from error
+
+
+def decode_from_source(frame: bytes) -> FromSource:
+    """Raises ProtocolViolation."""
+    try:
+        return _FROM_SOURCE.decode(frame)
+    except _UNREADABLE as error:
+        raise ProtocolViolation(f"unreadable message: {error}") from error

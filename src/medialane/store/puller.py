@@ -1,0 +1,185 @@
+"""Copies entries of other hosts' stores into our arena, each once, where they are cached like our own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
+from medialane.core.errors import TransferFailed
+from medialane.core.feature import Feature
+from medialane.core.flight import SingleFlight
+from medialane.core.media import EncodedMedia
+from medialane.core.remote_entry import EntryKind, MoverName, RemoteEntry
+from medialane.core.stats import PullStats
+from medialane.core.tensor import ArenaRange, TensorDescriptor
+from medialane.rpc.security import Security
+from medialane.store.peers import PeerEntry, Peers
+from medialane.store.pull_time import longest_pull_s
+from medialane.transfer import Destination, Mover, MoverHealth, MoverSpeed, StillWriting
+
+logger = logging.getLogger(__name__)
+
+#: Pulls at the same time; others wait. A few saturate any link.
+MAX_PULLS = 8
+
+
+class Puller:
+    """`movers` are in the order of preference; the last one, tcp, is always usable. The owner calls `close`, when no
+    caller of `pull` is left."""
+
+    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover]) -> None:
+        self._arena = arena
+        self._movers = {mover.name: mover for mover in movers}
+        self._last = movers[-1].name
+        self._health = MoverHealth(tuple(self._movers))
+        self._speed = MoverSpeed()
+        self._peers = Peers(arena.id, security, max_threads=2 * MAX_PULLS)
+        self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
+            share=Lease.duplicate, release=Lease.release
+        )
+        self._slots = asyncio.Semaphore(MAX_PULLS)
+        self._quarantine: set[asyncio.Task[None]] = set()
+        self._num_pulls: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
+        self._num_failed: Counter[str] = Counter()
+
+    @property
+    def stats(self) -> PullStats:
+        return PullStats(
+            num_pulls=dict(self._num_pulls),
+            num_bytes=dict(self._num_bytes),
+            num_failed=dict(self._num_failed),
+            num_quarantined=len(self._quarantine),
+        )
+
+    async def pull(self, entry: RemoteEntry) -> Lease[Cached]:
+        """Return a lease on our copy of `entry`, which is copied unless an entry of its key is here, or on the way.
+
+        The caller owns the lease. Raises TransferFailed, ArenaFull, MediaTooLarge.
+        """
+        if (found := self._arena.lease_cached(entry.key, entry.kind)) is None:
+            found = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
+        if found.range.nbytes != entry.range.nbytes:
+            found.release()
+            raise TransferFailed("this host has another entry of the same key")
+        return found
+
+    async def close(self) -> None:
+        """End all reads. A range that may still be written stays allocated until this process exits."""
+        for mover in self._movers.values():
+            await mover.close()
+        for task in self._quarantine:
+            task.cancel()
+        await asyncio.gather(*self._quarantine, return_exceptions=True)
+        self._peers.close()
+
+    async def _pull(self, entry: RemoteEntry) -> Lease[Cached]:
+        async with self._slots:
+            deadline = time.monotonic() + longest_pull_s(entry.range.nbytes)
+            if entry.mover == "tcp" or (entry.mover == "auto" and len(self._movers) == 1):
+                return await self._pull_by_tcp(entry, deadline)
+            with ExitStack() as owned:
+                async with self._peers.open(entry, deadline=deadline) as opened:
+                    reservation = owned.enter_context(await self._copied(opened, deadline))
+                    value = _moved(opened.value, entry, reservation.range)
+                # The source has confirmed that it held the entry until the last byte was received.
+                return self._arena.publish(reservation, entry.key, value)
+
+    async def _pull_by_tcp(self, entry: RemoteEntry, deadline: float) -> Lease[Cached]:
+        """Like `_pull`, without choosing a mover, in fewer steps."""
+        with self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind) as reservation:
+            try:
+                with reservation.buffer as payload:
+                    value = await self._peers.fetch(entry, payload, deadline=deadline)
+            except TransferFailed as failed:
+                self._failed("tcp", entry.address, failed)
+                raise
+            self._num_pulls["tcp"] += 1
+            self._num_bytes["tcp"] += entry.range.nbytes
+            return self._arena.publish(reservation, entry.key, _moved(value, entry, reservation.range))
+
+    async def _copied(self, opened: PeerEntry, deadline: float) -> Reservation:
+        """Return a range with the payload, copied by the first mover that works. The caller owns it."""
+        error = TransferFailed(f"the other store does not offer --transport {opened.entry.mover}")
+        usable = self._usable(opened)
+        for name in self._speed.order(opened.entry.address, usable, opened.entry.range.nbytes):
+            mover, started = self._movers[name], time.monotonic()
+            try:
+                reservation = await self._read(mover, opened, deadline)
+            except TransferFailed as failed:
+                self._failed(mover.name, opened.entry.address, failed)
+                error = failed
+            else:
+                entry, duration_s = opened.entry, time.monotonic() - started
+                num_bytes = entry.range.nbytes
+                self._speed.copied(entry.address, usable, name, num_bytes=num_bytes, duration_s=duration_s)
+                return reservation
+        raise error
+
+    def _usable(self, opened: PeerEntry) -> list[MoverName]:
+        """Return the movers that can copy the entry, in the order of preference."""
+        entry = opened.entry
+        names = self._health.order(entry.address, opened.offers)
+        if entry.mover != "auto":
+            return [name for name in names if name == entry.mover]
+        return [name for name in names if self._movers[name].is_ready()]
+
+    async def _read(self, mover: Mover, opened: PeerEntry, deadline: float) -> Reservation:
+        """Reserve a range and have the mover fill it. The caller owns it. Raises TransferFailed, ArenaFull."""
+        entry = opened.entry
+        reservation = self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind)
+        started = time.monotonic()
+        try:
+            with reservation.buffer as payload:
+                destination = Destination(reservation.range, payload)
+                await mover.read(opened, destination, deadline_s=max(0.0, deadline - started))
+        except StillWriting as error:
+            self._set_aside(reservation, error)
+            raise
+        except BaseException:  # cancellation included: the range has no other owner, and nothing writes to it
+            reservation.abandon()
+            raise
+        self._health.succeeded(entry.address, mover.name)
+        self._num_pulls[mover.name] += 1
+        self._num_bytes[mover.name] += entry.range.nbytes
+        return reservation
+
+    def _failed(self, name: MoverName, peer: str, error: TransferFailed) -> None:
+        self._num_failed[name] += 1
+        logger.warning("pulling from %s by %s failed: %s", peer, name, error.message)
+        if self._health.failed(peer, name) and name != self._last:
+            logger.warning("entries of %s are not pulled by %s for a while", peer, name)
+
+    def _set_aside(self, reservation: Reservation, error: StillWriting) -> None:
+        """Free the range when no write can follow."""
+
+        async def free() -> None:
+            await error.ended
+            reservation.abandon()
+
+        task = asyncio.get_running_loop().create_task(free(), name="quarantine")
+        self._quarantine.add(task)
+        task.add_done_callback(self._quarantine.discard)
+
+
+def _moved(value: Cached, entry: RemoteEntry, local: ArenaRange) -> Cached:
+    """Return the description of our copy. Raises TransferFailed if it does not describe `entry`."""
+    if isinstance(value, EncodedMedia):
+        end = value.data_offset + value.num_bytes
+        if entry.kind == "encoded" and ENTRY_HEADER_BYTES <= value.data_offset <= end <= local.nbytes:
+            return msgspec.structs.replace(value, range=local)
+    elif entry.kind != "encoded" and all(tensor.range == entry.range for tensor in value.tensors):
+        return _with_range(value, local)
+    raise TransferFailed("the other store has described another entry")
+
+
+def _with_range(feature: Feature, local: ArenaRange) -> Feature:
+    tensors = tuple(TensorDescriptor(tensor.spec, local, tensor.offset) for tensor in feature.tensors)
+    return msgspec.structs.replace(feature, tensors=tensors)

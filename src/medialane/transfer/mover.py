@@ -1,0 +1,94 @@
+"""Movers copy entries from another store's arena into this store's.
+
+    destination store                              source store
+    open(RemoteEntry)              --->            checks the capability, holds the entry
+                                   <---            its value, and what its movers offer
+    mover.read(opened, reserved range)             tcp: sends the bytes; nixl: its memory is read
+    close                          --->            releases the hold; it fails if the hold had ended before
+
+`store.puller` opens and closes, reserves and publishes; a mover only fills the reserved range. An entry is published
+only after a close that succeeded, so bytes that arrive after the end of the source's hold are never used.
+
+The hazard is the *late landing*: bytes that are written to a range after it was given to another entry. So `read` ends
+in one of three ways, and only in these:
+
+* it returns: all bytes are there, and nothing writes to the range any more;
+* it raises TransferFailed: nothing writes to the range any more, and it can be reused at once;
+* it raises StillWriting: the range is quarantined until the mover reports that no write can follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import NamedTuple, Protocol
+
+from medialane.core.errors import TransferFailed
+from medialane.core.remote_entry import MoverName, RemoteEntry
+from medialane.core.tensor import ArenaRange
+
+
+class StillWriting(TransferFailed, code="transfer_still_writing"):
+    """The read was given up, but its destination may still be written. `ended` returns when that is impossible; until
+    then the range must not be reused. It raises nothing, and may take arbitrarily long."""
+
+    def __init__(self, message: str, ended: Awaitable[None]) -> None:
+        super().__init__(message)
+        self.ended = ended
+
+
+class Destination(NamedTuple):
+    """A reserved range of our arena, and the part of it to fill: its payload, after the entry's header.
+
+    The payload begins at `range.offset + ENTRY_HEADER_BYTES` in the arena's file, in both arenas.
+    """
+
+    range: ArenaRange
+    payload: memoryview
+
+
+class OpenedEntry(Protocol):
+    """An entry that its store holds for us until it is closed."""
+
+    @property
+    def entry(self) -> RemoteEntry: ...
+
+    @property
+    def offers(self) -> Mapping[str, bytes]:
+        """What the source's movers offer, by name: a mover of this name here can read from there."""
+        ...
+
+    async def receive(self, payload: memoryview, deadline_s: float) -> None:
+        """Receive the payload over the connection on which the entry was opened, for the tcp mover.
+
+        The entry is closed then: its source has confirmed that it was held. Raises TransferFailed; however it ends,
+        also if cancelled, nothing is written to `payload` afterwards.
+        """
+        ...
+
+
+class Mover(Protocol):
+    """One way to copy entries. Called from the event loop; blocking work belongs into threads or another process."""
+
+    @property
+    def name(self) -> MoverName: ...
+
+    def is_ready(self) -> bool:
+        """Return whether `read` can start at once. If not, begin to start what it needs."""
+        ...
+
+    async def offer(self, *, wait: bool) -> bytes | None:
+        """Return what movers of this name on other hosts need to read from our arena, small; None if they cannot.
+        Without `wait`, also None if they cannot yet: what they need is then started. Called for each entry."""
+        ...
+
+    async def read(self, source: OpenedEntry, destination: Destination, *, deadline_s: float) -> None:
+        """Copy the entry's payload into `destination`, within `deadline_s` seconds.
+
+        Raises TransferFailed or StillWriting, see above. When cancelled, it first ensures that nothing writes to the
+        destination any more, or raises StillWriting instead of CancelledError.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all reads. Idempotent."""
+        ...

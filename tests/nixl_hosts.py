@@ -1,0 +1,82 @@
+"""Hosts for tests of the nixl mover: an arena and a mover each, whose process may be in a network namespace."""
+
+import importlib.util
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.core.remote_entry import RemoteEntry
+from medialane.transfer.mover import Destination
+from medialane.transfer.nixl import NixlMover
+from waiting import wait_until
+
+FAKE = "medialane.transfer.nixl.fake:FakeAgent"
+MIB = 1 << 20
+
+
+def require_nixl() -> None:
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("NOT TESTED: NIXL is not installed (the extra nixl)")
+
+
+class Opened:
+    """An entry that its store holds (an `OpenedEntry`)."""
+
+    def __init__(self, entry: RemoteEntry, offers: dict[str, bytes]) -> None:
+        self.entry = entry
+        self.offers = offers
+
+
+class Host:
+    """Owns an arena, a mover, and the ranges that a test uses."""
+
+    def __init__(self, *, size_bytes: int = 32 * MIB, max_given_up_bytes: int = 64 * MIB, **mover) -> None:
+        self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
+        directory = str(self.arena.path.parent)
+        self.mover = NixlMover(self.arena.id, directory, max_given_up_bytes=max_given_up_bytes, **mover)
+        self._owned = []
+
+    async def opened(self, data: bytes) -> Opened:
+        """Return a new entry with this payload, as a reader on another host sees it."""
+        with self.arena.reserve(len(data)) as reservation:
+            reservation.buffer[:] = data
+            lease = self.arena.keep(reservation, None)
+        self._owned.append(lease.release)
+        offer = await self.mover.offer(wait=True)
+        entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
+        return Opened(entry, {} if offer is None else {"nixl": offer})
+
+    def destination(self, num_bytes: int) -> Destination:
+        reservation = self.arena.reserve(num_bytes)
+        self._owned.append(reservation.abandon)
+        reservation.buffer[:] = bytes(num_bytes)
+        return Destination(reservation.range, reservation.buffer)
+
+    async def read(self, opened: Opened, deadline_s: float = 10.0) -> bytes:
+        """Read to a new range, and return what is there."""
+        destination = self.destination(opened.entry.range.nbytes - 64)
+        await self.mover.read(opened, destination, deadline_s=deadline_s)
+        return bytes(destination.payload)
+
+    def stop(self) -> None:
+        os.kill(self.mover.pid, signal.SIGSTOP)
+        wait_until(lambda: Path(f"/proc/{self.mover.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+    def resume(self) -> None:
+        os.kill(self.mover.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        os.kill(self.mover.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        if self.mover.pid is not None:
+            with suppress(ProcessLookupError):
+                self.resume()
+        await self.mover.close()
+        for end in self._owned:
+            end()
+        self.arena.close()

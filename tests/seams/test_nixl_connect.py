@@ -1,0 +1,162 @@
+"""Readable operations as NVIDIA Dynamo's `nixl_connect` exchanges them: between two of our movers, and with Dynamo's
+own code from PyPI."""
+
+import asyncio
+import gc
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from medialane.arena import describe, layout
+from medialane.core.errors import TransferFailed
+from medialane.core.tensor import TensorSpec
+from medialane.transfer.nixl import RdmaMetadata
+from nixl_hosts import Host, require_nixl
+
+pytestmark = pytest.mark.timeout(90)
+
+PROGRAM = str(Path(__file__).with_name("nixl_connect_program.py"))
+DYNAMO = "ai-dynamo-runtime==1.6.1"
+MODULE = "dynamo/nixl_connect/__init__.py"
+#: Of the decoded frames of a video, and their timestamps.
+SPECS = (TensorSpec("uint8", (8, 336, 336, 3)), TensorSpec("float64", (8,)))
+SIZES = [spec.nbytes for spec in SPECS]
+
+
+@pytest.fixture
+async def hosts(monkeypatch):
+    require_nixl()
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    made = [Host() for _ in range(2)]
+    await asyncio.gather(*(host.mover.offer(wait=True) for host in made))
+    yield made
+    for host in made:
+        await host.close()
+    gc.collect()  # a traceback references frames, which reference views of the arena
+
+
+def tensors_of(host):
+    """Return a new range for tensors of SPECS, and their descriptors."""
+    _, num_bytes = layout(SPECS)
+    destination = host.destination(num_bytes)
+    return destination, describe(destination.range, SPECS)
+
+
+def data_of(host, tensors) -> bytes:
+    return b"".join(bytes(host.arena.view.tensor(tensor)) for tensor in tensors)
+
+
+async def test_published_tensors_are_read_once_and_their_owner_is_notified(hosts):
+    owner, reader = hosts
+    written, tensors = tensors_of(owner)
+    written.payload[:] = os.urandom(len(written.payload))
+    published = await owner.mover.publish(tensors)
+    metadata = RdmaMetadata.decode(published.metadata.encode())
+    assert not published.completed.done()
+    _, destinations = tensors_of(reader)
+    await reader.mover.read_published(metadata, destinations, deadline_s=30)
+    assert data_of(reader, destinations) == data_of(owner, tensors)
+    await asyncio.wait_for(published.completed, 10)
+
+
+async def test_tensors_of_other_sizes_are_not_read(hosts):
+    owner, reader = hosts
+    _, tensors = tensors_of(owner)
+    published = await owner.mover.publish(tensors)
+    _, destinations = tensors_of(reader)
+    with pytest.raises(TransferFailed, match="sizes"):
+        await reader.mover.read_published(published.metadata, destinations[:1], deadline_s=30)
+    published.completed.cancel()
+
+
+@pytest.fixture(scope="session")
+def dynamo(request):
+    """A folder with `dynamo.nixl_connect`, which needs only torch, nixl and pydantic of the package's dependencies."""
+    folder = Path(request.config.cache.mkdir(DYNAMO.replace("=", "-")))
+    if not (folder / MODULE).exists():
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), DYNAMO]
+        try:
+            subprocess.run(command, capture_output=True, timeout=60, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"NOT TESTED against Dynamo: {DYNAMO} cannot be downloaded: {error}")
+        for wheel in folder.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extract(MODULE, folder)
+            wheel.unlink()
+    check = [sys.executable, "-c", "import dynamo.nixl_connect"]
+    found = subprocess.run(check, env=environment(folder), capture_output=True, text=True, timeout=60, check=False)
+    if found.returncode:
+        pytest.skip(f"NOT TESTED against Dynamo: it cannot be imported: {found.stderr[-300:]}")
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(folder), "NIXL_LOG_LEVEL": "WARN", "UCX_TLS": "tcp"}
+
+
+class Dynamo:
+    """A process of `nixl_connect_program`."""
+
+    def __init__(self, folder: Path, command: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, PROGRAM, command, *map(str, SIZES)],
+            env=environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    async def line(self) -> str:
+        """Return its next line that is not NIXL's own output."""
+        while found := await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), 60):
+            if " NIXL " not in found:
+                return found.strip()
+        raise AssertionError("Dynamo's end has exited")
+
+    def write(self, line: bytes) -> None:
+        self._process.stdin.write(line.decode() + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def start_dynamo(dynamo):
+    made = []
+
+    def start(command):
+        made.append(Dynamo(dynamo, command))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.close()
+
+
+async def test_we_read_what_dynamo_publishes(hosts, start_dynamo):
+    _, reader = hosts
+    peer = start_dynamo("publish")
+    metadata = RdmaMetadata.decode((await peer.line()).encode())
+    _, destinations = tensors_of(reader)
+    await reader.mover.read_published(metadata, destinations, deadline_s=30)
+    assert await peer.line() == "completed", "it has received the notification"
+    assert hashlib.sha256(data_of(reader, destinations)).hexdigest() == await peer.line()
+
+
+async def test_dynamo_reads_what_we_publish(hosts, start_dynamo):
+    owner, _ = hosts
+    written, tensors = tensors_of(owner)
+    written.payload[:] = os.urandom(len(written.payload))
+    published = await owner.mover.publish(tensors)
+    peer = start_dynamo("read")
+    peer.write(published.metadata.encode())
+    assert await peer.line() == "completed"
+    assert await peer.line() == hashlib.sha256(data_of(owner, tensors)).hexdigest()
+    await asyncio.wait_for(published.completed, 10)

@@ -1,0 +1,149 @@
+"""From a gateway to a worker of another host: the worker's own store copies the media, once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from contextlib import AsyncExitStack
+
+import pytest
+from gateway_parts import FakeWorker, Parts, png, prompt
+from host_store import HostStore
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.transfer import TransferConfig
+from waiting import eventually
+
+FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
+
+
+class OtherHost:
+    """An arena directory of its own, with a store and workers: nothing there maps the arena of the gateway's host."""
+
+    def __init__(self, folder: str, arena: Arena, store: HostStore, stack: AsyncExitStack) -> None:
+        self.arena = arena
+        self.store = store
+        self._folder = folder
+        self._stack = stack
+        self._num_workers = 0
+
+    async def worker(self, **engine) -> FakeWorker:
+        self._num_workers += 1
+        worker = FakeWorker(f"{self._folder}/{self._num_workers}.sock", arena=self.arena, **engine)
+        self._stack.push_async_callback(worker.close)
+        await worker.start()
+        return worker
+
+    @property
+    def num_pulls(self) -> int:
+        return self.store.pulls.stats.num_pulls.get("tcp", 0)
+
+
+@pytest.fixture
+async def other_host():
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="host-") as folder:
+        arena = Arena.create(ArenaConfig(size_bytes=32 << 20, directory=folder))
+        async with AsyncExitStack() as stack:
+            stack.callback(arena.close)
+            store = await stack.enter_async_context(HostStore(arena, None, None))
+            yield OtherHost(folder, arena, store, stack)
+            await eventually(lambda: arena.stats().num_leases == 0, "leases end with their requests")
+        assert arena.stats().num_reservations == 0
+    gc.collect()
+
+
+def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", beside=None):
+    config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
+    return Parts(arena, preparers, workers, config=config, transfer=transfer, beside=beside)
+
+
+def transfer_of(scope):
+    return scope._sent.stage, scope._sent.transport
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+async def test_every_kind_of_entry_is_pulled_and_gives_the_same_output(
+    arena, preparers, worker, other_host, stage, transport
+):
+    images = [png(), png(seed=1), png()]
+    async with parts_for(arena, preparers, [worker], stage=stage) as near:
+        with open_scope():
+            expected = await near.answer(prompt(*images))
+    async with parts_for(arena, preparers, [await other_host.worker()], stage=stage, transport=transport) as far:
+        with open_scope() as scope:
+            assert await far.answer(prompt(*images)) == expected
+        assert transfer_of(scope) == (stage, "pull")
+        assert other_host.num_pulls == 2, "the repeated image is pulled once"
+
+
+async def test_second_worker_of_a_host_costs_no_second_pull(arena, preparers, other_host):
+    workers = [await other_host.worker(), await other_host.worker()]
+    async with parts_for(arena, preparers, workers[:1]) as first:
+        with open_scope():
+            expected = await first.answer(prompt(png()))
+        async with parts_for(arena, preparers, workers[1:], beside=first) as second:
+            with open_scope():
+                assert await second.answer(prompt(png())) == expected
+    assert other_host.num_pulls == 1
+
+
+async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_host):
+    async with parts_for(arena, preparers, [await other_host.worker(), await other_host.worker()]) as parts:
+
+        async def one(number):
+            with open_scope():
+                return await parts.answer(prompt(png()), f"r{number}")
+
+        answers = await asyncio.gather(*[one(number) for number in range(8)])
+    assert len({tuple(answer) for answer in answers}) == 1
+    assert other_host.num_pulls == 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+async def test_pull_that_fails_falls_back_to_another_path_with_the_same_output(
+    arena, preparers, worker, other_host, transport
+):
+    stage = "features" if transport == "auto" else "url"
+    async with parts_for(arena, preparers, [worker], stage=stage) as near:
+        with open_scope():
+            expected = await near.answer(prompt(png()))
+    async with parts_for(arena, preparers, [await other_host.worker()], transport=transport) as far:
+        await far.store.pulls._server.close()  # as if it could not be reached
+        far.store.pulls._server._capabilities.address = "tcp://127.0.0.1:1"
+        with open_scope() as scope:
+            assert await far.answer(prompt(png())) == expected
+        assert transfer_of(scope) == (stage, "inline")
+        assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
+
+
+async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):
+    async with parts_for(arena, preparers, [await other_host.worker()]) as far:
+        with other_host.arena.keep(other_host.arena.reserve(31 << 20), None), open_scope() as scope:
+            await far.answer(prompt(png(600, 400)))
+        assert transfer_of(scope) == ("features", "inline")
+
+
+async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, preparers, other_host, monkeypatch):
+    reached = asyncio.Event()
+
+    async def stalled(self, entry, payload, *, deadline):
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("medialane.store.peers.Peers.fetch", stalled)
+    async with parts_for(arena, preparers, [await other_host.worker()]) as far:
+
+        async def one():
+            with open_scope():
+                await far.answer(prompt(png()))
+
+        answering = asyncio.create_task(one())
+        await reached.wait()
+        answering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        await eventually(lambda: other_host.arena.stats().num_reservations == 0)
+        await eventually(lambda: arena.stats().num_leases == 0, "the source's hold has ended")

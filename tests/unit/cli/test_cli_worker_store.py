@@ -1,0 +1,87 @@
+"""A worker keeps a store running on its host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from medialane.cli import worker_command, worker_store
+from medialane.cli.main import main
+from medialane.config import Config
+from waiting import eventually
+
+#: Listens at the address, records its pid, and takes a second process's place only when that has ended.
+_STORE = """
+import os, socket, sys
+path = sys.argv[1]
+if os.path.exists(path):
+    os.unlink(path)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(path)
+listener.listen()
+with open(path + ".pids", "a") as pids:
+    print(os.getpid(), file=pids)
+while True:
+    listener.accept()[0].close()
+"""
+
+
+@pytest.fixture
+def address(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = f"{folder}/store.sock"
+        monkeypatch.setattr(worker_store, "command", lambda model, address: [sys.executable, "-c", _STORE, path])
+        monkeypatch.setattr(worker_store, "CHECK_S", 0.05)
+        monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+        yield f"unix:{path}"
+
+
+def pids(address: str) -> list[int]:
+    path = Path(address.removeprefix("unix:") + ".pids")
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_store_is_started_restarted_and_stopped_with_the_worker(address):
+    async with worker_store.host_store(Config(), "model", address):
+        await eventually(lambda: worker_store.has_listener(address))
+        (first,) = pids(address)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: len(pids(address)) == 2 and worker_store.has_listener(address))
+    await eventually(lambda: not any(map(is_alive, pids(address))))
+
+
+async def test_store_that_runs_already_is_used(address):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address.removeprefix("unix:"))
+        listener.listen()
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with (
+            worker_store.host_store(Config(), "model", address),
+            worker_store.host_store(Config(), "model", address),
+        ):
+            for _ in range(3):
+                (await loop.sock_accept(listener))[0].close()
+    assert pids(address) == []
+
+
+def test_store_to_start_needs_an_address(capsys, monkeypatch):
+    monkeypatch.setattr(worker_command, "configure", lambda _: None)
+    assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--start-store"]) == 2
+    assert "--start-store needs --store" in capsys.readouterr().err
+
+
+def test_command_line_is_one_of_a_store_without_a_processor():
+    words = worker_store.command("model", "unix:/s.sock")
+    assert words[3:] == ["store", "model", "--listen", "unix:/s.sock", "--stage", "url", "--preparers", "1"]

@@ -1,0 +1,460 @@
+"""Copies between the stores of two hosts, and peers that fail in the middle of one."""
+
+import asyncio
+import threading
+import time
+
+import msgspec
+import pytest
+import trustme
+from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern
+
+from certificates import tls_settings
+from medialane.arena import ENTRY_HEADER_BYTES
+from medialane.core.errors import ArenaFull, HandoverFailed, StartupFailed, TransferFailed
+from medialane.core.media import EncodedMedia
+from medialane.rpc import RpcConfig
+from medialane.store import peer_server, puller
+from medialane.store.peer_messages import (
+    MAX_MESSAGE_BYTES,
+    CloseEntry,
+    EntryClosed,
+    EntryOpened,
+    OpenEntry,
+    SendPayload,
+)
+from medialane.store.pulls import Pulls
+from medialane.transfer import StillWriting
+from waiting import eventually
+
+
+@pytest.fixture
+async def source():
+    host = Host()
+    await host.serve()
+    yield host
+    await host.close()
+
+
+@pytest.fixture
+async def destination():
+    host = Host()
+    yield host
+    await host.close()
+
+
+@pytest.fixture
+def scripted():
+    """Scripted sources, ended after the test."""
+    sources = []
+
+    def make(script):
+        sources.append(ScriptedSource(script))
+        return sources[-1]
+
+    yield make
+    for found in sources:
+        found.close()
+
+
+async def pull(host, entry):
+    (lease,) = await host.pulls.pull([entry])
+    return lease
+
+
+async def test_copy_has_the_same_bytes_and_description_and_is_cached(source, destination):
+    with source.store("k") as stored:
+        with await pull(destination, source.grant(stored)) as copied:
+            assert destination.payload(copied) == source.payload(stored)
+            assert copied.value == msgspec.structs.replace(stored.value, tensors=copied.value.tensors)
+            assert {tensor.range for tensor in copied.value.tensors} == {copied.range}
+        assert destination.arena.contains("k")
+        await eventually(lambda: source.arena.stats().num_leases == 1, "the source's hold has ended")
+
+
+async def test_encoded_bytes_are_copied_like_features(source, destination):
+    reservation = source.arena.reserve(1000, "encoded")
+    reservation.buffer[:] = pattern("png", 1000)
+    encoded = EncodedMedia("image", "hash", "image/png", reservation.range, ENTRY_HEADER_BYTES, 1000)
+    with source.arena.publish(reservation, "hash", encoded) as stored:
+        with await pull(destination, source.grant(stored)) as copied:
+            assert destination.payload(copied) == source.payload(stored)
+            assert copied.value == msgspec.structs.replace(encoded, range=copied.range)
+        assert destination.arena.lookup("hash", "encoded").release() is None
+
+
+async def test_entry_that_is_here_is_not_copied_again(source, destination):
+    with (
+        source.store("k") as stored,
+        destination.store("k") as own,
+        await pull(destination, source.grant(stored)) as found,
+    ):
+        assert found.range == own.range
+    assert destination.pulls.stats.num_pulls == {}
+
+
+async def test_concurrent_pulls_of_an_entry_copy_it_once_over_a_connection_that_is_used_again(source, destination):
+    with source.store("k") as stored, source.store("l") as other:
+        entry = source.grant(stored)
+        for lease in await destination.pulls.pull([entry] * 20):
+            lease.release()
+        (await pull(destination, source.grant(other))).release()
+    assert destination.pulls.stats.num_pulls == {"tcp": 2}
+    assert source.pulls._server.num_connections == 1
+
+
+async def test_many_entries_are_copied_at_the_same_time(source, destination):
+    leases = [source.store(f"key {number}", 50_000) for number in range(40)]
+    copies = await destination.pulls.pull([source.grant(lease) for lease in leases])
+    for stored, copied in zip(leases, copies, strict=True):
+        assert destination.payload(copied) == source.payload(stored)
+        copied.release()
+        stored.release()
+
+
+async def test_copy_waits_for_the_entry_even_if_its_gateway_has_gone(source, destination):
+    with source.store("k") as stored:
+        entry = source.grant(stored)
+    (await pull(destination, entry)).release()
+
+
+async def test_evicted_entry_is_refused_even_if_another_one_is_at_its_place(source, destination):
+    with source.store("k") as stored:
+        entry = source.grant(stored)
+    source.arena.evict("k")
+    with source.store("k") as again:
+        assert again.range.offset == entry.range.offset
+        with pytest.raises(TransferFailed, match="no longer"):
+            await pull(destination, entry)
+
+
+async def test_entry_without_a_valid_capability_is_refused_and_the_connection_stays_usable(source, destination):
+    with source.store("k") as stored, source.store("secret") as secret:
+        entry = source.grant(stored)
+        forged = msgspec.structs.replace(entry, range=secret.range, key="secret")
+        with pytest.raises(TransferFailed, match="capability"):
+            await pull(destination, forged)
+        (await pull(destination, entry)).release()
+    assert source.arena.stats().num_leases == 0
+
+
+async def test_only_entries_that_a_client_holds_are_granted(source, destination):
+    with source.store("k") as stored:
+        pass
+    with pytest.raises(HandoverFailed):
+        source.grant(stored)
+    with destination.store("k") as own, pytest.raises(HandoverFailed, match="--peer-listen"):
+        destination.grant(own)
+
+
+async def test_full_arena_fails_the_pull_and_leaves_nothing(source, destination):
+    with source.store("k", 9 * MIB) as stored:
+        with destination.store("held", 9 * MIB), pytest.raises(ArenaFull):
+            await pull(destination, source.grant(stored))
+        (await pull(destination, source.grant(stored))).release()
+
+
+async def test_other_entry_under_the_same_key_is_not_used(source, destination):
+    with (
+        source.store("k", 1000) as stored,
+        destination.store("k", 2000),
+        pytest.raises(TransferFailed, match="another entry"),
+    ):
+        await pull(destination, source.grant(stored))
+
+
+async def test_store_that_cannot_be_reached_fails_at_once_for_a_moment(source, destination):
+    with source.store("k") as stored:
+        entry = msgspec.structs.replace(source.grant(stored), address="tcp://127.0.0.1:1")
+        for reason in ("cannot be reached", "a moment ago"):
+            with pytest.raises(TransferFailed, match=reason):
+                await pull(destination, entry)
+
+
+@pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "tcp://0.0.0.0:0", "tcp://10.255.255.1:0", "nonsense"])
+async def test_address_that_is_not_one_of_this_host_is_refused(destination, address):
+    with pytest.raises(StartupFailed):
+        await destination.pulls.serve(address)
+
+
+async def test_peer_without_the_secret_is_refused(source, destination):
+    stranger = Pulls(destination.arena, RpcConfig(shared_secret="another secret of enough bytes"))
+    with source.store("k") as stored, pytest.raises(TransferFailed, match=r"authenticate|secret"):
+        await stranger.pull([source.grant(stored)])
+    await stranger.close()
+
+
+async def test_entry_is_copied_over_tls_where_both_sides_have_it(tmp_path, source):
+    config = RpcConfig(shared_secret="a secret for this test alone", **tls_settings(tmp_path, trustme.CA()))
+    one, other = Host(config), Host(config)
+    await one.serve()
+    with one.store("k", 3 * MIB) as stored, await pull(other, one.grant(stored)) as copied:
+        assert other.payload(copied) == one.payload(stored)
+    with source.store("l") as stored, pytest.raises(TransferFailed):
+        await pull(other, source.grant(stored))
+    await other.close()
+    await one.close()
+
+
+# Sources that fail. The deadline of a pull is shortened where it is waited for.
+
+
+@pytest.fixture
+def short_pulls(monkeypatch):
+    monkeypatch.setattr(puller, "longest_pull_s", lambda _: 0.3)
+
+
+def sends_half(feature, then):
+    """Send half of the payload, and call `then` with the connection and the other half."""
+
+    def script(peer):
+        opening(peer, feature)
+        payload = pattern(feature.mm_hash, feature.tensors[0].range.nbytes - ENTRY_HEADER_BYTES)
+        peer._sock.sendall(payload[: len(payload) // 2])
+        then(peer, payload[len(payload) // 2 :])
+
+    return script
+
+
+async def test_source_that_dies_before_or_during_a_pull_fails_it_and_the_range_is_free(destination, scripted, source):
+    with source.store("k") as stored:
+        for script in (lambda peer: None, sends_half(stored.value, lambda peer, rest: None)):
+            with pytest.raises(TransferFailed, match=r"closed|lost"):
+                await pull(destination, scripted(script).entry("k", stored))
+            assert destination.arena.stats().num_reservations == 0
+        (await pull(destination, source.grant(stored))).release()
+
+
+async def test_nothing_lands_late_of_a_source_that_stops_and_resumes(destination, scripted, source, short_pulls):
+    resumed = threading.Event()
+
+    def resume(peer, rest):
+        assert resumed.wait(10)
+        peer._sock.sendall(rest)
+
+    with source.store("k") as stored:
+        stopped = scripted(sends_half(stored.value, resume))
+        started = time.monotonic()
+        with pytest.raises(TransferFailed, match="in time"):
+            await pull(destination, stopped.entry("k", stored))
+        assert time.monotonic() - started < 5
+        reused = destination.arena.reserve(stored.range.nbytes - ENTRY_HEADER_BYTES)
+        assert reused.range.offset == stored.range.offset, "the range of the read that was given up"
+        reused.buffer[:] = canary = b"\xc5" * len(reused.buffer)
+        resumed.set()
+        stopped.close()
+        assert reused.buffer == canary
+        reused.abandon()
+
+
+async def test_cancelled_pull_ends_its_read_before_the_range_is_free(destination, scripted, source):
+    half_sent = threading.Event()
+    with source.store("k") as stored:
+        stopped = scripted(sends_half(stored.value, lambda peer, rest: (half_sent.set(), peer.receive(9))))
+        pulling = asyncio.create_task(pull(destination, stopped.entry("k", stored)))
+        await eventually(half_sent.is_set)
+        pulling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        await eventually(lambda: destination.arena.stats().num_reservations == 0)
+
+
+async def test_bytes_whose_hold_the_source_did_not_confirm_are_not_used(destination, scripted, source):
+    def no_confirmation(peer, rest):
+        peer._sock.sendall(rest)
+        peer.receive(MAX_MESSAGE_BYTES)
+
+    with source.store("k") as stored, pytest.raises(TransferFailed):
+        await pull(destination, scripted(sends_half(stored.value, no_confirmation)).entry("k", stored))
+    assert not destination.arena.contains("k")
+
+
+async def test_source_that_describes_another_entry_is_not_believed(destination, scripted, source):
+    def finish(peer, rest):
+        peer._sock.sendall(rest)
+        peer.receive(MAX_MESSAGE_BYTES)
+        peer.send(EntryClosed())
+
+    with source.store("k") as stored, source.store("l") as other:
+        wrong = msgspec.structs.replace(stored.value, tensors=other.value.tensors)
+        with pytest.raises(TransferFailed, match="another entry"):
+            await pull(destination, scripted(sends_half(wrong, finish)).entry("k", stored))
+
+
+@pytest.mark.parametrize("answer", [EntryClosed(), OpenEntry, b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"], ids=str)
+async def test_source_that_violates_the_protocol_fails_the_pull(destination, scripted, source, answer):
+    def script(peer):
+        peer.receive(MAX_MESSAGE_BYTES)
+        if isinstance(answer, bytes):
+            peer._sock.sendall(answer)
+        else:
+            peer.send(EntryOpened(offers={"tcp": b""}) if answer is OpenEntry else answer)
+
+    with source.store("k") as stored, pytest.raises(TransferFailed):
+        await pull(destination, scripted(script).entry("k", stored))
+
+
+# Movers other than tcp.
+
+
+class FakeMover:
+    """Fills the destination, unless it fails."""
+
+    name = "nixl"
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.num_reads = 0
+
+    def is_ready(self) -> bool:
+        return True
+
+    async def offer(self, *, wait: bool) -> bytes | None:
+        return b"metadata"
+
+    async def read(self, source, destination, *, deadline_s: float) -> None:
+        assert source.offers["nixl"] == b"metadata"
+        self.num_reads += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        destination.payload[:] = pattern(source.entry.key, len(destination.payload))
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.fixture
+async def two_hosts():
+    """A source and a destination with a fake mover, whose errors can be set."""
+    source, destination, mover = Host(), Host(), FakeMover()
+    source.pulls = Pulls(source.arena, RpcConfig(), [FakeMover()])
+    destination.pulls = Pulls(destination.arena, RpcConfig(), [mover])
+    await source.serve()
+    yield source, destination, mover
+    await destination.close()
+    await source.close()
+
+
+async def test_preferred_mover_that_both_sides_have_is_used(two_hosts):
+    source, destination, mover = two_hosts
+    with source.store("k") as stored, await pull(destination, source.grant(stored)) as copied:
+        assert destination.payload(copied) == source.payload(stored)
+    assert (mover.num_reads, destination.pulls.stats.num_pulls) == (1, {"nixl": 1})
+
+
+async def test_chosen_mover_is_used_and_no_other(two_hosts):
+    source, destination, mover = two_hosts
+    mover.errors = [TransferFailed("broken")]
+    with source.store("k") as stored:
+        with pytest.raises(TransferFailed, match="broken"):
+            await pull(destination, msgspec.structs.replace(source.grant(stored), mover="nixl"))
+        (await pull(destination, msgspec.structs.replace(source.grant(stored), mover="tcp"))).release()
+    assert (mover.num_reads, destination.pulls.stats.num_pulls) == (1, {"tcp": 1})
+
+
+async def test_mover_that_fails_falls_back_to_tcp_and_is_avoided_for_a_time(two_hosts, caplog):
+    source, destination, mover = two_hosts
+    mover.errors = [TransferFailed("broken")] * 9
+    for number in range(4):
+        with source.store(f"k{number}") as stored, await pull(destination, source.grant(stored)) as copied:
+            assert destination.payload(copied) == source.payload(stored)
+    assert mover.num_reads == 2
+    assert destination.pulls.stats.num_failed == {"nixl": 2}
+    assert sum("not pulled by nixl for a while" in record.message for record in caplog.records) == 1
+
+
+async def test_range_that_may_still_be_written_is_not_reused_before_the_mover_permits_it(two_hosts):
+    source, destination, mover = two_hosts
+    ended = asyncio.Event()
+    mover.errors = [StillWriting("timed out", ended.wait())]
+    with source.store("k") as stored, await pull(destination, source.grant(stored)) as copied:
+        assert destination.payload(copied) == source.payload(stored), "by tcp, into another range"
+        assert destination.arena.stats().num_reservations == 1
+        assert destination.pulls.stats.num_quarantined == 1
+        ended.set()
+        await eventually(lambda: destination.pulls.stats.num_quarantined == 0)
+        assert destination.arena.stats().num_reservations == 0
+
+
+# Destinations that fail.
+
+
+@pytest.fixture
+def short_holds(monkeypatch):
+    monkeypatch.setattr(peer_server, "longest_hold_s", lambda _: 0.3)
+
+
+async def held_by(source, peer, entry, *messages):
+    await asyncio.to_thread(lambda: (peer.send(OpenEntry(entry), *messages), peer.receive(MAX_MESSAGE_BYTES)))
+    assert source.arena.stats().num_leases == 1
+
+
+async def test_destination_that_dies_ends_its_hold(source):
+    with source.store("k") as stored:
+        entry = source.grant(stored)
+    peer = await asyncio.to_thread(connect, entry.address)
+    await held_by(source, peer, entry, SendPayload())
+    peer.close()
+    await eventually(lambda: source.arena.stats().num_leases == 0)
+
+
+async def test_hold_of_a_destination_that_stops_reading_ends_and_is_not_confirmed_later(source, short_holds):
+    with source.store("k", 15 * MIB) as stored:
+        entry = source.grant(stored)
+    peer = await asyncio.to_thread(connect, entry.address)
+    await held_by(source, peer, entry, SendPayload())
+    await eventually(lambda: source.arena.stats().num_leases == 0)
+
+    def resume():
+        peer.receive_into(memoryview(bytearray(entry.range.nbytes - ENTRY_HEADER_BYTES)))
+        peer.send(CloseEntry())
+        peer.receive(MAX_MESSAGE_BYTES)
+
+    with pytest.raises(TransferFailed):
+        await asyncio.to_thread(resume)
+    peer.close()
+
+
+@pytest.mark.parametrize("message", [CloseEntry(), EntryClosed()], ids=str)
+async def test_destination_that_violates_the_protocol_is_disconnected(source, message):
+    peer = await asyncio.to_thread(connect, address_of(source))
+
+    def violate():
+        peer.send(message)
+        peer.receive(MAX_MESSAGE_BYTES)
+
+    with pytest.raises(TransferFailed):
+        await asyncio.to_thread(violate)
+    peer.close()
+
+
+def address_of(source) -> str:
+    return source.pulls._server.capabilities.address
+
+
+async def test_silent_and_garbage_peers_are_disconnected_while_pulls_go_on(source, destination, monkeypatch):
+    monkeypatch.setattr(peer_server, "MAX_UNREGISTERED", 4)
+    host, port = "127.0.0.1", int(address_of(source).rpartition(":")[2])
+    writers = []
+    for number in range(200):
+        _, writer = await asyncio.open_connection(host, port)
+        writers.append(writer)
+        if number % 2:
+            writer.write(b"GET / HTTP/1.1\r\n" * number)
+    with source.store("k") as stored:
+        (await pull(destination, source.grant(stored))).release()
+    for writer in writers:
+        writer.transport.abort()
+    await eventually(lambda: source.pulls._server.num_connections == 1)
+
+
+async def test_store_that_stops_ends_its_connections_and_holds(source):
+    with source.store("k") as stored:
+        entry = source.grant(stored)
+    peer = await asyncio.to_thread(connect, entry.address)
+    await held_by(source, peer, entry)
+    await source.pulls.close()
+    assert source.arena.stats().num_leases == 0
+    with pytest.raises(TransferFailed):
+        await asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES)
+    peer.close()
