@@ -77,7 +77,7 @@ $(STAMP): pyproject.toml $(shell find packages -type f -not -path '*/__pycache__
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	@rm -f .venv/.filled-*
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),nixl,dev]' $(packages-$(EXTRA)) 2>&1 | tee $(LOG) \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),nixl,ray,dev]' $(packages-$(EXTRA)) 2>&1 | tee $(LOG) \
 	  | awk '/^ *(Downloading|Using cached) .*whl/ { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^Installing/ { print "  installing" }' \
 	  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; exit 1; }
 	@touch $@

@@ -50,7 +50,7 @@ OWNERS = {
     "transformers": ("vllm_bridge/",),
     "tokenizers": ("vllm_bridge/",),
     "nixl": ("transfer/nixl/nixl_agent.py",),
-    "ray": (),
+    "ray": ("cluster/ray.py",),
     # Machine code for the scan of bodies and the choice of a worker; half a second to import: only gateways load it.
     "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": ("routing/native_view.py",),

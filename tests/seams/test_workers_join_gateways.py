@@ -7,21 +7,19 @@ import sys
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from joined_gateway import PROCESSOR, RPC, Gateway
+from prometheus_client import generate_latest
 
 from medialane.core.errors import WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
-from medialane.observability.metrics import Metrics
-from medialane.rpc import FakeHandler, Hello, Join, JoinServer, RpcConfig, RpcServer
-from medialane.rpc.address import TcpAddress, parse_address
+from medialane.gateway import GatewayConfig, health_of
+from medialane.rpc import FakeHandler, Join, RpcServer
+from medialane.rpc.address import TcpAddress
 from medialane.rpc.fake import FAKE_CARD
 from medialane.worker import WorkerConfig
 from medialane.worker.membership import Membership
 from waiting import eventually
 
-RPC = RpcConfig(release_timeout_s=1.0, connect_timeout_s=3.0)
-PROCESSOR = {"model": "files 1", "dtype": "bfloat16", "vllm": "0.32.0", "processor": "QwenProcessor"}
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)
 
 #: A loss is detected within 0.9 s by default (test_rpc_config.py); on a busy machine this process may see it later.
@@ -33,42 +31,6 @@ from medialane.cli.main import main
 sys.exit(main(["worker", "m", "--engine", "simulated", "--worker-name", sys.argv[1], "--join", sys.argv[2],
                *sys.argv[3:]]))
 """
-
-
-class Gateway:
-    """The membership of one gateway process, which can be killed and started again with the same ports."""
-
-    def __init__(self, config=None):
-        self.address = "tcp://127.0.0.1:0"
-        self.config = config or GatewayConfig(forget_worker_s=0.3)
-        self.ports = []
-
-    async def start(self):
-        self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
-        self.hello = Hello(gateway_id=f"gateway-{id(self.registry)}", processor=PROCESSOR, join_ports=self.ports)
-        self.pool = WorkerPool([], new_link=self._link, processor=PROCESSOR, config=self.config)
-        self.metrics.watch_workers(self.pool.endpoints)
-        self.server = JoinServer(RPC, self.pool.serve_joined)
-        self.address = await self.server.serve(self.address)
-        return self
-
-    def _link(self, name):
-        return WorkerLink(name, self.hello, rpc=RPC, config=self.config, metrics=self.metrics)
-
-    @property
-    def port(self):
-        return parse_address(self.address).port
-
-    @property
-    def ready(self):
-        return {name for name, link in self.pool.links.items() if link.client is not None}
-
-    def problems(self):
-        return health_of(self.pool).problems
-
-    async def close(self):
-        await self.server.close()
 
 
 class Proxy:

@@ -1,4 +1,4 @@
-"""The examples: Kubernetes objects by their schemas, systemd units by systemd, the commands in both by our parser."""
+"""The examples: Kubernetes objects by their schemas, systemd units by systemd, commands and settings by our parser."""
 
 import configparser
 import importlib
@@ -15,6 +15,8 @@ import yaml
 
 from medialane.cli.flags import given_settings
 from medialane.cli.main import COMMANDS, _parse
+from medialane.cluster.local import check_join, check_join_listen
+from medialane.cluster.remote_workers import with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.rpc.address import parse_address
 
@@ -165,6 +167,37 @@ def test_settings_of_the_environment_file_are_ours():
     names = {name: value for name, value in environment().items() if name.startswith("MEDIALANE_")}
     config = load_config({}, environ=names)
     assert config.arena.size_bytes == 4 << 30
+
+
+def test_settings_for_ray_are_ours(tmp_path):
+    text = (EXAMPLES / "ray" / "serve.toml").read_text()
+    secret = tmp_path / "secret"
+    secret.write_text(_SECRET)
+    secret.chmod(0o600)
+    (tmp_path / "serve.toml").write_text(text.replace("/etc/medialane/rpc-secret", str(secret)))
+    config = load_config(
+        file=str(tmp_path / "serve.toml"), environ={}, sections=("cluster", "gateway", "rpc", "worker")
+    )
+    found = with_join_addresses(config, node_address="10.0.0.1", num_nodes=2)
+    check_join_listen(found)
+    check_join(found)
+    specs = worker_specs(found, "m", (), has_gpus=True, node_flags={})
+    assert [(spec.num_gpus, spec.num_cpus) for spec in specs] == [(1, 4)] * 4
+    assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100"}
+
+
+def commands(path):
+    lines = [line for block in re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL) for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("medialane ")]
+
+
+def test_commands_for_ray_are_ours():
+    parsed = []
+    for _, name, *rest in commands(EXAMPLES / "ray" / "README.md"):
+        module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
+        parsed.append(_parse(name, COMMANDS[name], module.add_arguments, rest))
+    assert parsed[0].config == "serve.toml"
+    assert len(parsed) == 2
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

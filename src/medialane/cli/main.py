@@ -48,6 +48,7 @@ COMMANDS = {
     ),
     "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
     "bench": Command("bench", "run a benchmark"),
+    "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
     "doctor": Command("doctor", "check this machine for missing requirements"),
 }
 

@@ -8,24 +8,30 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, get_args
 
 from medialane.arena import reap
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
 from medialane.cluster.placement import find_hardware
+from medialane.cluster.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 
+if TYPE_CHECKING:  # imports ray
+    from medialane.cli.serve_ray import RayServe
+
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
     "workers", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport", "router",
-    "single-gpu", "join", "metrics-port", "log-level",
+    "single-gpu", "ray", "address", "gpus-per-worker", "cpus-per-worker", "rpc-secret-file", "join", "metrics-port",
+    "log-level",
 )  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130
@@ -37,6 +43,7 @@ Flags win over the environment, the environment over the file.
 examples:
   medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
+  medialane serve ./model --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
 
 Ctrl-C shuts down gracefully, a second one immediately."""
@@ -53,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
     configure(config.logging)
+    with _ray(config) as ray:
+        return _run(config if ray is None else ray.config, args, ray)
+
+
+def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
     environ = process_environ()
     local.check(config, args.model, args.vllm_args, environ)
     reap(config.arena.directory)
@@ -71,15 +83,17 @@ def run(args: argparse.Namespace) -> int:
                 environ=environ,
                 listener=listener,
             )
-            progress = Progress([part.name for part in parts], verbose=args.verbose)
+            remote = [] if ray is None else [f"worker {i}" for i in range(config.cluster.num_workers)]
+            progress = Progress([*(part.name for part in parts), *remote], verbose=args.verbose)
             announcement = announce(config, args.model, args.vllm_args)
-            return asyncio.run(
-                _serve(
-                    lambda: Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress),
-                    progress,
-                    announcement,
-                )
-            )
+
+            def make_supervisor() -> Supervisor | RemoteSupervisor:
+                here = Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress)
+                if ray is None:
+                    return here
+                return ray.supervisor(here, progress, model=args.model, vllm_args=args.vllm_args, folder=folder.path)
+
+            return asyncio.run(_serve(make_supervisor, progress, announcement))
     except StartupFailed:
         failed = True
         raise
@@ -87,7 +101,28 @@ def run(args: argparse.Namespace) -> int:
         folder.close(keep=failed)
 
 
-async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, announcement: str) -> int:
+@contextmanager
+def _ray(config: Config) -> Iterator[RayServe | None]:
+    """Connect to Ray, if the workers are to be placed by it. Raises StartupFailed."""
+    if not config.cluster.ray:
+        yield None
+        return
+    try:
+        from medialane.cli.serve_ray import RayServe
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise StartupFailed("--ray needs Ray: pip install 'medialane[ray]'") from error
+    ray = RayServe(config)
+    try:
+        yield ray
+    finally:
+        ray.close()
+
+
+async def _serve(
+    make_supervisor: Callable[[], Supervisor | RemoteSupervisor], progress: Progress, announcement: str
+) -> int:
     supervisor = make_supervisor()
     stop = _Stop(supervisor)
     starting = asyncio.create_task(supervisor.start(), name="start")
@@ -113,7 +148,7 @@ async def _serve(make_supervisor: Callable[[], Supervisor], progress: Progress, 
     return _EXIT_KILLED if stop.impatient else 0
 
 
-async def _supervised(supervisor: Supervisor, starting: asyncio.Task[None]) -> None:
+async def _supervised(supervisor: Supervisor | RemoteSupervisor, starting: asyncio.Task[None]) -> None:
     """End when supervision ends, after the start: without it, processes would run unsupervised."""
     await asyncio.wait((starting,))
     await supervisor.wait()
@@ -123,7 +158,7 @@ async def _supervised(supervisor: Supervisor, starting: asyncio.Task[None]) -> N
 class _Stop:
     """Signal handling: the first signal requests a graceful stop, the second kills."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor | RemoteSupervisor) -> None:
         self.asked = asyncio.Event()
         self.impatient = False
         self._supervisor = supervisor

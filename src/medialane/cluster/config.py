@@ -26,6 +26,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """gateway processes that share the port; auto is one for four cores, at most 8"""
     single_gpu: bool = field(default=False, name="single-gpu")
     """let all workers share the first GPU and split its memory, one starting after another"""
+    ray: bool = field(default=False, name="ray")
+    """let Ray place the workers on the hosts of its cluster and restart them; the gateways run on this host"""
+    ray_address: str = field(default="", name="address")
+    """Ray cluster to use: HOST:PORT of its head; default: RAY_ADDRESS, or the cluster of this host, else a new one"""
+    gpus_per_worker: int | Literal["auto"] = field(default="auto", name="gpus-per-worker")
+    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 in a cluster without GPUs"""
+    cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
+    """CPUs that Ray reserves for each worker; without a GPU, also the number of its threads"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
     """longest time until a worker has loaded its model and the gateway answers"""
     stop_timeout_s: PositiveFloat = field(default=40.0, name="stop-timeout")
@@ -44,6 +52,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_bounds(self)
         if self.num_gateways != "auto" and self.num_gateways < 1:
             raise StartupFailed("num_gateways must be at least 1, or auto")
+        if self.gpus_per_worker != "auto" and self.gpus_per_worker < 0:
+            raise StartupFailed("gpus_per_worker must not be negative")
+        if self.ray and self.single_gpu:
+            raise StartupFailed("single_gpu is for workers of this host, without --ray")
+        if self.ray_address and not self.ray:
+            raise StartupFailed("ray_address needs --ray")
         if not 0 < self.restart_initial_s <= self.restart_max_s:
             raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
         if self.max_log_bytes < MIB:

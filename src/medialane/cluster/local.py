@@ -157,13 +157,19 @@ def parts(
     listener: socket.socket | None = None,
 ) -> list[ProcessSpec]:
     """Return the specifications of the store, the workers and the gateways, with their sockets in `folder`; `environ`
-    is what they inherit, `listener` that of `shared_listener`. Raises StartupFailed."""
-    placements = place_workers(
-        hardware,
-        vllm_args,
-        num_workers=config.cluster.num_workers,
-        single_gpu=config.cluster.single_gpu,
-        environ=environ,
+    is what they inherit, `listener` that of `shared_listener`. With `config.cluster.ray` there are no workers here, and
+    the gateways let them join. Raises StartupFailed."""
+    num_workers = 0 if config.cluster.ray else config.cluster.num_workers
+    placements = (
+        place_workers(
+            hardware,
+            vllm_args,
+            num_workers=num_workers,
+            single_gpu=config.cluster.single_gpu,
+            environ=environ,
+        )
+        if num_workers
+        else []
     )
     inherited = child_environ(
         config,
@@ -173,7 +179,7 @@ def parts(
         num_workers=config.cluster.num_workers,
         environ=environ,
     )
-    store_socket = folder / "store.sock"
+    store_socket = store_path(folder)
     store = ProcessSpec(
         name="store",
         argv=_command("store", model, ["--listen", f"unix:{store_socket}"], vllm_args),
@@ -183,7 +189,7 @@ def parts(
         not_needed="not needed: this model takes no media",
     )
     store_flags = ["--store", f"unix:{store_socket}"]
-    sockets = [folder / f"worker-{i}.sock" for i in range(config.cluster.num_workers)]
+    sockets = [folder / f"worker-{i}.sock" for i in range(num_workers)]
     workers = [
         _worker(
             i,
@@ -191,7 +197,7 @@ def parts(
             argv=_command(
                 "worker",
                 model,
-                ["--listen", f"unix:{path}", *store_flags, *_own_flags(config, vllm_args, i)],
+                ["--listen", f"unix:{path}", *store_flags, *own_flags(config, vllm_args, i)],
                 [*vllm_args, *placement.vllm_args],
             ),
             environ={**inherited, **placement.environ},
@@ -214,7 +220,12 @@ def parts(
     return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
 
 
-def _own_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
+def store_path(folder: Path) -> Path:
+    """Return the path of the store's socket."""
+    return folder / "store.sock"
+
+
+def own_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
     """Return the flags that give a worker of this host a name and metrics ports of its own."""
     name, port = config.worker.name, config.worker.metrics_port
     flags = ["--worker-name", f"{name}/{number}"] if name else []

@@ -25,6 +25,22 @@ def as_environ(config: Config) -> dict[str, str]:
     return found
 
 
+def settings_environ(config: Config) -> dict[str, str]:
+    """Return `as_environ` for another host: without secrets, which must be in the environment there."""
+    secrets = _secret_variables()
+    return {name: value for name, value in as_environ(config).items() if name not in secrets}
+
+
+def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a process inherits on a host with the environment `environ`: of our variables, only secrets."""
+    secrets = _secret_variables()
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in secrets}
+
+
+def _secret_variables() -> set[str]:
+    return {setting.variable for setting in settings() if setting.is_secret}
+
+
 def process_environ() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)

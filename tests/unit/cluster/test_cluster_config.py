@@ -29,3 +29,18 @@ def test_number_of_gateways_reaches_another_process(value):
 def test_invalid_number_of_gateways_is_refused_by_name(value, reason):
     with pytest.raises(StartupFailed, match=reason):
         load_config({"gateways": value}, environ={}, sections=["cluster"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"ray": True, "single-gpu": True}, "--single-gpu is for workers of this host, without --ray"),
+        ({"address": "10.0.0.1:6379"}, "--address needs --ray"),
+        ({"gpus-per-worker": "-1"}, "--gpus-per-worker must not be negative"),
+        ({"gpus-per-worker": "half"}, "--gpus-per-worker 'half': must be a whole number or auto"),
+        ({"cpus-per-worker": "0"}, "--cpus-per-worker must be positive"),
+    ],
+)
+def test_settings_of_ray_are_checked_by_name(flags, reason):
+    with pytest.raises(StartupFailed, match=reason):
+        load_config(flags, environ={}, sections=["cluster"])

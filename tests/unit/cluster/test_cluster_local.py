@@ -206,3 +206,12 @@ def test_ports_at_which_workers_join_several_gateways_are_checked_before_anythin
     local.check(config(port="0", gateways=2, join_listen="tcp://127.0.0.1:7100"), model, [], {})
     with pytest.raises(StartupFailed, match="--join-listen needs 2 ports"):
         local.check(config(port="0", gateways=2, join_listen="tcp://127.0.0.1:0"), model, [], {})
+
+
+def test_with_ray_this_host_has_no_workers(tmp_path):
+    listen = "tcp://127.0.0.1:7100"
+    store, gateway = make_parts(tmp_path, ray="true", workers="8", join_listen=listen, hardware=Hardware(("0",), 2))
+    assert (store.name, gateway.name) == ("store", "gateway")
+    assert "--worker" not in gateway.argv
+    assert gateway.environ["MEDIALANE_JOIN_LISTEN"] == listen
+    assert flag(gateway, "--store") == f"unix:{local.store_path(tmp_path)}"

@@ -1,0 +1,202 @@
+"""What a gateway exposes about its cluster: health, gateways of its port, store, workers and links, from `/health` and
+`/metrics`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from medialane.core.errors import StartupFailed
+
+_TIMEOUT_S = 10.0
+#: The gateway of a port without others, whose metrics have no such label.
+_ONLY_GATEWAY = "0"
+#: Names of workers: HOST:PID, HOST/NUMBER and both, or the address that they listen at.
+_HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/\d+)?", re.ASCII)
+
+_Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    index: str
+    up: bool
+
+
+class Worker(msgspec.Struct, frozen=True):
+    name: str
+    host: str
+    ready: bool
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+class Link(msgspec.Struct, frozen=True):
+    gateway: str
+    worker: str
+    connected: bool
+    num_in_flight: int
+
+
+class Store(msgspec.Struct, frozen=True):
+    """The store of the gateway's host."""
+
+    size_bytes: int
+    free_bytes: int
+    num_entries: int
+    num_preparers: int
+    num_busy: int
+    num_queued: int
+
+
+class GatewayState(msgspec.Struct, frozen=True):
+    """`health` is `ok`, `degraded` or `unavailable`; `store` is None if the gateway is not connected to one."""
+
+    url: str
+    health: str
+    problems: tuple[str, ...]
+    gateways: tuple[Gateway, ...]
+    store: Store | None
+    workers: tuple[Worker, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def is_well(self) -> bool:
+        return self.health == "ok" and all(g.up for g in self.gateways) and all(link.connected for link in self.links)
+
+    def connected_workers(self) -> set[str]:
+        """Return the names of the workers that all gateways are connected to."""
+        return {link.worker for link in self.links} - {link.worker for link in self.links if not link.connected}
+
+    def hosts(self) -> dict[str, tuple[int, int]]:
+        """Return the number of ready workers, and of all workers, of each host that has any."""
+        found: dict[str, tuple[int, int]] = {}
+        for worker in self.workers:
+            num_ready, num = found.get(worker.host, (0, 0))
+            found[worker.host] = (num_ready + worker.ready, num + 1)
+        return found
+
+
+class _Health(msgspec.Struct):
+    status: str = "ok"
+    problems: tuple[str, ...] = ()
+
+
+async def read_state(url: str, *, verify: bool = True) -> GatewayState:
+    """Ask the gateway at a base URL; `verify` its certificate, if it has one. Raises StartupFailed."""
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(ssl=verify)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            health_status, health = await _get(session, f"{url}/health")
+            status, metrics = await _get(session, f"{url}/metrics")
+    except aiohttp.InvalidURL as error:
+        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000") from error
+    except TimeoutError as error:
+        raise StartupFailed(f"the gateway at {url} has not answered within {_TIMEOUT_S:g} s") from error
+    except aiohttp.ClientError as error:
+        raise StartupFailed(f"no gateway answers at {url}: {error}") from error
+    if health_status not in {200, 503} or status != 200:
+        raise StartupFailed(f"{url} is not a gateway: /health has status {health_status}, /metrics {status}")
+    return parse_state(url, health, metrics)
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
+    async with session.get(url) as response:
+        return response.status, await response.read()
+
+
+def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
+    """Return the state from the bodies of `/health` and `/metrics`. Raises StartupFailed if it is no gateway."""
+    try:
+        found = msgspec.json.decode(health, type=_Health) if health else _Health()
+        families = text_string_to_metric_families(metrics.decode())
+        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for family in families:
+            if family.name.startswith("medialane_"):
+                for sample in family.samples:
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise StartupFailed(f"{url} is not a gateway of medialane: its /health or /metrics cannot be parsed") from error
+    if "medialane_request_seconds_count" not in samples:
+        raise StartupFailed(f"{url} is not a gateway of medialane: its /metrics have no medialane_... series")
+    return GatewayState(
+        url, found.status, found.problems, _gateways(samples), _store(samples), _workers(samples), _links(samples)
+    )
+
+
+def _gateways(samples: _Samples) -> tuple[Gateway, ...]:
+    found = samples.get("medialane_gateway_up", [({"gateway": _ONLY_GATEWAY}, 1.0)])
+    return tuple(Gateway(labels["gateway"], value == 1) for labels, value in found)
+
+
+def _store(samples: _Samples) -> Store | None:
+    arena = _by_label(samples, "medialane_arena_bytes", "kind")
+    if not arena:
+        return None
+    preparers = _by_label(samples, "medialane_preparers", "state")
+    return Store(
+        int(arena["size"]),
+        int(arena["free"]),
+        int(_value(samples, "medialane_arena_entries")),
+        int(preparers.get("alive", 0)),
+        int(preparers.get("busy", 0)),
+        int(_value(samples, "medialane_preparer_queue")),
+    )
+
+
+def _workers(samples: _Samples) -> tuple[Worker, ...]:
+    running, waiting, usage = (
+        _by_label(samples, f"medialane_worker_{name}", "worker") for name in ("running", "waiting", "kv_usage_ratio")
+    )
+    states = {  # one for all ranks
+        labels["worker"]: value == 1
+        for labels, value in samples.get("medialane_worker_state", [])
+        if labels["state"] == "ready"
+    }
+    return tuple(
+        Worker(
+            name,
+            worker_host(name),
+            ready,
+            int(running.get(name, 0)),
+            int(waiting.get(name, 0)),
+            round(usage.get(name, 0.0), 4),
+        )
+        for name, ready in sorted(states.items())
+    )
+
+
+def _links(samples: _Samples) -> tuple[Link, ...]:
+    in_flight = {_ends(labels): value for labels, value in samples.get("medialane_worker_in_flight", [])}
+    links = ((_ends(labels), value) for labels, value in samples.get("medialane_worker_connected", []))
+    return tuple(Link(*ends, value == 1, int(in_flight.get(ends, 0))) for ends, value in sorted(links))
+
+
+def worker_host(name: str) -> str:
+    """Return the host of a worker, as far as its name has it; empty for a worker of the gateway's host."""
+    if name.startswith("unix:"):
+        return ""
+    found = _HOST.fullmatch(name)
+    return found["host"] if found else name
+
+
+def _ends(labels: Mapping[str, str]) -> tuple[str, str]:
+    return labels.get("gateway", _ONLY_GATEWAY), labels["worker"]
+
+
+def _by_label(samples: _Samples, name: str, label: str) -> dict[str, float]:
+    return {labels[label]: value for labels, value in samples.get(name, [])}
+
+
+def _value(samples: _Samples, name: str) -> float:
+    found: Iterable[Any] = samples.get(name, [])
+    return next((value for _, value in found), 0.0)

@@ -1,0 +1,179 @@
+"""`medialane status` against a server with the pages of a gateway."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+
+from medialane.cli import gateway_state
+from medialane.cli.gateway_state import Gateway, Link, parse_state, read_state, worker_host
+from medialane.cli.main import main
+from medialane.core.errors import StartupFailed
+from medialane.core.request import Endpoint, WorkerLoad
+from medialane.core.stats import ArenaStats, PoolStats, StoreStats
+from medialane.gateway.health import Health
+from medialane.observability.metrics import Metrics
+
+URL = "http://gateway:8000"
+
+
+def endpoint(name, *, ready=True, rank=0):
+    return Endpoint(name, name, ready=ready, load=WorkerLoad(1, 2, 0.25), num_in_flight=3, rank=rank)
+
+
+def store_stats():
+    arena = dict.fromkeys(ArenaStats.__struct_fields__, 0) | {"size_bytes": 1 << 30, "free_bytes": 1 << 29}
+    pool = dict.fromkeys(PoolStats.__struct_fields__, 0) | {"num_alive": 2, "pids": (), "queue_s": 0.0}
+    return StoreStats(ArenaStats(**arena), PoolStats(**pool))
+
+
+def page(*endpoints, store=None):
+    """`/metrics` of a gateway, as it exports them."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.watch_workers(lambda: endpoints)
+    metrics.watch_store(lambda: store)
+    return generate_latest(registry)
+
+
+def test_state_has_workers_links_and_store():
+    state = parse_state(URL, b"", page(endpoint("host-a/0"), endpoint("host-b/1"), store=store_stats()))
+    assert (state.health, state.is_well) == ("ok", True)
+    assert state.hosts() == {"host-a": (1, 1), "host-b": (1, 1)}
+    assert state.gateways == (Gateway("0", True),)
+    assert state.links == (Link("0", "host-a/0", True, 3), Link("0", "host-b/1", True, 3))
+    first = state.workers[0]
+    assert (first.num_running, first.num_waiting, first.kv_usage) == (1, 2, 0.25)
+    assert (state.store.size_bytes, state.store.free_bytes, state.store.num_preparers) == (1 << 30, 1 << 29, 2)
+    assert state.connected_workers() == {"host-a/0", "host-b/1"}
+
+
+def test_ranks_of_a_worker_are_one_worker():
+    state = parse_state(URL, b"", page(endpoint("host-a/0"), endpoint("host-a/0", rank=1)))
+    assert len(state.workers) == len(state.links) == 1
+
+
+def test_lost_worker_is_not_well():
+    health = Health("degraded", ("1 of 2 workers are ready",)).response()[1]
+    state = parse_state(URL, health, page(endpoint("host-a/0"), endpoint("host-b/1", ready=False)))
+    assert (state.health, state.problems, state.is_well) == ("degraded", ("1 of 2 workers are ready",), False)
+    assert state.connected_workers() == {"host-a/0"}
+
+
+GROUP = b"""
+medialane_request_seconds_count{gateway="0"} 0.0
+medialane_gateway_up{gateway="0"} 1.0
+medialane_gateway_up{gateway="1"} %d
+medialane_worker_connected{gateway="0",worker="host-a/0"} 1.0
+medialane_worker_connected{gateway="1",worker="host-a/0"} %d
+medialane_worker_state{worker="host-a/0",state="ready"} 1.0
+"""
+
+
+@pytest.mark.parametrize(("up", "connected"), [(1, 1), (0, 1), (1, 0)])
+def test_every_gateway_of_the_port_must_respond_and_be_connected(up, connected):
+    state = parse_state(URL, b"", GROUP % (up, connected))
+    assert state.is_well == (up == connected == 1)
+    assert bool(state.connected_workers()) == bool(connected)
+    assert [gateway.up for gateway in state.gateways] == [True, bool(up)]
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("host-a/0", "host-a"),
+        ("host-a:1234", "host-a"),
+        ("host-a:1234/7", "host-a"),
+        ("tcp://10.0.0.2:7000", "10.0.0.2"),
+        ("tcp://[fd00::2]:7000", "fd00::2"),
+        ("unix:/run/medialane/worker-0.sock", ""),
+        ("blue", "blue"),
+    ],
+)
+def test_host_is_that_of_the_name(name, host):
+    assert worker_host(name) == host
+
+
+@pytest.fixture
+async def serve():
+    """Serve these pages, from another thread's point of view: `main` runs an event loop of its own."""
+    runners = []
+
+    async def start(health=b"", metrics=b"", *, status=200):
+        app = web.Application()
+
+        async def answer(request):
+            return web.Response(body=health if request.path == "/health" else metrics, status=status)
+
+        app.router.add_get("/{page}", answer)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def status(*words):
+    return await asyncio.to_thread(main, ["status", *words])
+
+
+async def test_tables_show_everything_and_the_status_is_0_if_all_is_well(serve, capsys):
+    url = await serve(metrics=page(endpoint("host-a/0"), store=store_stats()))
+    assert await status("--gateway", f"{url}/v1") == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in (f"{url}: ok", "host-a", "1 of 1", "host-a/0", "25%", "store: 1GiB, 50% free"))
+
+
+async def test_problems_are_shown_and_the_status_is_1(serve, capsys):
+    health = Health("degraded", ("0 of 1 workers are ready",)).response()[1]
+    url = await serve(health, page(endpoint("host-a/0", ready=False)))
+    assert await status("--gateway", url) == 1
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("degraded", "0 of 1 workers are ready", "lost", "store: not connected"))
+
+
+async def test_json_has_the_same(serve, capsys):
+    url = await serve(metrics=page(endpoint("host-a/0")))
+    assert await status("--gateway", url, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["health"], found["store"]) == (True, "ok", None)
+    assert found["workers"][0] | {"name": "host-a/0", "host": "host-a", "ready": True} == found["workers"][0]
+
+
+async def test_gateway_that_is_not_there_is_one_clear_error(capsys):
+    assert await status("--gateway", "http://127.0.0.1:1") == 2
+    assert "medialane: error: no gateway answers at http://127.0.0.1:1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pages", "reason"),
+    [
+        ({"status": 404}, "is not a gateway: /health has status 404"),
+        ({"metrics": b"up 1\n"}, "have no medialane_... series"),
+        ({"metrics": b"<html>"}, "cannot be parsed"),
+        ({"health": b"<html>"}, "cannot be parsed"),
+    ],
+)
+async def test_other_servers_are_refused(serve, pages, reason):
+    with pytest.raises(StartupFailed, match=reason):
+        await read_state(await serve(**pages))
+
+
+async def test_what_is_no_url_is_refused():
+    with pytest.raises(StartupFailed, match="--gateway localhost:8000: not a URL such as http://"):
+        await read_state("localhost:8000")
+
+
+async def test_gateway_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(gateway_state, "_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StartupFailed, match=r"has not answered within 0\.1 s"):
+            await read_state(url)

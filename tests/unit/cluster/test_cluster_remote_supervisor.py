@@ -1,0 +1,187 @@
+import asyncio
+
+import pytest
+from scripted_processes import Recorder
+
+from medialane.cluster import ClusterConfig, remote_supervisor
+from medialane.cluster.remote import Location, RemoteSpec, RunEnd
+from medialane.cluster.remote_supervisor import RemoteSupervisor
+from medialane.core.errors import StartupFailed
+from waiting import eventually
+
+
+class FakeCluster:
+    """An orchestrator whose processes end when a test says so."""
+
+    def __init__(self, calls):
+        self.calls = calls
+        self.runs = {}
+        self.incarnations = {}
+
+    async def spawn(self, specs, *, timeout_s):
+        for spec in specs:
+            self._start(spec.name)
+
+    async def resolve(self, name):
+        return Location("host-a", "node a", 7, str(self.incarnations[name])) if not self.runs[name].done() else None
+
+    async def watch(self, name):
+        return await asyncio.shield(self.runs[name])
+
+    async def restart(self, name):
+        self._start(name)
+
+    async def stop(self):
+        self.calls.append("cluster stops")
+
+    def kill(self):
+        self.calls.append("cluster killed")
+
+    def end(self, name, how="killed by SIGKILL"):
+        self.runs[name].set_result(RunEnd(how, f"{name} on host-a: {how}"))
+
+    def _start(self, name):
+        self.incarnations[name] = self.incarnations.get(name, 0) + 1
+        self.runs[name] = asyncio.get_running_loop().create_future()
+
+
+class FakeLocal:
+    """The supervisor of this host's processes."""
+
+    def __init__(self, calls):
+        self.calls = calls
+        self.error = None
+        self.ended = asyncio.Event()
+
+    async def start(self):
+        if self.error:
+            raise self.error
+
+    async def wait(self):
+        await self.ended.wait()
+
+    async def stop(self):
+        self.calls.append("gateways stop")
+        self.ended.set()
+
+    def kill(self):
+        self.calls.append("gateways killed")
+
+
+class Running:
+    def __init__(self, **settings):
+        self.calls = []
+        self.cluster, self.local, self.observer = FakeCluster(self.calls), FakeLocal(self.calls), Recorder()
+        self.connected = set()
+        specs = [RemoteSpec(name=f"worker {i}", command=("worker", "m"), joins_as=f"{{host}}/{i}") for i in range(2)]
+
+        async def connected():
+            return self.connected
+
+        self.supervisor = RemoteSupervisor(
+            self.local,
+            self.cluster,
+            specs,
+            config=ClusterConfig(**{"restart_initial_s": 0.01, "restart_max_s": 0.02, **settings}),
+            observer=self.observer,
+            connected=connected,
+        )
+
+    async def started(self):
+        self.connected = {"host-a/0", "host-a/1"}
+        await self.supervisor.start()
+        return self
+
+
+@pytest.fixture(autouse=True)
+def quick_polls(monkeypatch):
+    monkeypatch.setattr(remote_supervisor, "_POLL_S", 0.01)
+
+
+@pytest.fixture
+async def run():
+    runs = []
+
+    def make(**settings):
+        runs.append(Running(**settings))
+        return runs[-1]
+
+    yield make
+    for each in runs:
+        await each.supervisor.stop()
+
+
+async def test_start_ends_when_every_worker_has_joined(run):
+    running = run()
+    starting = asyncio.create_task(running.supervisor.start())
+    running.connected = {"host-a/0", "elsewhere/1"}
+    await eventually(lambda: running.observer.count("ready", "worker 0"))
+    assert not starting.done()
+    running.connected = {"host-a/0", "host-a/1"}
+    await starting
+    assert running.observer.count("ready") == 2
+
+
+async def test_worker_that_ends_during_the_start_fails_it_with_its_report(run):
+    running = run()
+    starting = asyncio.create_task(running.supervisor.start())
+    await eventually(lambda: running.observer.count("starting") == 2)
+    running.cluster.end("worker 1", "exit status 2")
+    with pytest.raises(StartupFailed, match="worker 1 on host-a: exit status 2"):
+        await starting
+    assert running.observer.pauses == [None]
+
+
+async def test_process_of_this_host_that_fails_fails_the_start(run):
+    running = run()
+    running.local.error = StartupFailed("gateway did not start")
+    with pytest.raises(StartupFailed, match="gateway did not start"):
+        await running.supervisor.start()
+
+
+async def test_worker_that_never_joins_is_named(run):
+    running = run(start_timeout_s=0.1)
+    running.connected = {"host-a/0"}
+    with pytest.raises(StartupFailed, match=r"^worker 1: not joined after 0\.1 s; can its host reach --join-listen\?"):
+        await running.supervisor.start()
+
+
+async def test_worker_that_ends_later_is_restarted_as_a_new_incarnation(run):
+    running = await run().started()
+    running.connected = {"host-a/1"}
+    running.cluster.end("worker 0")
+    await eventually(lambda: running.cluster.incarnations["worker 0"] == 2)
+    assert running.observer.count("ended", "worker 0", "killed by SIGKILL") == 1
+    running.connected = {"host-a/0", "host-a/1"}
+    await eventually(lambda: running.observer.count("ready", "worker 0") == 2)
+    assert running.cluster.incarnations["worker 1"] == 1
+
+
+async def test_restarts_back_off(run):
+    running = await run().started()
+    for number in range(2, 5):
+        running.cluster.end("worker 0")
+        await eventually(lambda number=number: running.cluster.incarnations["worker 0"] == number)
+    assert running.observer.pauses == [0.01, 0.02, 0.02]
+
+
+async def test_gateways_stop_before_workers_and_none_is_restarted(run):
+    running = await run().started()
+    stopping = asyncio.create_task(running.supervisor.stop())
+    running.cluster.end("worker 0")
+    await stopping
+    assert running.calls == ["gateways stop", "cluster stops"]
+    assert running.cluster.incarnations["worker 0"] == 1
+
+
+async def test_kill_reaches_both(run):
+    running = await run().started()
+    running.supervisor.kill()
+    assert running.calls == ["gateways killed", "cluster killed"]
+
+
+async def test_supervision_that_fails_is_raised(run):
+    running = await run().started()
+    running.cluster.runs["worker 0"].set_exception(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        await running.supervisor.wait()
