@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
+from medialane.core.owner_lock import try_lock
 from medialane.rpc.address import UnixAddress, parse_address
 
 logger = logging.getLogger(__name__)
@@ -43,18 +45,32 @@ async def _keep_running(config: Config, model: str, address: str) -> None:
         if has_listener(address):
             backoff.reset()
             await asyncio.sleep(CHECK_S)
-        else:
-            await _run_once(command(model, address), config, model)
-            await asyncio.sleep(backoff.next())
+            continue
+        try:
+            with _locked(address) as is_ours:
+                if is_ours:
+                    await _run_once(command(model, address), config, model)
+        except OSError as error:
+            logger.error("the store of this host cannot be started: %s", error.strerror)
+        await asyncio.sleep(backoff.next())
+
+
+@contextmanager
+def _locked(address: str) -> Iterator[bool]:
+    """Yield whether this process has the lock of a socket's address. Whichever worker has it starts the store: another
+    one may be about to, which `has_listener` does not show yet. Raises OSError."""
+    path = address.removeprefix("unix:")
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield try_lock(lock)
+    finally:
+        os.close(lock)
 
 
 async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
+    """Run a store until it ends. Raises OSError if it cannot be started."""
     environ = child_environ(config, model, (), on_gpu=False, environ=process_environ())
-    try:
-        process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
-    except OSError as error:
-        logger.error("the store of this host cannot be started: %s", error.strerror)
-        return
+    process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
     logger.info("started the store of this host, pid %d", process.pid)
     try:
         status = await process.wait()
