@@ -23,10 +23,11 @@ from test_e2e_routing import (
     test_system_prompt_shared_by_different_images,  # noqa: F401
     test_text_with_a_common_prefix,  # noqa: F401
 )
-from two_hosts import LOST_S, PATHS, TwoHosts, namespaces, num_pulls
+from two_hosts import LOST_S, PATHS, TwoHosts, num_pulls
 
 from conftest import MEDIA_FLAGS, SERVER_FLAGS
 from host_state import stats_of, store_link
+from linked_hosts import linked_hosts
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -39,13 +40,8 @@ def network():
     """As root, with NIXL; elsewhere these tests are skipped."""
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("NOT TESTED: vLLM on two hosts, since NIXL is not installed (the extra nixl)")
-    made = namespaces().hosts(2, here=True)
-    try:
-        found = made.__enter__()
-    except OSError as error:
-        pytest.skip(f"NOT TESTED: vLLM on two hosts, since network namespaces cannot be created here: {error}")
-    yield found
-    made.__exit__(None, None, None)
+    with linked_hosts(2, here=True) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ The hosts share no arena directory, so media cannot travel in shared memory. NIX
 between namespaces of one machine it would read the other process's memory.
 """
 
-import importlib.util
 import json
 import secrets
 import shutil
@@ -25,7 +24,6 @@ from medialane.store import StoreLink
 from waiting import eventually
 
 GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
-NAMESPACES = Path(__file__).parents[2] / "benchmarks" / "namespaces.py"
 
 FIRST_PORT = 7100
 WORKERS = ("far-0", "far-1")
@@ -42,14 +40,6 @@ STORES = {"store": "on", "store without nixl": "off"}
 
 #: A busy machine delays heartbeats for longer than a network does.
 LOST_S = 3.0
-
-
-def namespaces() -> Any:
-    """The module of the benchmarks."""
-    spec = importlib.util.spec_from_file_location("namespaces", NAMESPACES)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class TwoHosts:
