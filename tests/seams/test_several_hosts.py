@@ -1,6 +1,5 @@
-"""Three hosts in network namespaces: one with gateways and a store, two with a store and workers each, to which media are
-copied from store to store. Processes are killed and links are cut while that happens: no answer is wrong, and all hosts
-are as before."""
+"""Three hosts in network namespaces: one with gateways and a store, two with workers and a store each, which copies media
+from the first. Processes are killed and links are cut meanwhile: no answer is wrong, and all hosts are as before."""
 
 import asyncio
 import shutil
@@ -145,14 +144,14 @@ async def test_killed_process_of_any_host_costs_at_most_its_own_requests(hosts, 
     await hosts.evict(*(other for other in (hosts.near, *hosts.far) if other is not host or "store" not in kind))
     hosts.open(step)
     results = await asyncio.gather(*tasks)
-    print("OUTCOME", kind, step, [r if isinstance(r, str) else r == e for r, e in zip(results, right)])
+    print("OUTCOME", kind, step, [r if isinstance(r, str) else r == e for r, e in zip(results, right, strict=True)])
 
 
 async def test_image_is_copied_once_to_each_host_that_needs_it(hosts, as_all_before):
     before = await hosts.num_pulls()
     hosts.close("before first token")
     asked = [asyncio.create_task(hosts.near.ask(n % len(GATEWAYS), data=IMAGES[0])) for n in range(12)]
-    await eventually(lambda: len(hosts.arrived()) == len(asked))
+    await eventually(lambda: len(hosts.arrived()) == len(asked), "all have been sent", more=lambda: asked)
     assert len({pid for _, pid in hosts.arrived()}) == sum(map(len, FAR)), "every worker has it"
     hosts.open("before first token")
     answers = await asyncio.gather(*asked)

@@ -92,12 +92,14 @@ async def test_second_worker_of_a_host_costs_no_second_pull(arena, preparers, ot
     assert other_host.num_pulls == 1
 
 
-async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_host):
+@pytest.mark.parametrize("request_id", ["r{}".format, "r".format], ids=["own", "same"])
+async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_host, request_id):
+    """Whatever the ids that their clients have chosen."""
     async with parts_for(arena, preparers, [await other_host.worker(), await other_host.worker()]) as parts:
 
         async def one(number):
             with open_scope():
-                return await parts.answer(prompt(png()), f"r{number}")
+                return await parts.answer(prompt(png()), request_id(number))
 
         answers = await asyncio.gather(*[one(number) for number in range(8)])
     assert len({tuple(answer) for answer in answers}) == 1
