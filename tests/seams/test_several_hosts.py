@@ -1,5 +1,6 @@
-"""Three hosts in network namespaces: one with gateways and a store, two with workers and a store each, which copies media
-from the first. Processes are killed and links are cut meanwhile: no answer is wrong, and all hosts are as before."""
+"""Three hosts in network namespaces: one with gateways and a store, two with workers and a store that copies media.
+
+Processes are killed and links are cut meanwhile: no answer is wrong, and all hosts are as before."""
 
 import asyncio
 import shutil
