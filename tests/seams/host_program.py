@@ -42,14 +42,16 @@ SECRET = "a secret of the tests of several hosts"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One of several hosts: its `address` for the others, its processes, and the workers of its gateways."""
+    """One of several hosts: its `address` for the others, its processes, the workers of its gateways, and the settings
+    of TLS."""
 
     address: str = ""
     names: tuple[str, ...] = NAMES
     workers: tuple[str, ...] = ()
+    tls: dict[str, str] = {}
 
     def rpc(self) -> RpcConfig:
-        return RpcConfig(shared_secret=SECRET) if self.address else RpcConfig()
+        return RpcConfig(shared_secret=SECRET, **self.tls) if self.address else RpcConfig()
 
     def worker_address(self, folder: Path, name: str) -> str:
         """Where a worker of this host listens."""
@@ -120,6 +122,7 @@ def store(folder: Path) -> int:
     if place.address:
         stop_pulls_at_the_gate(Gates(folder))
         settings["peer-listen"] = f"tcp://{place.address}:0"
+        settings |= {f"rpc-{name.replace('_', '-')}": path for name, path in place.tls.items()}
         environ["MEDIALANE_RPC_SECRET"] = SECRET
     if not set(GATEWAYS) & set(place.names):
         settings |= {"stage": "url", "preparers": "1"}  # as `medialane worker --start-store`

@@ -1,6 +1,7 @@
 """Three hosts in network namespaces: one with gateways and a store, two with workers and a store that copies media.
 
-Processes are killed and links are cut meanwhile: no answer is wrong, and all hosts are as before."""
+Processes are killed and links are cut meanwhile: no answer is wrong, and all hosts are as before. All connections
+between hosts are by mutual TLS."""
 
 import asyncio
 import shutil
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trustme
 from gates import GATES, PULL
 from gateway_parts import png
 from host_processes import Host, started_host, stop_host, wait_for_host
 from host_program import GATEWAYS, NUM_TOKENS, WORKERS, Place, address
+from msgspec.structs import replace
 
+from certificates import tls_settings
 from host_state import as_before, stats_of, store_link
 from linked_hosts import linked_hosts
 from waiting import eventually
@@ -74,10 +78,12 @@ def processes():
         far = [Place(network.addresses[i + 1], ("store", *names)) for i, names in enumerate(FAR)]
         workers = tuple(place.worker_address(Path(), name) for place in far for name in place.names[1:])
         places = [Place(network.addresses[0], ("store", *GATEWAYS), workers), *far]
+        ca = trustme.CA()
         running = []
         for index in (1, 2, 0):
             stack.callback(shutil.rmtree, folders[index])
-            (folders[index] / "place.json").write_bytes(msgspec.json.encode(places[index]))
+            tls = tls_settings(folders[index] / "tls", ca, host=places[index].address)
+            (folders[index] / "place.json").write_bytes(msgspec.json.encode(replace(places[index], tls=tls)))
             running.append(started_host(folders[index], network.prefix(index)))
             stack.callback(stop_host, running[-1], folders[index])
         found = [(running[2], folders[0]), (running[0], folders[1]), (running[1], folders[2])]

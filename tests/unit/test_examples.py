@@ -50,7 +50,7 @@ def parse(words, tmp_path):
     secret.write_text(_SECRET)
     secret.chmod(0o600)
     words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane|%d).*", rf"\g<1>{secret}", word) for word in words]
-    name, *rest = words
+    name, *rest = [word.replace("$(POD_IP)", "10.0.0.9") for word in words]
     module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
     args = _parse(name, COMMANDS[name], module.add_arguments, rest)
     return args, load_config(given_settings(args), sections=module.SECTIONS, environ={})
@@ -114,7 +114,7 @@ def test_media_are_copied_from_store_to_store(tmp_path):
     found = {name: parse([*c["command"][1:], *c["args"]], tmp_path) for name, c in containers().items()}
     (store,) = [config.store for name, (_, config) in found.items() if name.startswith("store")]
     (worker,) = [args for name, (args, _) in found.items() if name.startswith("worker")]
-    assert store.peer_listen == "tcp://$(POD_IP):7200"
+    assert store.peer_listen == "tcp://10.0.0.9:7200"
     assert (worker.store, worker.start_store) == ("unix:/run/medialane/store.sock", True)
     units = {path.name: unit(path)["Service"] for path in UNITS}
     assert "--peer-listen tcp://${ADDRESS}:7200" in units["medialane-store.service"]["ExecStart"]
