@@ -151,6 +151,18 @@ async def test_pull_that_fails_falls_back_to_another_path_with_the_same_output(
         assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
 
 
+async def test_nixl_that_is_chosen_and_missing_falls_back_with_the_same_output(arena, preparers, worker, other_host):
+    async with parts_for(arena, preparers, [worker], stage="url") as near:
+        with open_scope():
+            expected = await near.answer(prompt(png()))
+    async with parts_for(arena, preparers, [await other_host.worker()], transport="nixl") as far:
+        with open_scope() as scope:
+            assert await far.answer(prompt(png())) == expected
+        assert transfer_of(scope) == ("url", "inline")
+        assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
+    assert other_host.num_pulls == 0
+
+
 async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
         with other_host.arena.keep(other_host.arena.reserve(31 << 20), None), open_scope() as scope:
