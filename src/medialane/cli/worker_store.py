@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
+from medialane.core.owner_lock import try_lock
 from medialane.rpc.address import UnixAddress, parse_address
 
 logger = logging.getLogger(__name__)
@@ -39,22 +41,34 @@ async def host_store(config: Config, model: str, address: str) -> AsyncIterator[
 
 async def _keep_running(config: Config, model: str, address: str) -> None:
     backoff = Backoff(initial_s=CHECK_S, max_s=MAX_BACKOFF_S)
+    loop = asyncio.get_running_loop()
     while True:
-        if has_listener(address):
+        started, was_missing = loop.time(), True
+        try:
+            with _turn(address) as is_ours:
+                was_missing = is_ours and not has_listener(address)
+                if was_missing:
+                    await _run_once(command(model, address), config, model)
+        except OSError as error:
+            logger.error("the store of this host cannot be started: %s", error.strerror)
+        if not was_missing or loop.time() - started > MAX_BACKOFF_S:
             backoff.reset()
-            await asyncio.sleep(CHECK_S)
-        else:
-            await _run_once(command(model, address), config, model)
-            await asyncio.sleep(backoff.next())
+        await asyncio.sleep(backoff.next() if was_missing else CHECK_S)
+
+
+@contextmanager
+def _turn(address: str) -> Iterator[bool]:
+    """Yield whether this worker may start the store: one of several that try at once. Raises OSError."""
+    descriptor = os.open(f"{address.removeprefix('unix:')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
     environ = child_environ(config, model, (), on_gpu=False, environ=process_environ())
-    try:
-        process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
-    except OSError as error:
-        logger.error("the store of this host cannot be started: %s", error.strerror)
-        return
+    process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
     logger.info("started the store of this host, pid %d", process.pid)
     try:
         status = await process.wait()
