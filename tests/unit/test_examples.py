@@ -15,8 +15,9 @@ import yaml
 
 from medialane.cli.flags import given_settings
 from medialane.cli.main import COMMANDS, _parse
+from medialane.cluster import remote_workers
 from medialane.cluster.local import check_join, check_join_listen
-from medialane.cluster.remote_workers import with_join_addresses, worker_specs
+from medialane.cluster.remote_workers import Nodes, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.rpc.address import parse_address
 
@@ -169,7 +170,8 @@ def test_settings_of_the_environment_file_are_ours():
     assert config.arena.size_bytes == 4 << 30
 
 
-def test_settings_for_ray_are_ours(tmp_path):
+def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_workers, "vllm_is_for_cpu", lambda: False)
     text = (EXAMPLES / "ray" / "serve.toml").read_text()
     secret = tmp_path / "secret"
     secret.write_text(_SECRET)
@@ -178,10 +180,11 @@ def test_settings_for_ray_are_ours(tmp_path):
     config = load_config(
         file=str(tmp_path / "serve.toml"), environ={}, sections=("cluster", "gateway", "rpc", "worker")
     )
-    found = with_join_addresses(config, node_address="10.0.0.1", num_nodes=2)
+    found = with_join_addresses(config, "10.0.0.1", ["10.0.0.2"])
     check_join_listen(found)
     check_join(found)
-    specs = worker_specs(found, "m", (), has_gpus=True, node_flags={})
+    nodes = Nodes("10.0.0.1", ["10.0.0.2"], "unix:/store.sock")
+    specs = worker_specs(found, "m", (), nodes, has_gpus=True, folder="abc")
     assert [(spec.num_gpus, spec.num_cpus) for spec in specs] == [(1, 4)] * 4
     assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100"}
 

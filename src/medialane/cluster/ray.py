@@ -43,6 +43,7 @@ _CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20
 #: Of `node:ADDRESS`, of which a node has 1.
 _NODE_SHARE = 0.001
+_HINT = "if it has a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be as on its nodes"
 _MAX_SHOWN_NODES = 8
 _MAX_SHOWN_CHARACTERS = 400
 
@@ -249,7 +250,9 @@ def _connect(address: str) -> None:
                 raise
             ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, **settings)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise StartupFailed(f"cannot connect to Ray{f' at {address}' if address else ''}: {_brief(error)}") from error
+        hint = f"; {_HINT}" if isinstance(error, ConnectionError) or "AuthToken" in str(error) else ""
+        where = f" at {address}" if address else ""
+        raise StartupFailed(f"cannot connect to Ray{where}: {_brief(error)}{hint}") from error
 
 
 def _check_reachable(address: str) -> None:

@@ -188,7 +188,8 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 class Endpoint(msgspec.Struct, frozen=True):
     """A worker, or one of its data-parallel ranks, as seen by the router. `num_in_flight` counts this gateway's
-    requests there; with `same_host` it maps our arena; a `draining` one only finishes its requests."""
+    requests there; with `same_host` it maps our arena, with `can_pull` its host's store may copy from ours; a
+    `draining` one only finishes its requests."""
 
     worker_id: str
     address: str
@@ -200,6 +201,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     same_host: bool = False
     card: ModelCard | None = None
     draining: bool = False
+    can_pull: bool = False
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
