@@ -1,7 +1,8 @@
 """A Ray cluster of two hosts on this machine: the head in our network namespace, a node in one of its own, with a host
-name of its own. Needs root."""
+name of its own. Started by the commands of examples/ray. Needs root."""
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ START_S = 90.0
 _STOP_S = 20.0
 #: A node's smallest: no object goes through Ray.
 _OBJECT_STORE_BYTES = 80 << 20
-_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_README = Path(__file__).parents[1] / "examples" / "ray" / "README.md"
 
 
 class RayHosts(NamedTuple):
@@ -31,6 +32,13 @@ class RayHosts(NamedTuple):
     other_name: str
     log: Path
     node_pids: list[int]
+
+
+def _command(index: int, head: str) -> list[str]:
+    """Return the example's command that starts the head, or another node."""
+    commands = [line for line in _README.read_text().splitlines() if line.startswith("ray start ")]
+    text = commands[index].replace("10.0.0.1:6379", head).replace("6379", head.rpartition(":")[2])
+    return [sys.executable, "-m", "ray.scripts.scripts", *shlex.split(text, comments=True)[1:]]
 
 
 @contextmanager
@@ -45,18 +53,9 @@ def ray_hosts(environ: Mapping[str, str], *, cpus: tuple[int, int]) -> Iterator[
         port = _free_port(addresses[0])
         found = RayHosts(addresses, f"{addresses[0]}:{port}", host, folder / "ray.log", [])
         inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
-        nodes.append(
-            _start(
-                [],
-                ["--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"],
-                0,
-                found,
-                cpus,
-                environ,
-            )
-        )
+        nodes.append(_start([], [f"--temp-dir={folder}"], found, environ, num_cpus=cpus[0]))
         wait_until(lambda: _listens(addresses[0], port), "Ray's head listens", START_S, more=found.log.read_text)
-        nodes.append(_start(inside, [f"--address={found.head}"], 1, found, cpus, environ))
+        nodes.append(_start(inside, [], found, environ, num_cpus=cpus[1]))
         wait_until(
             lambda: found.log.read_text().count("Ray runtime started") == 2 or nodes[1].poll() is not None,
             "both nodes of Ray run",
@@ -95,16 +94,13 @@ def _ip(*words: str) -> None:
 
 
 def _start(
-    prefix: list[str],
-    words: list[str],
-    index: int,
-    hosts: RayHosts,
-    cpus: tuple[int, int],
-    environ: Mapping[str, str],
+    prefix: list[str], words: list[str], hosts: RayHosts, environ: Mapping[str, str], *, num_cpus: int
 ) -> subprocess.Popen[bytes]:
+    """Start the head, or with a `prefix` the other node."""
+    index = int(bool(prefix))
     settings = [
         f"--node-ip-address={hosts.addresses[index]}",
-        f"--num-cpus={cpus[index]}",
+        f"--num-cpus={num_cpus}",
         "--num-gpus=0",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
         "--disable-usage-stats",
@@ -112,7 +108,7 @@ def _start(
     ]
     with hosts.log.open("ab") as output:
         return subprocess.Popen(
-            [*prefix, *_RAY, "start", *words, *settings],
+            [*prefix, *_command(index, hosts.head), *words, *settings],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,4 +1,4 @@
-"""`medialane serve --ray` over two nodes in network namespaces: gateways and a store on each, one worker with vLLM."""
+"""The example for Ray over two nodes in network namespaces: gateways and a store on each, one worker with vLLM."""
 
 import asyncio
 import json
@@ -22,6 +22,7 @@ pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[
 
 pytestmark = pytest.mark.vllm
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
 ASK = text("What is in the picture?")
 
 
@@ -52,33 +53,50 @@ class OnRay(NamedTuple):
         return all(found["ok"] for found in await self.status(capsys))
 
 
+def example_settings(hosts: RayHosts, folder: Path) -> Path:
+    """The settings of the example, with this cluster's addresses and size, and the secret in `folder`."""
+    text = (EXAMPLE / "serve.toml").read_text()
+    ours = {
+        "10.0.0.1:6379": hosts.head,
+        "\nworkers = 4": "\nworkers = 1",
+        "gpus-per-worker = 1": "gpus-per-worker = 0",
+        "cpus-per-worker = 4": "cpus-per-worker = 1",
+        "/etc/medialane": str(folder),
+    }
+    for there, here in ours.items():
+        assert there in text
+        text = text.replace(there, here)
+    (folder / "serve.toml").write_text(text)
+    return folder / "serve.toml"
+
+
 @pytest.fixture(scope="session")
 def starting_on_ray(tiny_model, vllm_environ, server_flags, tmp_path_factory, plain_vllm) -> Iterator[OnRay]:
     """Only the other node has a CPU: the worker is placed there."""
     runtime = Path(tempfile.mkdtemp(prefix="ml-ray-", dir="/tmp"))
-    secret = tmp_path_factory.mktemp("ray") / "rpc-secret"
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o600)
+    folder = tmp_path_factory.mktemp("ray")
+    for name in ("rpc-secret", "ray-token"):
+        (folder / name).touch(0o600)
+        (folder / name).write_text(secrets.token_hex(32))
     environ = {
         **vllm_environ,
         "XDG_RUNTIME_DIR": str(runtime),
         "VLLM_RPC_BASE_PATH": str(runtime),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN_PATH": str(folder / "ray-token"),
     }
     try:
         making = ray_hosts(environ, cpus=(0, 1))
         hosts = making.__enter__()
     except OSError as error:
         pytest.skip(f"NOT TESTED: two nodes of Ray in network namespaces, which cannot be created here: {error}")
-    on_ray = ["--ray", "--address", hosts.head, "--gateway-nodes", "each", "--rpc-secret-file", str(secret)]
     serve = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
-        [*on_ray, "--host", "0.0.0.0", "--preparers", "1", "--arena-size", "128MiB"],
+        ["--config", str(example_settings(hosts, folder)), "--preparers", "1", "--arena-size", "128MiB"],
         server_flags,
         environ=environ,
-        log=secret.parent / "serve.log",
+        log=folder / "serve.log",
     )
     try:
         yield OnRay(hosts, serve, runtime)

@@ -180,13 +180,14 @@ def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
     config = load_config(
         file=str(tmp_path / "serve.toml"), environ={}, sections=("cluster", "gateway", "rpc", "worker")
     )
+    assert config.cluster.gateway_nodes == "each"
     found = with_join_addresses(config, "10.0.0.1", ["10.0.0.2"])
     check_join_listen(found)
     check_join(found)
     nodes = Nodes("10.0.0.1", ["10.0.0.2"], "unix:/store.sock")
     specs = worker_specs(found, "m", (), nodes, has_gpus=True, folder="abc")
     assert [(spec.num_gpus, spec.num_cpus) for spec in specs] == [(1, 4)] * 4
-    assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100"}
+    assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100,10.0.0.2:7100"}
 
 
 def commands(path):

@@ -44,8 +44,12 @@ Flags win over the environment, the environment over the file.
 examples:
   medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
-  medialane serve ./model --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
+  medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
+
+With --ray, run it on a node of the Ray cluster: gateways and a media store run there (--gateway-nodes each: on every
+node), Ray places the workers on nodes with enough free GPUs and CPUs, and restarts them. Every node needs the same
+medialane and Ray, the model under the same name or absolute path, and the secret in a file or in MEDIALANE_RPC_SECRET.
 
 Ctrl-C shuts down gracefully, a second one immediately."""
 

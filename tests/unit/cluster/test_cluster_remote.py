@@ -92,7 +92,12 @@ def test_gateways_of_a_host_see_its_gpus():
 
 def test_worker_sees_the_gpus_that_are_reserved_for_it(monkeypatch):
     monkeypatch.setattr(remote, "find_hardware", lambda _: remote_hardware("4", "5"))
-    assert remote_environ(spec(num_gpus=2, vllm_args=("-tp", "2")), {"CUDA_VISIBLE_DEVICES": "4,5"})["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert (
+        remote_environ(spec(num_gpus=2, vllm_args=("-tp", "2")), {"CUDA_VISIBLE_DEVICES": "4,5"})[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == "4,5"
+    )
 
 
 def test_spec_is_a_plain_message():
