@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -103,9 +104,7 @@ def starting_on_ray(tiny_model, vllm_environ, server_flags, tmp_path_factory, pl
     finally:
         serve.stop()
         making.__exit__(*sys.exc_info())
-        for left in runtime.iterdir():
-            left.unlink()
-        runtime.rmdir()
+        shutil.rmtree(runtime)
 
 
 @pytest.fixture

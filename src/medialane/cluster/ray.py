@@ -78,8 +78,11 @@ class SupervisingActor:
         return self._process.location if self._refusal is None else None
 
     async def stop(self) -> None:
+        """Stop the process, and return when `run` has removed what was the process's."""
         if self._refusal is None:
             await self._process.stop()
+        if self._running is not None:
+            await asyncio.wait([self._running])
 
 
 def _other_version(version: str, node: str) -> RunEnd | None:
