@@ -134,6 +134,8 @@ class RayCluster:
             self._start(name)
 
     async def resolve(self, name: str) -> Location | None:
+        if name not in self._actors:
+            return None  # Ray has given it up, and a new one is about to be started
         try:
             found: Location | None = await asyncio.wait_for(self._actors[name].location.remote(), _CALL_S)
         except (RayActorError, TimeoutError):
@@ -148,12 +150,7 @@ class RayCluster:
             return RunEnd(how, f"{name}: {how}: {_brief(error)}")
 
     async def restart(self, name: str) -> None:
-        ended, actor = self._runs[name], self._actors[name]
-        previous = None
-        if ended.exception() is None:  # the process has ended: Ray starts its actor again
-            previous = await self._incarnation(name)
-            ray.kill(actor, no_restart=False)
-        restarted = asyncio.ensure_future(self._restarted(name, previous))
+        restarted = asyncio.ensure_future(self._restarted(name))
         try:
             await _reported(restarted, lambda: f"{name}: waiting for Ray to start its actor again: {self._place(name)}")
         finally:
@@ -189,8 +186,13 @@ class RayCluster:
         except (RayActorError, TimeoutError) as error:
             logger.warning("%s: Ray's actor does not stop it, and is killed: %r", name, error)
 
-    async def _restarted(self, name: str, previous: str | None) -> None:
-        """Return when Ray has started an actor again, or when it will not."""
+    async def _restarted(self, name: str) -> None:
+        """Have Ray start an actor again, unless it does that anyway. Returns when it has, or will not."""
+        previous = None
+        if self._runs[name].exception() is None:  # the process has ended, its actor has not
+            previous = await self._incarnation(name)
+            if name in self._actors:
+                ray.kill(self._actors[name], no_restart=False)
         while name in self._actors and await self._incarnation(name) in {None, previous}:  # noqa: ASYNC110 - Ray's
             await asyncio.sleep(_POLL_S)
 
