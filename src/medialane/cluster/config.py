@@ -34,7 +34,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """where gateways run with --ray: head (the node of this command) or each (all nodes that the cluster has at the
     start, each with a store of its own)"""
     gpus_per_worker: int | Literal["auto"] = field(default="auto", name="gpus-per-worker")
-    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 in a cluster without GPUs"""
+    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 for vLLM's CPU build"""
     cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
     """CPUs that Ray reserves for each worker; without a GPU, also the number of its threads"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
