@@ -137,7 +137,7 @@ async def test_status_shows_hosts_gateways_workers_stores_and_links(on_ray, caps
         assert state["hosts"] == [{"name": on_ray.hosts.other_name, "num_ready": 1, "num_workers": 1, "store": store}]
         assert [worker["name"] for worker in state["workers"]] == [f"{on_ray.hosts.other_name}/0"]
         assert all(link["connected"] for link in state["links"])
-        assert state["store"]["size_bytes"] == 128 << 20
+        assert 0 < state["store"]["size_bytes"] <= 128 << 20
 
 
 async def test_killed_worker_and_gateway_come_back_and_serve(on_ray, plain, capsys):
@@ -151,7 +151,7 @@ async def test_killed_worker_and_gateway_come_back_and_serve(on_ray, plain, caps
         pids = on_ray.placed("medialane worker") + on_ray.placed("medialane gateway")
         return len(pids) == 2 and not {worker, gateway} & set(pids) and await on_ray.is_well(capsys)
 
-    await eventually(both_serve, "new processes serve", START_S, more=on_ray.serve.tail)
+    await eventually(both_serve, "new processes serve", START_S, more=on_ray.serve.log.read_text)
     assert on_ray.placed("medialane store") == [store]
     body = chat(picture(123), ASK)
     right = (await plain.succeed(body)).ids

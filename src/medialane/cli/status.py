@@ -13,6 +13,7 @@ from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
 from medialane.config import ServerConfig, format_size
+from medialane.core.errors import StartupFailed
 
 _EPILOG = """\
 One line per host with workers says where they get media from: the gateway's store (shared memory), a store of their own
@@ -44,22 +45,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state; 0 if all is well, 1 if not. Raises StartupFailed if a gateway does not answer."""
+    """Print the states; 0 if all is well, 1 if not, 2 if one of several gateways does not answer. Raises StartupFailed
+    if the only one does not."""
     urls = args.gateways or [args.default_gateway]
-    states = asyncio.run(_read(urls, verify=not args.insecure))
+    found = asyncio.run(_read(urls, verify=not args.insecure))
+    if len(found) == 1 and isinstance(found[0], StartupFailed):
+        raise found[0]
     if args.json:
-        documents = [{**msgspec.structs.asdict(state), "hosts": state.hosts(), "ok": state.is_well} for state in states]
+        documents = [_document(url, state) for url, state in zip(urls, found, strict=True)]
         encoded = msgspec.json.encode(documents if len(documents) > 1 else documents[0])
         print(msgspec.json.format(encoded).decode())
     else:
         console = Console(highlight=False)
-        for state in states:
-            _show(console, state)
-    return 0 if all(state.is_well for state in states) else 1
+        for state in found:
+            _show(console, state) if isinstance(state, GatewayState) else console.print(state.message, markup=False)
+    return max(2 if isinstance(state, StartupFailed) else int(not state.is_well) for state in found)
 
 
-async def _read(urls: Sequence[str], *, verify: bool) -> list[GatewayState]:
-    return await asyncio.gather(*(read_state(url, verify=verify) for url in urls))
+async def _read(urls: Sequence[str], *, verify: bool) -> list[GatewayState | StartupFailed]:
+    return await asyncio.gather(*(_read_one(url, verify=verify) for url in urls))
+
+
+async def _read_one(url: str, *, verify: bool) -> GatewayState | StartupFailed:
+    try:
+        return await read_state(url, verify=verify)
+    except StartupFailed as error:
+        return error
+
+
+def _document(url: str, state: GatewayState | StartupFailed) -> dict[str, object]:
+    if isinstance(state, StartupFailed):
+        return {"url": url, "ok": False, "problems": [state.message]}
+    return {**msgspec.structs.asdict(state), "hosts": state.hosts(), "ok": state.is_well}
 
 
 def _show(console: Console, state: GatewayState) -> None:

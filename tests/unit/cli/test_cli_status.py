@@ -168,6 +168,15 @@ async def test_gateway_that_is_not_there_is_one_clear_error(capsys):
     assert "medialane: error: no gateway answers at http://127.0.0.1:1: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+async def test_one_of_several_gateways_that_is_not_there_does_not_hide_the_others(serve, capsys, flags):
+    url = await serve(metrics=page(endpoint("host-a/0")))
+    assert await status("--gateway", "http://127.0.0.1:1", "--gateway", url, *flags) == 2
+    shown = capsys.readouterr().out
+    assert "no gateway answers at http://127.0.0.1:1: " in shown
+    assert "host-a/0" in shown
+
+
 @pytest.mark.parametrize(
     ("pages", "reason"),
     [
