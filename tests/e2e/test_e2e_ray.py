@@ -157,7 +157,7 @@ async def test_killed_worker_and_gateway_come_back_and_serve(on_ray, plain, caps
     right = (await plain.succeed(body)).ids
     for client in on_ray.clients():
         assert (await client.succeed(body)).ids == right
-    assert "worker 0: killed by SIGKILL" in on_ray.serve.log.read_text()
+    assert "worker 0: exited (killed by SIGKILL); restarting" in on_ray.serve.log.read_text()
 
 
 async def test_sigterm_leaves_no_process_no_actor_no_arena_and_no_folder(on_ray):
