@@ -97,7 +97,7 @@ class Worker:
 
     async def register(self, hello: Hello) -> Welcome:
         self._compare(hello)
-        return Welcome(self.worker_id, os.getpid(), self._engine.card)
+        return Welcome(self.worker_id, os.getpid(), self._engine.card, self._host_arena.client_id)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
@@ -219,7 +219,8 @@ class Worker:
             if remote:
                 hold, copies = await self._host_arena.pull(list(remote.values()))
                 return _moved(request, dict(zip(remote, copies, strict=True))), hold
-            return request, await self._host_arena.hold(list(ranges)) if ranges else None
+            passed_with = request.request_id if request.has_passed_holds else None
+            return request, await self._host_arena.hold(list(ranges), passed_with=passed_with) if ranges else None
         except Unavailable as error:
             if isinstance(error, StoreUnavailable) and not remote:
                 raise MediaLost(error.message) from error

@@ -70,7 +70,7 @@ class Host:
     def offer(self, offer):
         self._listener(offer)
 
-    async def hold(self, ranges):
+    async def hold(self, ranges, *, passed_with=None):
         if self.error is not None:
             raise self.error
         (found,) = ranges
