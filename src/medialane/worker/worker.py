@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing, contextmanager
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -17,7 +19,7 @@ from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, Prompt, WorkerLoad
-from medialane.core.tensor import ArenaOffer, InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import Hello, Welcome
 from medialane.transfer import InlineReceiver, Receiver, ShmReceiver
@@ -64,6 +66,7 @@ class Worker:
         self._offer: ArenaOffer | None = None
         self._mapped: str | None = None  # here and in the engine
         self._in_engine: set[str] = set()
+        self._readers: Counter[str] = Counter()  # requests in the engine, by the arena that they read
         self._unmappable: set[str] = set()
         self._arena_listeners: dict[Callable[[str | None], None], None] = {}
         self._host_arena.watch(self._arena_changed)
@@ -93,11 +96,13 @@ class Worker:
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
-        hold = await self._hold(request.prompt)
+        ranges = _ranges(request.prompt)
+        hold = await self._hold(ranges)
         try:
-            async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
-                async for delta in deltas:
-                    yield delta
+            with self._reading({found.arena for found in ranges}):
+                async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
+                    async for delta in deltas:
+                        yield delta
         except (GenerationFailed, WorkerLost):
             self._ping_requested.set()
             raise
@@ -178,9 +183,9 @@ class Worker:
 
     async def _map_arena(self) -> None:
         """Map the current arena in this process and in the engine's, which may have a different /dev/shm, and unmap
-        others."""
+        others that no request reads any more: vLLM frees an item that it read only when `detach_arena` follows."""
         offer = self._offer
-        for arena in self._in_engine - {offer.id if offer is not None else None}:
+        for arena in self._in_engine - {offer.id if offer is not None else None} - self._readers.keys():
             self._in_engine.discard(arena)
             await self._engine.detach_arena(arena)
         if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
@@ -199,9 +204,20 @@ class Worker:
         for listener in list(self._arena_listeners):
             listener(arena)
 
-    async def _hold(self, prompt: Prompt) -> Hold | None:
-        """Hold the entries of the arena that the request reads. Raises HandoverFailed."""
-        ranges = {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
+    @contextmanager
+    def _reading(self, arenas: AbstractSet[str]) -> Iterator[None]:
+        """Count a request that reads `arenas` in the engine. The last reader of an earlier arena has it unmapped."""
+        self._readers.update(arenas)
+        try:
+            yield
+        finally:
+            self._readers.subtract(arenas)
+            self._readers += Counter()  # without those of zero
+            if arenas - self._readers.keys() - {self._mapped}:
+                self._ping_requested.set()
+
+    async def _hold(self, ranges: AbstractSet[ArenaRange]) -> Hold | None:
+        """Hold the entries of the arena that a request reads. Raises HandoverFailed."""
         if not ranges:
             return None
         try:
@@ -223,3 +239,8 @@ class Worker:
         except TimeoutError:
             return
         await asyncio.sleep(MIN_PING_INTERVAL_S)
+
+
+def _ranges(prompt: Prompt) -> set[ArenaRange]:
+    """Return the entries of arenas that a request reads."""
+    return {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
