@@ -6,18 +6,11 @@ import asyncio
 from itertools import count
 
 import pytest
-from store_world import ITEM_BYTES, World, pattern
+from store_world import ITEM_BYTES, pattern
 
 from medialane.core.errors import ArenaFull, StoreUnavailable
 from medialane.store.holds import StoreEntries
 from waiting import eventually
-
-
-@pytest.fixture
-async def world(monkeypatch):
-    world = await World(monkeypatch).start()
-    yield world
-    await world.close()
 
 
 @pytest.fixture
