@@ -125,7 +125,7 @@ class StoreSession:
             self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids), at_once=True)
 
     async def reclaim(self) -> None:
-        """Have the client release what it does not use, and wait until it has."""
+        """Have the client release what it does not use, and wait until it has, or is lost."""
         self._reclaimed.clear()
         self.connection.send(Reclaim(), at_once=True)
         await self._reclaimed.wait()
@@ -150,6 +150,7 @@ class StoreSession:
 
     def lost(self, error: MedialaneError) -> None:
         self._cancel()
+        self._reclaimed.set()
         if self.hello is not None:
             logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
         self._on_lost(self)
