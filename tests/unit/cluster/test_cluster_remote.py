@@ -1,6 +1,8 @@
 import socket
 import stat
 import sys
+import tempfile
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -35,15 +37,20 @@ def test_gateways_of_a_host_have_no_worker_name():
     assert "--worker-name" not in remote_argv(spec(joins_as="", node="10.0.0.1"), "10.0.0.1")
 
 
-def test_processes_of_a_host_name_the_same_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+@pytest.fixture
+def runtime_directory(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as paths of sockets must be
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+def test_processes_of_a_host_name_the_same_folder(runtime_directory):
     words = ("--store", "unix:{folder}/store.sock")
     found = remote_argv(spec(shared_folder="abc", node_flags={"": words}), "10.0.0.2")
-    assert f"unix:{tmp_path}/medialane-node-abc/store.sock" in found
+    assert f"unix:{runtime_directory}/medialane-node-abc/store.sock" in found
 
 
-async def test_shared_folder_is_private_and_removed_with_its_last_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+async def test_shared_folder_is_private_and_removed_with_its_last_process(runtime_directory, monkeypatch):
     seen = []
 
     def argv(spec, _node):
@@ -55,7 +62,7 @@ async def test_shared_folder_is_private_and_removed_with_its_last_process(tmp_pa
     process = RemoteProcess(spec(shared_folder="abc"), node="10.0.0.2")
     assert (await process.run()).how == "exit status 0"
     assert seen == [0o700]
-    assert not list(tmp_path.glob("medialane-node-*"))
+    assert not list(runtime_directory.glob("medialane-node-*"))
 
 
 def test_secret_is_that_of_the_host():
