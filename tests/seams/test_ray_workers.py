@@ -110,13 +110,15 @@ async def test_killed_actor_ends_its_worker_and_ray_restarts_both(cluster, gatew
     assert (await cluster.resolve("worker 0")).incarnation != before.incarnation
 
 
-async def test_a_worker_that_cannot_start_reports_why(cluster, gateway):
-    (spec,) = specs(gateway, 1)
-    broken = msgspec.structs.replace(spec, command=(*spec.command, "--no-such-flag"))
-    await cluster.spawn([broken], timeout_s=START_S)
-    end = await asyncio.wait_for(cluster.watch("worker 0"), START_S)
-    assert end.how == "exit status 2"
-    assert "unrecognized arguments: --no-such-flag" in end.report
+async def test_workers_that_cannot_start_report_why_and_where(cluster, gateway):
+    first, second = specs(gateway)
+    wrong_flag = msgspec.structs.replace(first, command=(*first.command, "--no-such-flag"))
+    no_model = msgspec.structs.replace(second, command=("worker", "/no/such/model", *second.command[4:]))
+    await cluster.spawn([wrong_flag, no_model], timeout_s=START_S)
+    ends = [await asyncio.wait_for(cluster.watch(f"worker {i}"), START_S) for i in range(2)]
+    assert [end.how for end in ends] == ["exit status 2"] * 2
+    assert "unrecognized arguments: --no-such-flag" in ends[0].report
+    assert ends[1].report.startswith(f"worker 1 on {os.uname().nodename}: /no/such/model is neither an existing folder")
 
 
 async def test_missing_resources_are_named(cluster, gateway):

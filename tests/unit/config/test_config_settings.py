@@ -38,7 +38,7 @@ def test_every_setting_has_a_unique_name_and_a_description():
 
 
 def test_validation_error_uses_the_flag_name():
-    with pytest.raises(StartupFailed, match="--workers must be at least 0"):
+    with pytest.raises(StartupFailed, match="--workers must not be negative"):
         load({"workers": "-1"}, sections=("cluster",))
     with pytest.raises(StartupFailed, match="--restart-initial must be positive and at most --restart-max"):
         load({"restart-initial": "0"}, sections=("cluster",))
