@@ -47,6 +47,8 @@ def with_join_addresses(config: Config, node: str, others: Sequence[str]) -> Con
     target = parse_address(listen)
     if not isinstance(target, TcpAddress) or not target.port:
         raise StartupFailed("--join-listen must be tcp://HOST:PORT, with the port that workers are to connect to")
+    if others and _is_loopback(target.host):
+        raise StartupFailed(f"--join-listen {listen}: workers on other nodes cannot connect to loopback")
     if config.cluster.gateway_nodes == "each" and others:
         _check_each(config, target, node)
         joined = [node, *others]

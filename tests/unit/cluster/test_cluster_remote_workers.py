@@ -54,6 +54,13 @@ def test_workers_cannot_join_an_unknown_port():
         joined(config(join_listen="tcp://0.0.0.0:0"))
 
 
+def test_workers_of_other_nodes_cannot_join_at_loopback():
+    given = config(join_listen="tcp://127.0.0.1:7200")
+    assert joined(given, []).worker.join == "127.0.0.1:7200"
+    with pytest.raises(StartupFailed, match="workers on other nodes cannot connect to loopback"):
+        joined(given)
+
+
 @pytest.mark.parametrize(
     ("flags", "others", "listen"),
     [
