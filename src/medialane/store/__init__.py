@@ -10,6 +10,7 @@ from medialane.store.encoded_store import EncodedStore
 from medialane.store.holds import StoreEntries, StoreGrants
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
+from medialane.store.published_images import PublishedImages
 from medialane.store.pulls import Pulls
 from medialane.store.server import StoreServer
 
@@ -17,6 +18,7 @@ __all__ = [
     "Aliases",
     "EncodedStore",
     "Items",
+    "PublishedImages",
     "Pulls",
     "StoreConfig",
     "StoreEntries",
