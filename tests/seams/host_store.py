@@ -70,7 +70,9 @@ class HostStore:
         self.pulls = Pulls(self.arena, RPC, [] if self._mover is None else [self._mover])
         self._stack.push_async_callback(self.pulls.close)
         if self._mover is not None:
-            self.items = self._make_items(PublishedImages(self.arena, self.pulls, self._mover, self.media))
+            published = PublishedImages(self.arena, self.pulls, self._mover, self.media)
+            self._stack.push_async_callback(published.close)
+            self.items = self._make_items(published)
         await self.pulls.serve("tcp://127.0.0.1:0")
         self.server = StoreServer(
             self.items, self.arena, RPC, pulls=self.pulls, max_connections=64, processor=dict, status=self._status

@@ -13,21 +13,29 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from gateway_parts import Parts
 from PIL import Image as PILImage
 
 from medialane.arena import describe, layout
-from medialane.core.errors import MediaFetchFailed, MediaFetchTimeout, TransferFailed
+from medialane.core.errors import (
+    InvalidRequest,
+    MediaFetchFailed,
+    MediaFetchTimeout,
+    MediaUrlForbidden,
+    TransferFailed,
+)
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorSpec
-from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.prepare.fake import PLACEHOLDER_TOKEN
 from medialane.transfer.nixl import NixlMover, RdmaMetadata
 from nixl_hosts import Host, require_nixl
 from published import published_url
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -242,3 +250,35 @@ async def test_published_image_that_cannot_be_read_fails_its_request(parts, star
     with open_scope(), pytest.raises((MediaFetchFailed, MediaFetchTimeout)) as raised:
         await gateway.gateway.prepare(published)
     assert raised.value.param == "p"
+
+
+async def test_dynamo_reads_an_image_that_a_gateway_has_decoded(parts, start_dynamo):
+    gateway = await parts("features")
+    ref = MediaRef("image", "p", data=png_of(pixels()))
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia((ref,))
+        (image,) = msgspec.json.decode(await gateway.gateway.publish_images())["images"]
+    assert (image["shape"], image["dtype"]) == ([HEIGHT, WIDTH, 3], "uint8")
+    await eventually(lambda: gateway.num_held == 1, "until it has been read")
+    peer = start_dynamo("read", HEIGHT * WIDTH * 3)
+    peer.write(msgspec.json.encode(image["rdma_metadata"]))
+    assert await peer.line() == "completed"
+    assert await peer.line() == hashlib.sha256(pixels().tobytes()).hexdigest()
+    await eventually(lambda: gateway.num_held == 0)
+
+
+@pytest.mark.parametrize("modality", ["video", None])
+async def test_only_images_are_published(parts, modality):
+    gateway = await parts("features")
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia((MediaRef(modality, "p", data=b"1"),) if modality else ())
+        with pytest.raises(InvalidRequest):
+            await gateway.gateway.publish_images()
+
+
+async def test_store_publishes_nothing_unless_the_operator_allows_it(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as gateway:
+        with open_scope() as scope:
+            scope.extracted = ExtractedMedia((MediaRef("image", "p", data=png_of(pixels())),))
+            with pytest.raises(MediaUrlForbidden):
+                await gateway.gateway.publish_images()

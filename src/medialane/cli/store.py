@@ -96,6 +96,9 @@ class _Store:
         stack.push_async_callback(pulls.close)
         if config.store.peer_listen:
             logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
+        published = published_images(config.media, arena, pulls, found)
+        if published is not None:
+            stack.push_async_callback(published.close)
         self._server = StoreServer(
             Items(
                 arena=arena,
@@ -103,7 +106,7 @@ class _Store:
                 fetcher=fetcher,
                 media=config.media,
                 aliases=aliases,
-                published=published_images(config.media, arena, pulls, found),
+                published=published,
             ),
             arena,
             config.rpc,

@@ -15,11 +15,19 @@ import msgspec
 from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease
-from medialane.core.errors import ArenaFull, InvalidRequest, MedialaneError, MediaTooLarge, UnknownMediaUuid
+from medialane.core.errors import (
+    ArenaFull,
+    InvalidRequest,
+    MedialaneError,
+    MediaTooLarge,
+    MediaUrlForbidden,
+    UnknownMediaUuid,
+)
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import decoded_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.tensor import ArenaRange
 from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
 from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.observability.timeline import StageTimeline
@@ -141,6 +149,12 @@ class Items:
         if ref.alias is not None and (ref.url is not None or upload is not None):
             self._aliases.bind(ref.salt, ref.alias, found.content_hash)
         return found
+
+    async def publish(self, entry: ArenaRange) -> bytes:
+        """See `PublishedImages.publish`. Raises MediaUrlForbidden if images must not be published."""
+        if self._published is None:
+            raise MediaUrlForbidden("this server does not publish images (--allow-media-rdma)")
+        return await self._published.publish(entry)
 
     async def _probed_bytes(self, source: _Source) -> LeasedItem:
         """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects

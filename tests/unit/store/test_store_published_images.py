@@ -11,12 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.core.errors import InvalidImage, MediaFetchFailed, MediaFetchTimeout
-from medialane.core.media import MediaRef
+from medialane.arena import layout
+from medialane.core.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaFetchTimeout, Unavailable
+from medialane.core.feature import Feature
+from medialane.core.media import MediaRef, MediaSize
+from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
-from medialane.media.published_image import PIXMAP_HEADER_BYTES, PIXMAP_TYPE
+from medialane.media.published_image import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage
 from medialane.rpc import RpcConfig
-from medialane.store import EncodedStore, PublishedImages, Pulls
+from medialane.store import EncodedStore, PublishedImages, Pulls, published_images
 from medialane.transfer.nixl.fake import FakeMetadata
 from medialane.transfer.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 from nixl_hosts import FAKE, Host
@@ -58,6 +61,7 @@ async def world():
     world = World()
     await world.host.mover.offer(wait=True)
     yield world
+    await world.images.close()
     await world.pulls.close()
     assert world.host.arena.stats().num_leases == 0
     await world.host.close()
@@ -132,3 +136,66 @@ async def test_metadata_that_do_not_describe_the_image_are_refused(world, fields
     with pytest.raises(error):
         await world.images.fetch(Client().ref(**fields))
     assert world.host.arena.stats().num_reservations == 0
+
+
+def decoded(world, kind="decoded", shape=(HEIGHT, WIDTH, 3)):
+    """Return a lease on a new entry of `kind` with one tensor."""
+    spec = TensorSpec("uint8", shape)
+    (offset,), num_bytes = layout((spec,))
+    reservation = world.host.arena.reserve(num_bytes, kind)
+    tensors = (TensorDescriptor(spec, reservation.range, offset),)
+    return world.host.arena.publish(reservation, "k", Feature("image", "k", b"", tensors, MediaSize()))
+
+
+def num_leases(world):
+    return world.host.arena.stats().num_leases
+
+
+async def test_published_image_describes_its_entry_and_is_held(world):
+    with decoded(world) as lease:
+        document = msgspec.json.decode(await world.images.publish(lease.range), type=PublishedImage)
+    assert document.shape == (HEIGHT, WIDTH, 3)
+    (descriptor,) = RdmaMetadata.decode(bytes(document.rdma_metadata)).descriptors
+    assert descriptor.size == HEIGHT * WIDTH * 3
+    assert num_leases(world) == 1
+    await world.images.close()
+    assert num_leases(world) == 0
+
+
+async def test_published_image_that_is_not_read_is_released(world, monkeypatch):
+    monkeypatch.setattr(published_images, "HOLD_S", 0.01)
+    with decoded(world) as lease:
+        await world.images.publish(lease.range)
+    await eventually(lambda: num_leases(world) == 0)
+
+
+async def test_published_image_is_released_when_its_mover_process_has_exited(world):
+    with decoded(world) as lease:
+        await world.images.publish(lease.range)
+    world.host.kill()
+    await eventually(lambda: num_leases(world) == 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("processed", (100,)), ("decoded", (2, HEIGHT, WIDTH, 3)), ("decoded", (HEIGHT, WIDTH, 4))]
+)
+async def test_only_decoded_images_are_published(world, kind, shape):
+    with decoded(world, kind, shape) as lease, pytest.raises(InvalidRequest):
+        await world.images.publish(lease.range)
+    assert num_leases(world) == 0
+
+
+async def test_image_that_is_not_held_is_not_published(world):
+    with decoded(world) as lease:
+        entry = lease.range
+    with pytest.raises(Unavailable):
+        await world.images.publish(entry)
+
+
+async def test_images_that_are_published_at_the_same_time_are_limited(world, monkeypatch):
+    monkeypatch.setattr(published_images, "_MAX_HELD", 2)
+    with decoded(world) as lease:
+        for _ in range(2):
+            await world.images.publish(lease.range)
+        with pytest.raises(Unavailable):
+            await world.images.publish(lease.range)
