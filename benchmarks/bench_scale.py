@@ -4,9 +4,10 @@ In virtual time (`simulated_cluster`) with the gateways' own code, whose CPU tim
 the KV events of all workers and the requests of all other gateways, so its cost has a part that grows with the requests
 of the whole cluster. `limit` is the rate at which that part alone fills a gateway's core.
 
-Traces are short, so that all cases together take less than eight minutes of CPU: `trace s` is their duration in virtual
-time. A follow-up comes at least four seconds after the previous request of its session: in the traces of more than 64
-workers there are none, and requests share system prompts and images only. Caches are colder than in `bench routing`.
+Traces are short (`trace s` of virtual time), so that all cases together take less than eight minutes of CPU. They begin
+with new sessions only, whose follow-ups come after four seconds or more: fewer requests arrive (`arrivals/s`) than at
+the rate for which `core share` is computed (`requests/s`), they share mostly system prompts and images, and caches are
+colder than in `bench routing`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _row(num_workers: int, num_gateways: int, turns: list[Turn], best: float) ->
     index = cluster.gateways[0].router.index
     index_bytes = sum(array.nbytes for array in index._holders._now)
     per_request = 1 / len(turns) / num_gateways
-    rate = PER_WORKER_PER_S * num_workers
+    rate, trace_s = PER_WORKER_PER_S * num_workers, turns[-1].time_s - _START_S
     received_s = meter.received_s * per_request
     return {
         "workers": num_workers,
@@ -101,6 +102,7 @@ def _row(num_workers: int, num_gateways: int, turns: list[Turn], best: float) ->
         "cached of oracle": outcome.cached / best,
         "ttft p50 ms": harness.percentile(outcome.ttft_s, 0.5) * 1e3,
         "ttft p99 ms": harness.percentile(outcome.ttft_s, 0.99) * 1e3,
-        "trace s": turns[-1].time_s - _START_S,
+        "trace s": trace_s,
+        "arrivals/s": len(turns) / trace_s,
         "CPU s": time.process_time() - started,
     }
