@@ -50,7 +50,7 @@ def parse(words, tmp_path):
     secret.write_text(_SECRET)
     secret.chmod(0o600)
     words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane|%d).*", rf"\g<1>{secret}", word) for word in words]
-    name, *rest = words
+    name, *rest = [word.replace("$(POD_IP)", "10.0.0.1") for word in words]
     module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
     args = _parse(name, COMMANDS[name], module.add_arguments, rest)
     return args, load_config(given_settings(args), sections=module.SECTIONS, environ={})
