@@ -134,7 +134,9 @@ class Frontend:
         for path, page in (pages or {}).items():
             app.add_api_route(path, _guarded(self.args, _serving(page)), **_described(page))
         for path, action in (actions or {}).items():
-            app.add_api_route(path, _guarded(self.args, _doing(action)), methods=["POST"], tags=["medialane"])
+            summary = (action.__doc__ or "").partition("\n")[0]
+            handler = _guarded(self.args, _doing(action))
+            app.add_api_route(path, handler, methods=["POST"], tags=["medialane"], summary=summary)
         if health is not None:
             _add_health(app, health)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
