@@ -34,7 +34,7 @@ from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
 from medialane.rpc import Hello, RpcConfig, RpcServer
-from medialane.store import EncodedStore, StoreEntries, StoreGrants
+from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferConfig
 from medialane.transfer.nixl import NixlMover
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
@@ -213,6 +213,7 @@ class Parts:
             handover=Handover(
                 transports=[ShmTransport(), PullTransport(), inline],
                 max_inline_bytes=transfer.max_inline_bytes,
+                holds=HoldPasser(link, retention_s=0.0),
                 grants=StoreGrants(link),
                 mover=transfer.mover,
             ),

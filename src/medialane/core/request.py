@@ -63,7 +63,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name in it; `reasoning` are the
     reasoning parser's arguments. Outputs are deltas, or a single final one; if `cumulative`, each has everything so
-    far.
+    far. If `has_passed_holds`, the store tells the worker that it holds entries that the prompt refers to.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_ended: bool | None = None
     reasoning: bytes | None = None
     cumulative: bool = False
+    has_passed_holds: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -287,8 +287,15 @@ class Gateway:
                 self._begin(call, transfer_path, is_sent=False)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
+        has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
+            prompt, to=route.link.store_client, request_id=request_id
+        )
         sent = msgspec.structs.replace(
-            request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
+            request,
+            request_id=request_id,
+            prompt=prompt,
+            data_parallel_rank=route.data_parallel_rank,
+            has_passed_holds=has_passed_holds,
         )
         remote = route.link.submit(sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.

@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 
-from medialane.rpc.authenticating import closed_in_handshake, timed_out
+from medialane.rpc.authenticating import closed_in_handshake, handshake_errors
 from medialane.rpc.security import Authentication
 
 
@@ -20,15 +20,12 @@ def authenticate_socket(
     """
     deadline = time.monotonic() + authentication.security.timeout_s
     try:
-        sock = _encrypt(sock, authentication, dialled_host, deadline=deadline)
-        _shake_hands(sock, authentication, is_dialler=dialled_host is not None, deadline=deadline)
-        sock.settimeout(None)
-    except BaseException as error:
+        with handshake_errors():
+            sock = _encrypt(sock, authentication, dialled_host, deadline=deadline)
+            _shake_hands(sock, authentication, is_dialler=dialled_host is not None, deadline=deadline)
+            sock.settimeout(None)
+    except BaseException:
         sock.close()
-        if isinstance(error, TimeoutError):
-            raise timed_out() from None
-        if isinstance(error, OSError):
-            raise closed_in_handshake(error) from None
         raise
     return sock
 

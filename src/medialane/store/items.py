@@ -185,11 +185,11 @@ class Items:
                 return LeasedItem(content, lease, is_hit=True)
             encoded = await self._stored(source, content)
             if encoded is not None:
-                timeline.num_misses += 1
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
                     await self._admit(source, encoded.value)
                     lease = await self._prepare_once(source, content, processing)
+                timeline.num_misses += 1  # not before: a caller may try again after ArenaFull
                 return LeasedItem(content, lease, is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)

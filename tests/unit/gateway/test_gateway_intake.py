@@ -680,6 +680,43 @@ def test_body_with_as_many_tools_as_permitted_is_accepted(tools):
     assert extract(body, CONFIG).body == body
 
 
+CONVERSATION = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("prompt", {"prompt": ["x"] * 257}),
+        ("prompt", {"prompt": [[1, 2]] * 257}),
+        ("prompt_embeds", {"prompt_embeds": ["x"] * 257}),
+        ("messages", {"messages": [CONVERSATION] * 257}),
+        ("items", {"query": "x", "items": ["x"] * 257}),
+        ("items", {"query": [1], "items": [[1]] * 257}),
+    ],
+)
+def test_body_with_too_many_prompts_is_rejected(name, body):
+    with pytest.raises(InvalidBody, match="more than 256 prompts") as raised:
+        extract(json.dumps(body, indent=1).encode(), CONFIG)
+    assert raised.value.param == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["x"] * 256},
+        {"prompt": [1] * 300},
+        {"prompt": [[1] * 300]},
+        {"messages": [CONVERSATION] * 256},
+        {"messages": CONVERSATION * 300},
+        {"messages": CONVERSATION, "items": ["x"] * 300},
+        {"query": "x", "items": {"a": ["x"] * 300}},
+    ],
+)
+def test_body_with_as_many_prompts_as_permitted_is_accepted(body):
+    sent = json.dumps(body).encode()
+    assert extract(sent, CONFIG).body == sent
+
+
 @pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])
 def test_limits_apply_to_invalid_json(body):
     with pytest.raises(InvalidBody):
@@ -694,7 +731,7 @@ def test_limits_apply_to_invalid_json(body):
         {"tools": nested(99)},
         {"prompt": [7] * (1 << 17)},
         {"prompt": [[7] * 4000] * 30},
-        {"prompt": ["a text"] * 1024},
+        {"prompt": ["a text"] * 256},
         {"prompt": {"id": "p", "variables": {f"v{n}": "x" for n in range(2000)}}},
         {"tokens": list(range(100_000))},
         {"token_ids": list(range(100_000))},

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from medialane.core.errors import AlreadyJoined, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.rpc import Hello
 from medialane.rpc.address import TcpAddress
 from medialane.worker import WorkerConfig
@@ -191,9 +191,14 @@ async def test_refusal_is_logged_once_and_may_end(net, caplog):
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(NoWorkerReady("x"), "no process listens there"), (WorkerLost("cut"), "cut")]
+    ("error", "text"),
+    [
+        (NoWorkerReady("x"), "no process listens there"),
+        (WorkerLost("cut"), "cut"),
+        (AuthenticationFailed("another secret"), "another secret"),
+    ],
 )
-async def test_unreachable_gateway_is_tried_again_and_logged_once(net, caplog, error, text):
+async def test_gateway_that_may_soon_be_reachable_is_tried_again_and_logged_once(net, caplog, error, text):
     caplog.set_level(logging.INFO)
     net.refusal = error
     net.start()
