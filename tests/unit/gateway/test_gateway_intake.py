@@ -686,16 +686,16 @@ CONVERSATION = [{"role": "user", "content": "x"}]
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("prompt", {"prompt": ["x"] * 257}),
-        ("prompt", {"prompt": [[1, 2]] * 257}),
-        ("prompt_embeds", {"prompt_embeds": ["x"] * 257}),
-        ("messages", {"messages": [CONVERSATION] * 257}),
-        ("items", {"query": "x", "items": ["x"] * 257}),
-        ("items", {"query": [1], "items": [[1]] * 257}),
+        ("prompt", {"prompt": ["x"] * 1025}),
+        ("prompt", {"prompt": [[1, 2]] * 1025}),
+        ("prompt_embeds", {"prompt_embeds": ["x"] * 1025}),
+        ("messages", {"messages": [CONVERSATION] * 1025}),
+        ("items", {"query": "x", "items": ["x"] * 1025}),
+        ("items", {"query": [1], "items": [[1]] * 1025}),
     ],
 )
 def test_body_with_too_many_prompts_is_rejected(name, body):
-    with pytest.raises(InvalidBody, match="more than 256 prompts") as raised:
+    with pytest.raises(InvalidBody, match="more than 1024 prompts") as raised:
         extract(json.dumps(body, indent=1).encode(), CONFIG)
     assert raised.value.param == name
 
@@ -703,13 +703,13 @@ def test_body_with_too_many_prompts_is_rejected(name, body):
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": ["x"] * 256},
-        {"prompt": [1] * 300},
-        {"prompt": [[1] * 300]},
-        {"messages": [CONVERSATION] * 256},
-        {"messages": CONVERSATION * 300},
-        {"messages": CONVERSATION, "items": ["x"] * 300},
-        {"query": "x", "items": {"a": ["x"] * 300}},
+        {"prompt": ["x"] * 1024},
+        {"prompt": [1] * 1100},
+        {"prompt": [[1] * 1100]},
+        {"messages": [CONVERSATION] * 1024},
+        {"messages": CONVERSATION * 1100},
+        {"messages": CONVERSATION, "items": ["x"] * 1100},
+        {"query": "x", "items": {"a": ["x"] * 1100}},
     ],
 )
 def test_body_with_as_many_prompts_as_permitted_is_accepted(body):
@@ -731,7 +731,7 @@ def test_limits_apply_to_invalid_json(body):
         {"tools": nested(99)},
         {"prompt": [7] * (1 << 17)},
         {"prompt": [[7] * 4000] * 30},
-        {"prompt": ["a text"] * 256},
+        {"prompt": ["a text"] * 1024},
         {"prompt": {"id": "p", "variables": {f"v{n}": "x" for n in range(2000)}}},
         {"tokens": list(range(100_000))},
         {"token_ids": list(range(100_000))},
