@@ -681,40 +681,41 @@ def test_body_with_as_many_tools_as_permitted_is_accepted(tools):
 
 
 CONVERSATION = [{"role": "user", "content": "x"}]
+FEW_PROMPTS = GatewayConfig(max_prompts=256)
 
 
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("prompt", {"prompt": ["x"] * 1025}),
-        ("prompt", {"prompt": [[1, 2]] * 1025}),
-        ("prompt_embeds", {"prompt_embeds": ["x"] * 1025}),
-        ("messages", {"messages": [CONVERSATION] * 1025}),
-        ("items", {"query": "x", "items": ["x"] * 1025}),
-        ("items", {"query": [1], "items": [[1]] * 1025}),
+        ("prompt", {"prompt": ["x"] * 257}),
+        ("prompt", {"prompt": [[1, 2]] * 257}),
+        ("prompt_embeds", {"prompt_embeds": ["x"] * 257}),
+        ("messages", {"messages": [CONVERSATION] * 257}),
+        ("items", {"query": "x", "items": ["x"] * 257}),
+        ("items", {"query": [1], "items": [[1]] * 257}),
     ],
 )
 def test_body_with_too_many_prompts_is_rejected(name, body):
-    with pytest.raises(InvalidBody, match="more than 1024 prompts") as raised:
-        extract(json.dumps(body, indent=1).encode(), CONFIG)
+    with pytest.raises(InvalidBody, match="more than 256 prompts") as raised:
+        extract(json.dumps(body, indent=1).encode(), CONFIG, FEW_PROMPTS)
     assert raised.value.param == name
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": ["x"] * 1024},
-        {"prompt": [1] * 1100},
-        {"prompt": [[1] * 1100]},
-        {"messages": [CONVERSATION] * 1024},
-        {"messages": CONVERSATION * 1100},
-        {"messages": CONVERSATION, "items": ["x"] * 1100},
-        {"query": "x", "items": {"a": ["x"] * 1100}},
+        {"prompt": ["x"] * 256},
+        {"prompt": [1] * 300},
+        {"prompt": [[1] * 300]},
+        {"messages": [CONVERSATION] * 256},
+        {"messages": CONVERSATION * 300},
+        {"messages": CONVERSATION, "items": ["x"] * 300},
+        {"query": "x", "items": {"a": ["x"] * 300}},
     ],
 )
 def test_body_with_as_many_prompts_as_permitted_is_accepted(body):
     sent = json.dumps(body).encode()
-    assert extract(sent, CONFIG).body == sent
+    assert extract(sent, CONFIG, FEW_PROMPTS).body == sent
 
 
 @pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])
