@@ -19,6 +19,7 @@ pytestmark = [
 
 CHAT, RESPONSES, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"
 #: The most messages and parts, tools, and prompts; of other members as many as the bound on values permits.
+#: Prompts are permitted up to 1024; the bound of the loop is that of 256, see docs/configuration.md.
 PARTS, TOOLS, PROMPTS, MEMBERS = 1990, 256, 256, 9000
 USER = {"role": "user", "content": "x"}
 WRONG = {f"k{i}": [] for i in range(MEMBERS)}

@@ -51,7 +51,7 @@ def parse(words, tmp_path):
     secret.write_text(_SECRET)
     secret.chmod(0o600)
     words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane|%d).*", rf"\g<1>{secret}", word) for word in words]
-    name, *rest = words
+    name, *rest = [word.replace("$(POD_IP)", "10.0.0.1") for word in words]
     module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
     args = _parse(name, COMMANDS[name], module.add_arguments, rest)
     return args, load_config(given_settings(args), sections=module.SECTIONS, environ={})
@@ -83,6 +83,7 @@ def test_commands_of_the_containers_are_ours(name, tmp_path):
         "http": config.server.port,
         "join": parse_address(config.gateway.join_listen or "tcp://x:7100").port,
         "metrics": config.worker.metrics_port,
+        "store": parse_address(config.store.peer_listen or "tcp://x:7200").port,
     }
     assert ports == {key: expected[key] for key in ports}
 
@@ -123,6 +124,17 @@ def test_workers_find_gateways_that_are_not_ready_yet():
     for service in services.values():
         assert service["spec"]["selector"].items() <= labels["medialane-gateway"].items()
         assert not service["spec"]["selector"].items() <= labels["medialane-worker"].items()
+
+
+def test_media_are_copied_to_the_workers_from_the_gateways_store():
+    store, worker = (
+        next(c for name, c in containers().items() if name.startswith(kind)) for kind in ("store", "worker")
+    )
+    assert "--peer-listen=tcp://$(POD_IP):7200" in store["args"]
+    (address,) = [entry for entry in store["env"] if entry["name"] == "POD_IP"]
+    assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert {"--start-store", "--store=unix:/run/medialane/store.sock"} <= {*worker["args"]}
+    assert "/run/medialane" in {mount["mountPath"] for mount in worker["volumeMounts"]}
 
 
 def test_pods_have_the_labels_of_llm_d_and_aibrix():

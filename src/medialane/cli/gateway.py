@@ -315,6 +315,7 @@ async def _app(components: _Components, gateway: Gateway, peers: Peers) -> tuple
             ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
+        actions={"/medialane/publish": gateway.publish_images} if components.config.media.allow_rdma else {},
         health=health,
     )
     return app, group

@@ -54,7 +54,9 @@ def with_join_addresses(config: Config, node: str, others: Sequence[str]) -> Con
         joined = [node, *others]
     else:
         joined = [node if target.host in _ALL_INTERFACES else target.host]
-    addresses = [format_tcp(host, target.port).removeprefix("tcp://") for host in joined]
+    num_gateways = 1 if config.cluster.num_gateways == "auto" else config.cluster.num_gateways
+    ports = range(target.port, target.port + num_gateways)  # any may be down when a worker joins
+    addresses = [format_tcp(host, port).removeprefix("tcp://") for host in joined for port in ports]
     peers = config.store.peer_listen or (format_tcp(node, target.port - 1) if others else "")
     return msgspec.structs.replace(
         config,

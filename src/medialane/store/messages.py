@@ -19,6 +19,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      PullsGranted(call, entries)
     PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
                             <-      EntriesPulled(call, holds, ranges)
+    PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
+                            <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
@@ -49,7 +51,7 @@ from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.observability.timeline import TimelineReport
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
 Form = Literal["encoded", "decoded", "processed"]
@@ -195,6 +197,20 @@ class EntriesPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ranges: list[ArenaRange]
 
 
+class PublishImage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client holds the image until the reply."""
+
+    call_id: int
+    range: ArenaRange
+
+
+class ImagePublished(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`image` is a `media.PublishedImage` as JSON."""
+
+    call_id: int
+    image: bytes
+
+
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     error: ErrorReport
@@ -230,8 +246,8 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries
-Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | CallFailed
+Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
+Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
 ToStore = StoreHello | Call | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

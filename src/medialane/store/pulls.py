@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from medialane.arena import Arena, Cached, Lease
+from medialane.arena import Arena, Cached, Lease, Reservation
 from medialane.core.errors import HandoverFailed
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stats import PullStats
@@ -63,6 +63,10 @@ class Pulls:
                 if isinstance(result, Lease):
                     result.release()
             raise
+
+    async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
+        """See `Puller.fill`."""
+        await self._puller.fill(reservation, read)
 
     def _grant(self, found: ArenaRange) -> RemoteEntry:
         capabilities, key = self._server.capabilities, self._arena.key_of(found)

@@ -39,10 +39,12 @@ from medialane.store.messages import (
     GrantPulls,
     HoldEntries,
     HoldsPassed,
+    ImagePublished,
     ImageSize,
     ItemFound,
     PassHolds,
     Proceed,
+    PublishImage,
     PullEntries,
     PullsGranted,
     Question,
@@ -157,7 +159,7 @@ class StoreSession:
 
     def _act(self, message: ToStore) -> None:
         match message:
-            case FindItem() | ResolveAlias() | HoldEntries() | GrantPulls() | PullEntries():
+            case FindItem() | ResolveAlias() | HoldEntries() | GrantPulls() | PullEntries() | PublishImage():
                 self._start(message)
             case PassHolds():
                 self._pass_holds(message)
@@ -200,7 +202,7 @@ class StoreSession:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id
-        if isinstance(call, FindItem | PullEntries):
+        if isinstance(call, FindItem | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -220,10 +222,16 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
 
-    async def _answer(self, call: FindItem | PullEntries) -> None:
+    async def _answer(self, call: FindItem | PullEntries | PublishImage) -> None:
         reply: Reply
         try:
-            reply = await (self._find(call) if isinstance(call, FindItem) else self._pull(call))
+            match call:
+                case FindItem():
+                    reply = await self._find(call)
+                case PullEntries():
+                    reply = await self._pull(call)
+                case PublishImage(call_id, entry):
+                    reply = ImagePublished(call_id, await self._items.publish(entry))
         except MedialaneError as error:
             reply = CallFailed(call.call_id, to_report(error))
         except Exception:  # the supervisor of one call: it fails, and no other

@@ -42,6 +42,7 @@ def joined(given, others=OTHERS):
             "10.0.0.1:7100,10.0.0.2:7100,10.0.0.3:7100",
         ),
         ({"ray": "true", "gateway_nodes": "each"}, [], "tcp://127.0.0.1:7100", "127.0.0.1:7100"),
+        ({"gateways": "2"}, OTHERS, "tcp://10.0.0.1:7100", "10.0.0.1:7100,10.0.0.1:7101"),
     ],
 )
 def test_workers_join_the_addresses_at_which_gateways_listen(flags, others, listen, join):
