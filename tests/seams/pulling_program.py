@@ -10,6 +10,7 @@ import os
 import sys
 
 import msgspec
+import uvloop
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, layout
 from medialane.core.errors import MedialaneError
@@ -81,4 +82,4 @@ def _say(message: msgspec.Struct) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    uvloop.run(main(*sys.argv[1:]))

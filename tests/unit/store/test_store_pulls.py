@@ -393,7 +393,7 @@ async def test_destination_that_dies_ends_its_hold(source):
     with source.store("k") as stored:
         entry = source.grant(stored)
     peer = await asyncio.to_thread(connect, entry.address)
-    await held_by(source, peer, entry, SendPayload())
+    await held_by(source, peer, entry, SendPayload(0, 16))
     peer.close()
     await eventually(lambda: source.arena.stats().num_leases == 0)
 
@@ -402,7 +402,7 @@ async def test_hold_of_a_destination_that_stops_reading_ends_and_is_not_confirme
     with source.store("k", 15 * MIB) as stored:
         entry = source.grant(stored)
     peer = await asyncio.to_thread(connect, entry.address)
-    await held_by(source, peer, entry, SendPayload())
+    await held_by(source, peer, entry, SendPayload(0, entry.range.nbytes - ENTRY_HEADER_BYTES))
     await eventually(lambda: source.arena.stats().num_leases == 0)
 
     def resume():
