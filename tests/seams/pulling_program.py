@@ -22,7 +22,7 @@ from medialane.rpc import RpcConfig
 from medialane.store import Pulls, puller
 
 SECRET = "a secret for tests in namespaces"
-PULL_S = 2.0
+PULL_S = 3.0
 
 
 class Pulled(msgspec.Struct):
