@@ -497,7 +497,8 @@ async def test_part_that_is_not_one_of_the_payload_is_not_sent(source):
         entry = source.grant(stored)
     for start, stop in ((0, entry.range.nbytes), (-1, 5), (9, 5)):
         peer = await asyncio.to_thread(connect, entry.address)
-        await held_by(source, peer, entry, SendPayload(start, stop))
+        await held_by(source, peer, entry)
+        peer.send(SendPayload(start, stop))
         with pytest.raises(TransferFailed):
             await asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES)
         peer.close()
