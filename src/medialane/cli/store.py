@@ -92,7 +92,7 @@ class _Store:
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
         found = movers(config, arena.id)
-        self._pulls = pulls = Pulls(arena, config.rpc, found)
+        self._pulls = pulls = Pulls(arena, config.rpc, found, max_streams=config.store.peer_streams)
         stack.push_async_callback(pulls.close)
         if config.store.peer_listen:
             logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))

@@ -34,13 +34,13 @@ class Puller:
     """`movers` are in the order of preference; the last one, tcp, is always usable. The owner calls `close`, when no
     caller of `pull` is left."""
 
-    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover]) -> None:
+    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover], *, max_streams: int) -> None:
         self._arena = arena
         self._movers = {mover.name: mover for mover in movers}
         self._last = movers[-1].name
         self._health = MoverHealth(tuple(self._movers))
         self._speed = MoverSpeed()
-        self._peers = Peers(arena.id, security, max_threads=2 * MAX_PULLS)
+        self._peers = Peers(arena.id, security, max_pulls=MAX_PULLS, max_streams=max_streams)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release
         )

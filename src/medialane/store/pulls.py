@@ -12,20 +12,28 @@ from medialane.core.stats import PullStats
 from medialane.core.tensor import ArenaRange
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.security import Security
+from medialane.store.config import StoreConfig
 from medialane.store.peer_server import PeerServer
 from medialane.store.puller import Puller
 from medialane.transfer import Mover, TcpMover
 
 
 class Pulls:
-    """Owns the movers, best first, to which tcp is added. Entries can be granted after `serve`. `close` in any case,
-    after the sessions of the store's clients."""
+    """Owns the movers, best first, to which tcp is added, with at most `max_streams` connections for an entry. Entries
+    can be granted after `serve`. `close` in any case, after the sessions of the store's clients."""
 
-    def __init__(self, arena: Arena, rpc: RpcConfig, movers: Sequence[Mover] = ()) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        rpc: RpcConfig,
+        movers: Sequence[Mover] = (),
+        *,
+        max_streams: int = StoreConfig().peer_streams,
+    ) -> None:
         """Raises StartupFailed for unusable files of the settings."""
         security = Security.load(rpc)
         self._arena = arena
-        self._puller = Puller(arena, security, [*movers, TcpMover()])
+        self._puller = Puller(arena, security, [*movers, TcpMover()], max_streams=max_streams)
         self._server = PeerServer(arena, security, movers)
 
     async def serve(self, address: str) -> str:
