@@ -1,4 +1,7 @@
-"""Two network namespaces with a veth pair between them: two 'hosts' of one machine. Needs root."""
+"""Network namespaces joined by veth pairs: 'hosts' of one machine. Needs root.
+
+Host 0 is the centre of a star: it has one address and a link to each other host, which reach it and not one another.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,22 @@ from typing import NamedTuple
 
 
 class Namespaces(NamedTuple):
-    """Names and addresses; `prefix(i)` are the words that run a command in one of them."""
+    """Names and addresses; `prefix(i)` are the words that run a command in one of them. The name of host 0 is empty if
+    that is the namespace of this process."""
 
-    names: tuple[str, str]
-    addresses: tuple[str, str]
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
 
     def prefix(self, index: int) -> list[str]:
-        return ["ip", "netns", "exec", self.names[index]]
+        return ["ip", "netns", "exec", self.names[index]] if self.names[index] else []
 
-    def set_link(self, state: str) -> None:
-        """Set the first host's link `up` or `down`."""
-        _ip("netns", "exec", self.names[0], "ip", "link", "set", "veth0", state)
+    def device(self, index: int, peer: int) -> str:
+        """Return the name of the network device of host `index` for its link to host `peer`."""
+        return f"veth{os.getpid()}n{peer}" if not index else f"veth{index}"
+
+    def set_link(self, state: str, index: int = 1) -> None:
+        """Set the link of host `index` `up` or `down`."""
+        _ip(self.names[index], "link", "set", self.device(index, 0), state)
 
     def limit_rate(self, rate: str) -> None:
         """Limit what the first host sends, for example to `100mbit`."""
@@ -36,23 +44,42 @@ class Namespaces(NamedTuple):
 @contextmanager
 def two_hosts(mtu: int = 1500) -> Iterator[Namespaces]:
     """Raises OSError where namespaces cannot be created."""
-    found = Namespaces((f"ml{os.getpid()}a", f"ml{os.getpid()}b"), ("10.213.7.1", "10.213.7.2"))
+    with hosts(2, mtu=mtu) as found:
+        yield found
+
+
+@contextmanager
+def hosts(number: int, *, mtu: int = 1500, here: bool = False) -> Iterator[Namespaces]:
+    """With `here`, host 0 is the namespace of this process: it reaches the others, and servers of both are in reach of
+    this process. Raises OSError where namespaces cannot be created."""
+    subnet = f"10.213.{os.getpid() % 250}"  # one for each process: the devices of `here` are seen by all of them
+    names = tuple("" if here and not index else f"ml{os.getpid()}n{index}" for index in range(number))
+    found = Namespaces(names, tuple(f"{subnet}.{index + 1}" for index in range(number)))
     try:
-        for name in found.names:
-            _ip("netns", "add", name)
-        first, second = found.names
-        _ip("link", "add", "veth0", "mtu", str(mtu), "netns", first, "type", "veth", "peer", "veth1", "netns", second)
-        for number, name in enumerate(found.names):
-            _ip("-n", name, "addr", "add", f"{found.addresses[number]}/24", "dev", f"veth{number}")
-            _ip("-n", name, "link", "set", f"veth{number}", "up", "mtu", str(mtu))
-            _ip("-n", name, "link", "set", "lo", "up")
+        for name in filter(None, names):
+            _ip("", "netns", "add", name)
+            _ip(name, "link", "set", "lo", "up")
+        for index in range(1, number):
+            _link(found, index, mtu)
         yield found
     finally:
-        for name in found.names:
+        for name in filter(None, names):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, timeout=10, check=False)
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=10, check=False)
+def _link(found: Namespaces, index: int, mtu: int) -> None:
+    """Link host `index` to host 0. A device disappears with its peer, hence with the namespace of either."""
+    centre, device = found.device(0, index), found.device(index, 0)
+    _ip(found.names[index], "link", "add", device, "mtu", str(mtu), "type", "veth", "peer", centre, "mtu", str(mtu),
+        "netns", found.names[0] or str(os.getpid()))  # fmt: skip
+    for own, other, name in ((0, index, centre), (index, 0, device)):
+        addresses = [f"{found.addresses[own]}/32", "peer", f"{found.addresses[other]}/32"]
+        _ip(found.names[own], "addr", "add", *addresses, "dev", name)
+        _ip(found.names[own], "link", "set", name, "up")
+
+
+def _ip(namespace: str, *words: str) -> None:
+    command = ["ip", *(["-n", namespace] if namespace else []), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

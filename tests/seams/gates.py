@@ -18,6 +18,10 @@ from waiting import eventually, wait_until
 #: Steps of a request. A URL is fetched, a body is written into the arena by the gateway.
 STEPS = ("before find", "fetch", "upload", "prepare", "before first token", "mid-stream")
 
+#: Between two hosts: the destination has asked for the bytes, and receives none.
+PULL = "pull"
+GATES = (*STEPS, PULL)
+
 OPENS_S = 60.0
 
 
@@ -26,17 +30,17 @@ class Gates:
 
     def __init__(self, folder: Path) -> None:
         descriptor = os.open(folder / "gates", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(descriptor, len(STEPS))
-        self._closed = mmap.mmap(descriptor, len(STEPS))
+        os.ftruncate(descriptor, len(GATES))
+        self._closed = mmap.mmap(descriptor, len(GATES))
         os.close(descriptor)
         self._arrived = os.open(folder / "arrived", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def close(self, step: str) -> None:
         os.ftruncate(self._arrived, 0)
-        self._closed[STEPS.index(step)] = 1
+        self._closed[GATES.index(step)] = 1
 
     def open(self, step: str) -> None:
-        self._closed[STEPS.index(step)] = 0
+        self._closed[GATES.index(step)] = 0
 
     def arrived(self) -> list[int]:
         """The process of each arrival since a gate was last closed."""
@@ -58,7 +62,7 @@ class Gates:
         return False
 
     def _is_closed(self, step: str) -> bool:
-        return bool(self._closed[STEPS.index(step)])
+        return bool(self._closed[GATES.index(step)])
 
 
 class GatedProcessor(FakeProcessor):

@@ -2,10 +2,13 @@
 
 The store is the real one with real preparers, a fake processor, and poisoned ranges (tests/poison.py). Workers have the
 fake engine, whose tokens depend on the bytes of the media; gateways answer on unix sockets. All of them stop at gates.
+
+A host alone has everything. One of several hosts has a `Place`, in its folder: the stores copy from each other.
 """
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
-from gates import Gates
+from gates import PULL, Gates
 
 from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
 from medialane.cluster.process_spec import SocketExists
@@ -32,6 +35,34 @@ SETTINGS = {"arena-size": "16MiB", "preparers": "2", "allow-media-network": "127
 #: Tokens of an answer; the gate "mid-stream" is after the second.
 NUM_TOKENS = 6
 MAX_LINE_BYTES = 1 << 20
+#: Larger than the messages of stores.
+PAYLOAD_BYTES = 20_000
+FIRST_PORT = 7000
+SECRET = "a secret of the tests of several hosts"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One of several hosts: its `address` for the others, its processes, the workers of its gateways, and the settings
+    of TLS."""
+
+    address: str = ""
+    names: tuple[str, ...] = NAMES
+    workers: tuple[str, ...] = ()
+    tls: dict[str, str] = {}
+
+    def rpc(self) -> RpcConfig:
+        return RpcConfig(shared_secret=SECRET, **self.tls) if self.address else RpcConfig()
+
+    def worker_address(self, folder: Path, name: str) -> str:
+        """Where a worker of this host listens."""
+        if not self.address:
+            return address(folder, name)
+        return f"tcp://{self.address}:{FIRST_PORT + WORKERS.index(name)}"
+
+
+def place_of(folder: Path) -> Place:
+    path = folder / "place.json"
+    return msgspec.json.decode(path.read_bytes(), type=Place) if path.exists() else Place()
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -43,7 +74,7 @@ class Question(msgspec.Struct, frozen=True):
 
 class Line(msgspec.Struct, frozen=True):
     """Its answer: a line for each token, then one with the code of the error, if any. About itself: whether it has
-    `num_mapped` workers that map the arena of its store."""
+    `num_mapped` workers that map the arena of its store, or whose store may copy from it."""
 
     tokens: list[int] = []
     ended: bool = False
@@ -71,7 +102,7 @@ async def host(folder: Path) -> int:
             SocketExists(folder / f"{name}.sock"),
             layer=int(name in GATEWAYS),
         )
-        for name in NAMES
+        for name in place_of(folder).names
     ]
     config = ClusterConfig(restart_initial_s=0.05, restart_reset_s=0.01)
     with stopped_by_signals() as stop:
@@ -87,8 +118,29 @@ def store(folder: Path) -> int:
 
     poison.install()
     command.PROCESSOR_FACTORY = "gates:build_processor"
-    config = load_config({**SETTINGS, "arena-directory": str(folder)}, environ={})
+    place, settings, environ = place_of(folder), {**SETTINGS, "arena-directory": str(folder)}, {}
+    if place.address:
+        stop_pulls_at_the_gate(Gates(folder))
+        settings["peer-listen"] = f"tcp://{place.address}:0"
+        settings |= {f"rpc-{name.replace('_', '-')}": path for name, path in place.tls.items()}
+        environ["MEDIALANE_RPC_SECRET"] = SECRET
+    if not set(GATEWAYS) & set(place.names):
+        settings |= {"stage": "url", "preparers": "1"}  # as `medialane worker --start-store`
+    config = load_config(settings, environ=environ)
     return command.run(config, str(folder), [], address(folder, "store"))
+
+
+def stop_pulls_at_the_gate(gates: Gates) -> None:
+    from medialane.store.peer_socket import PeerSocket
+
+    receive = PeerSocket.receive_into
+
+    def receive_into(self: PeerSocket, target: memoryview) -> None:
+        if len(target) > PAYLOAD_BYTES:
+            gates.wait(PULL)
+        receive(self, target)
+
+    PeerSocket.receive_into = receive_into
 
 
 async def worker(folder: Path, name: str) -> int:
@@ -112,13 +164,15 @@ async def worker(folder: Path, name: str) -> int:
                     if num_sent == 2:
                         await gates.passed("mid-stream")
 
-    client = StoreClientTask(address(folder, "store"), str(folder), rpc=RpcConfig())
+    client, place = StoreClientTask(address(folder, "store"), str(folder), rpc=RpcConfig()), place_of(folder)
+    if place.address:  # it listens at another one: this only shows that it is ready
+        socket.socket(socket.AF_UNIX).bind(address(folder, name).removeprefix("unix:"))
     try:
         return await serve_worker(
             WorkerConfig(),
-            RpcConfig(),
+            place.rpc(),
             GatedEngine(),
-            address(folder, name),
+            place.worker_address(folder, name),
             arena_directory=str(folder),
             host_arena=StoreEntries(client.link),
         )
@@ -132,7 +186,7 @@ async def gateway(folder: Path, name: str) -> int:
 
     from medialane.core.hashing import digest
     from medialane.core.loop_fairness import LoopFairness
-    from medialane.gateway import StoreFeatures
+    from medialane.gateway import GatewayConfig, StoreFeatures
     from medialane.prepare.fake import FakeProcessor
 
     gates = Gates(folder)
@@ -152,10 +206,13 @@ async def gateway(folder: Path, name: str) -> int:
     )
     fairness = LoopFairness()
     features = GatedFeatures(client.link, processor_digest=digest(settings), fairness=fairness, media=MEDIA)
-    workers = [SimpleNamespace(address=address(folder, found), attaches=True) for found in WORKERS]
+    place = place_of(folder)
+    addresses = place.workers or [address(folder, found) for found in WORKERS]
+    workers = [SimpleNamespace(address=found, attaches=True) for found in addresses]
+    config = GatewayConfig(stage="features", reconnect_initial_s=0.01, reconnect_max_s=0.05)
     beside = SimpleNamespace(store=SimpleNamespace(link=client.link, features=features))
     with stopped_by_signals() as stop:
-        async with Parts(None, None, workers, rpc=RpcConfig(), beside=beside) as parts:
+        async with Parts(None, None, workers, rpc=place.rpc(), config=config, beside=beside) as parts:
             path = address(folder, name).removeprefix("unix:")
             server = await asyncio.start_unix_server(
                 lambda *streams: serve(parts, *streams), path, limit=MAX_LINE_BYTES
@@ -171,7 +228,10 @@ async def serve(parts, reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     """Answer one question."""
     question = msgspec.json.decode(await reader.readline(), type=Question)
     if question.url is None and question.data is None:
-        _send(writer, Line(ended=True, num_mapped=sum(link.same_host for link in parts.links.links.values())))
+        _send(
+            writer,
+            Line(ended=True, num_mapped=sum(link.same_host or link.can_pull for link in parts.links.links.values())),
+        )
     else:
         try:
             async with aclosing(answer(parts, question)) as deltas:

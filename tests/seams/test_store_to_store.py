@@ -7,12 +7,14 @@ import gc
 import tempfile
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt
 from host_store import HostStore
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.store import StoreGrants
 from medialane.transfer import TransferConfig
 from waiting import eventually
 
@@ -90,16 +92,46 @@ async def test_second_worker_of_a_host_costs_no_second_pull(arena, preparers, ot
     assert other_host.num_pulls == 1
 
 
-async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_host):
+@pytest.mark.parametrize("request_id", ["r{}".format, "r".format], ids=["own", "same"])
+async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_host, request_id):
+    """Whatever the ids that their clients have chosen."""
     async with parts_for(arena, preparers, [await other_host.worker(), await other_host.worker()]) as parts:
 
         async def one(number):
             with open_scope():
-                return await parts.answer(prompt(png()), f"r{number}")
+                return await parts.answer(prompt(png()), request_id(number))
 
         answers = await asyncio.gather(*[one(number) for number in range(8)])
     assert len({tuple(answer) for answer in answers}) == 1
     assert other_host.num_pulls == 1
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+async def test_request_counts_at_its_worker_before_its_pull_is_granted(
+    arena, preparers, other_host, stage, monkeypatch
+):
+    """Otherwise concurrent requests with one image, each routed as if the others did not exist, are spread."""
+    reached, granted, grant = asyncio.Event(), asyncio.Event(), StoreGrants.grant
+
+    async def slowly(self, ranges):
+        reached.set()
+        await granted.wait()
+        return await grant(self, ranges)
+
+    monkeypatch.setattr(StoreGrants, "grant", slowly)
+    async with parts_for(arena, preparers, [await other_host.worker()], stage=stage) as parts:
+
+        def decisions():
+            found = msgspec.json.decode(parts.gateway.routes.decisions({}))["decisions"]
+            return [decision["sent"] for decision in found]
+
+        with open_scope():
+            answering = asyncio.create_task(parts.answer(prompt(png())))
+            await reached.wait()
+            assert decisions() == [False]
+            granted.set()
+            await answering
+            assert decisions() == [True]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

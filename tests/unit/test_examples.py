@@ -51,7 +51,7 @@ def parse(words, tmp_path):
     secret.write_text(_SECRET)
     secret.chmod(0o600)
     words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane|%d).*", rf"\g<1>{secret}", word) for word in words]
-    name, *rest = [word.replace("$(POD_IP)", "10.0.0.1") for word in words]
+    name, *rest = [word.replace("$(POD_IP)", "10.0.0.9") for word in words]
     module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
     args = _parse(name, COMMANDS[name], module.add_arguments, rest)
     return args, load_config(given_settings(args), sections=module.SECTIONS, environ={})
@@ -83,7 +83,7 @@ def test_commands_of_the_containers_are_ours(name, tmp_path):
         "http": config.server.port,
         "join": parse_address(config.gateway.join_listen or "tcp://x:7100").port,
         "metrics": config.worker.metrics_port,
-        "store": parse_address(config.store.peer_listen or "tcp://x:7200").port,
+        "peer": parse_address(config.store.peer_listen or "tcp://x:7200").port,
     }
     assert ports == {key: expected[key] for key in ports}
 
@@ -108,6 +108,20 @@ def test_probes_and_mounts_name_what_exists(name):
     assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     if "/etc/medialane" in mounted:
         assert not mounted["/etc/medialane"]["secret"]["defaultMode"] & 0o007, "we refuse a file that all may read"
+
+
+def test_media_are_copied_from_store_to_store(tmp_path):
+    """A store lets others copy, and every worker has a store; the units' shared folder outlives one of them."""
+    found = {name: parse([*c["command"][1:], *c["args"]], tmp_path) for name, c in containers().items()}
+    (store,) = [config.store for name, (_, config) in found.items() if name.startswith("store")]
+    (worker,) = [args for name, (args, _) in found.items() if name.startswith("worker")]
+    assert store.peer_listen == "tcp://10.0.0.9:7200"
+    assert (worker.store, worker.start_store) == ("unix:/run/medialane/store.sock", True)
+    units = {path.name: unit(path)["Service"] for path in UNITS}
+    assert "--peer-listen tcp://${ADDRESS}:7200" in units["medialane-store.service"]["ExecStart"]
+    workers = units["medialane-worker@.service"]
+    assert "--store unix:/run/medialane/store.sock --start-store" in workers["ExecStart"]
+    assert workers["RuntimeDirectoryPreserve"] == "yes"
 
 
 def test_workers_find_gateways_that_are_not_ready_yet():

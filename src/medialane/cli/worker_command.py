@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -25,6 +26,8 @@ from medialane.observability.logging import configure
 from medialane.rpc.security import check_address
 from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
+
+logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
 _COMMON = (
@@ -138,10 +141,24 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
     running = asyncio.create_task(link.run(), name="store link")
     try:
         async with host_store(config, args.model, args.store) if args.start_store else nullcontext():
+            if args.start_store:
+                await _wait_for(link, config.store.wait_timeout_s)
             yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+async def _wait_for(link: StoreLink, timeout_s: float) -> None:
+    """Wait for the store, if it comes: gateways would send media in messages, or none, to a worker that has joined
+    before."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await link.ready()
+    except TimeoutError:
+        logger.warning("the store of this host is not ready after %g s: joining without it", timeout_s)
+    except StartupFailed:
+        pass  # logged by the link, which tries again
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

@@ -73,8 +73,9 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
 
     `sequence` counts the changes of the rank on one connection, from 0. A `snapshot` replaces everything known about
     the rank; with `more`, the rest of its ids follows in the next changes, which do not have `snapshot` set. Otherwise
-    `stored` are now held and `removed` are not; a change may repeat known facts. `time_s` is the time of its oldest
-    event by the worker's clock (seconds since the epoch; 0 in snapshots).
+    `stored` are now held and `removed` are not; a change may repeat known facts. `age_s` is the time between its
+    oldest event and its report, both by the clock of the worker's host (0 in snapshots): clocks of hosts are never
+    compared.
     """
 
     rank: int
@@ -83,7 +84,7 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
     removed: bytes
     snapshot: bool = False
     more: bool = False
-    time_s: float = 0.0
+    age_s: float = 0.0
 
     def __repr__(self) -> str:
         kind = "snapshot, " if self.snapshot else ""

@@ -280,13 +280,13 @@ class Gateway:
         """Transfer the request by `transfer_path`. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, scope = call
         self._num_sent += 1
+        request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         prompt = request.prompt
         if prepared is not None:
-            if not STAGES[transfer_path.stage].is_processed:
-                # Other requests may be routed while its media are being fetched.
+            if not STAGES[transfer_path.stage].is_processed or transfer_path.transport == "pull":
+                # Other requests may be routed while its media are being fetched, or granted to another host.
                 self._begin(call, transfer_path, is_sent=False)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
-        request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
             prompt, to=route.link.store_client, request_id=request_id
         )

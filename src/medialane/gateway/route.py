@@ -82,8 +82,8 @@ class Routes:
         slots = self._slots[link.address]
         if change.rank < len(slots):
             self._router.change(slots[change.rank], change)
-        if change.time_s:
-            self._event_lag_s[link.address] = max(0.0, time.time() - change.time_s)
+        if change.age_s:
+            self._event_lag_s[link.address] = change.age_s
 
     def announced(self, link: WorkerLink, number: int, work: PendingWork) -> None:
         found, slots = self._announced[link.address], self._slots[link.address]

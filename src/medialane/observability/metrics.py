@@ -243,7 +243,7 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
     yield _counter("medialane_routing_missed_predictions", text, "kind", missed)
     text = "Routing decisions whose request was cancelled, failed or rerouted before it was sent"
     yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
-    text = "Age of a worker's latest KV event on arrival"
+    text = "Age of a worker's latest KV event when the worker reported it"
     yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
     text = "Gaps in a worker's KV events that required a snapshot, on this connection"
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 from medialane.core.kv_events import AllBlocksCleared, KvChange, KvEventBatch
@@ -25,7 +26,8 @@ Listener = Callable[[KvChange], None]
 class BlockReports:
     """The block tables of all ranks and their listeners. Used on one event loop."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._tables = {
             rank: BlockTable(card.block_size, max_blocks=card.num_kv_blocks)
             for rank in range(max(1, card.data_parallel_size))
@@ -83,8 +85,9 @@ class BlockReports:
         self._num_waiting = 0
         for rank, table in self._tables.items():
             since = self._since.pop(rank, 0.0)
+            age_s = max(0.0, self._clock() - since) if since else 0.0
             if (net := table.take()) is not None:
-                change = KvChange(rank, 0, net.stored, net.removed, snapshot=net.snapshot, time_s=since)
+                change = KvChange(rank, 0, net.stored, net.removed, snapshot=net.snapshot, age_s=age_s)
                 for listener in list(self._listeners):
                     listener(change)
         self._log_faults()

@@ -75,6 +75,30 @@ async def test_one_of_several_workers_starts_the_store_and_another_takes_over(ad
     await eventually(lambda: not any(map(is_alive, pids(address))))
 
 
+async def test_workers_that_start_together_start_one_store(address, caplog):
+    async with (
+        worker_store.host_store(Config(), "model", address),
+        worker_store.host_store(Config(), "model", address),
+    ):
+        await eventually(lambda: worker_store.has_listener(address))
+        (first,) = pids(address)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: len(pids(address)) == 2 and worker_store.has_listener(address))
+    assert [record.message for record in caplog.records if "ended" in record.message] == [
+        "the store of this host has ended: killed by SIGKILL"
+    ]
+    await eventually(lambda: not any(map(is_alive, pids(address))))
+
+
+async def test_store_that_cannot_be_started_is_tried_again(address, caplog):
+    folder = Path(address.removeprefix("unix:")).parent / "later"
+    later = f"unix:{folder}/store.sock"
+    async with worker_store.host_store(Config(), "model", later):
+        await eventually(lambda: "cannot be started: No such file or directory" in caplog.text)
+        folder.mkdir()
+        await eventually(lambda: pids(address))
+
+
 async def test_store_that_runs_already_is_used(address):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address.removeprefix("unix:"))

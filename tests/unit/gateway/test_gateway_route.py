@@ -128,6 +128,15 @@ def test_prompt_goes_to_the_worker_that_has_cached_it_at_its_own_block_size(make
     assert route.routed.decision.cached_tokens == 192
 
 
+def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(make_routes):
+    """The worker measures it. A snapshot has none, and leaves the last one."""
+    link = link_to("w0")
+    routes = make_routes(link)
+    routes.changed(link, KvChange(0, 0, b"", b"", age_s=0.25))
+    routes.changed(link, KvChange(0, 1, b"", b"", snapshot=True))
+    assert routes.stats().event_lag_s == {"w0": 0.25}
+
+
 def test_choice_that_was_never_sent_is_listed_as_such(make_routes):
     routes = make_routes(link_to("w0"))
     for number in range(2):

@@ -34,8 +34,9 @@ def ids(data):
     return set(np.frombuffer(data, "<u8").tolist())
 
 
-async def test_events_within_milliseconds_are_batched(reports):
+async def test_events_within_milliseconds_are_batched():
     heard = []
+    reports = BlockReports(FAKE_CARD, clock=lambda: 10.25)
     reports.watch(heard.append)
     for number in range(5):
         reports.apply(batch(number, time_s=10.0 + number))
@@ -43,7 +44,7 @@ async def test_events_within_milliseconds_are_batched(reports):
     await eventually(lambda: heard)
     (change,) = heard
     assert ids(change.stored) == {id_of(n) for n in range(5)}
-    assert (change.rank, change.time_s, change.snapshot) == (0, 10.0, False)
+    assert (change.rank, change.age_s, change.snapshot) == (0, 0.25, False)
 
 
 async def test_ranks_are_distinguished(reports):
